@@ -13,17 +13,32 @@ from .base import JSON, QUIET, Pictures, argument, command, flag, option
 )
 def ablate(
     plan: str = argument(
-        "PLAN", "A TOML file, or a plan that comes with gptkit, such as gpt2-to-llama, positions or norms."
+        "PLAN",
+        "The list of variants to train: a TOML file, or a plan that comes with gptkit, such as "
+        "gpt2-to-llama, positions or norms.",
     ),
-    out: Path = argument("OUT", "The folder for all runs. OUT/ablation.json gets the table."),
+    out: Path = argument("OUT", "The folder for all runs. gptkit writes the table of results to OUT/ablation.json."),
     *,
-    data: list[str] | None = option("--data FILE", "A text file, or a folder of tokens, to use instead of the plan's."),
-    device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one."),
-    resume: bool = flag("--resume", "Continue an interrupted ablation. Runs that ended are not repeated."),
-    force: bool = flag("--force", "Discard the runs in OUT, and start again."),
-    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    data: list[str] | None = option(
+        "--data FILE",
+        "The training text, instead of the one in the plan: a text file (repeatable), or one folder written "
+        "by gptkit tokenize.",
+    ),
+    device: str | None = option(
+        "NAME",
+        "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
+    ),
+    resume: bool = flag(
+        "--resume",
+        "Continue an interrupted ablation. Repeat the command with this option. Finished runs are not repeated.",
+    ),
+    force: bool = flag("--force", "Discard all runs in OUT, and start again."),
+    offline: bool = flag(
+        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
+    ),
     allow_pickle: bool = flag(
-        "--allow-pickle", "Also read pickles, such as .bin files. gptkit reads only weights from them."
+        "--allow-pickle",
+        "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from them.",
     ),
     drawn: Pictures,
     json: bool = JSON,
@@ -57,20 +72,29 @@ def ablate(
     name="fit-scaling",
 )
 def fit_scaling(
-    runs: list[Path] = argument("RUNS…", "Folders that gptkit ablate wrote, of several sizes and budgets."),
+    runs: list[Path] = argument(
+        "RUNS…",
+        "One or more folders written by gptkit ablate. Together, they need models of several sizes, trained "
+        "on several numbers of tokens.",
+    ),
     *,
     flops: list[float] | None = option(
-        "--flops C", "Predict the best number of parameters and tokens for this budget of FLOPs, such as 1e18."
+        "--flops C",
+        "Predict the best number of parameters and of training tokens for this budget of FLOPs, such as "
+        "1e18. Repeatable.",
     ),
     draws: int = option(
-        "N", "The number of bootstrap samples for the intervals. 0 computes no intervals.", default=100, min=0
+        "N",
+        "The number of bootstrap samples for the confidence intervals of the fit. 0 means no intervals.",
+        default=100,
+        min=0,
     ),
     seed: int = option("N", "The seed of the bootstrap samples.", default=0, min=0),
     drawn: Pictures,
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Fit a scaling law to runs of several sizes, and predict the best size for a budget."""
+    """Fit a scaling law to runs of several model sizes, and predict the best size for a budget of FLOPs."""
     from ..report.scaling import scaling_page, scaling_report
     from ..training.scaling import fit_scaling as run
 

@@ -17,21 +17,29 @@ from .completion import complete_model
 )
 def audit(
     model: str = argument(
-        "NEW", "A checkpoint of any family: a folder, a weight file, or org/name on the hub.", complete=complete_model
+        "NEW",
+        "The checkpoint to check, of any model family: a folder, a weight file, or org/name on the Hugging Face hub.",
+        complete=complete_model,
     ),
     *,
     source: str | None = option(
-        "--source OLD", "Compare NEW with the checkpoint that it was made from: tensors, tokenizer, and logits."
+        "--source OLD",
+        "The checkpoint that NEW was made from, such as org/name. gptkit compares the tensors, the "
+        "tokenizer and the logits of both.",
     ),
     loader: str | None = option(
-        "--for PROGRAM", "Report what this program would do with the checkpoint: transformers, llama.cpp or vllm."
+        "--for PROGRAM",
+        "Report problems that this program would have when it loads the checkpoint: transformers, llama.cpp or vllm.",
     ),
     values: bool = flag(
-        "--values", "Also read the weights, and report NaN, infinities, zeros, copies and differences from OLD."
+        "--values",
+        "Also read the weights, and report tensors with NaN, with infinities, of zeros only, or identical "
+        "to others. With --source, also report values that differ from OLD.",
     ),
-    everything: bool = flag("--all", "List every tensor of every finding."),
+    everything: bool = flag("--all", "List all tensors of every finding, instead of only the first ones."),
     fix: Path | None = option(
-        "--fix OUT", "Write a repaired copy to this folder. gptkit repairs only what loses nothing."
+        "--fix OUT",
+        "Write a repaired copy of NEW to this folder. gptkit makes only repairs in which no information is lost.",
     ),
     force: bool = FORCE,
     sarif: bool = flag("--sarif", "Print the findings as SARIF, for code scanning in CI."),

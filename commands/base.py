@@ -190,19 +190,20 @@ def argument(metavar: str, words: str, default: Any = ..., complete: Any = None)
 
 MODELS = argument(
     "MODEL…",
-    "One or more models: presets, samples, folders, config.json or .gguf files, or org/name on the hub.",
+    "One or more models. Each is a preset (qwen3-8b), a sample (sample:gpt2), a folder, a config.json "
+    "or .gguf file, or org/name on the Hugging Face hub.",
     complete=complete_model,
 )
 MODEL = argument(
     "MODEL",
-    "The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or a sample that "
-    "comes with gptkit, such as sample:gpt2.",
+    "The model: org/name or org/name@revision on the Hugging Face hub, a preset (listed by gptkit "
+    "presets), a folder, a weight file, or a sample that comes with gptkit, such as sample:gpt2.",
     complete=complete_model,
 )
 JSON = flag("--json", "Print JSON instead of text.")
-FORCE = flag("--force", "Replace an existing checkpoint. Your other files in the folder are kept.")
+FORCE = flag("--force", "Replace the output if it already exists. Your own files in the output folder are not deleted.")
 QUIET = flag("-q --quiet", "Print nothing but errors.")
-WORKERS = option("N", "The number of threads. The default is one per core.", min=1)
+WORKERS = option("N", "The number of threads, such as 4. The default is one per CPU core.", min=1)
 
 
 @dataclass(frozen=True)
@@ -249,27 +250,38 @@ class _PictureFiles:
 
 def _pictures(page: str) -> _OptionGroup:
     figure = option(
-        "--figure NAME", "The figure to draw, by words of its title. The default is the first figure of the page."
+        "--figure NAME",
+        "With --png or --svg: the figure of the report to draw, given by words of its title. The default is "
+        "the first figure.",
     )
     options = {
         "html": (Path | None, option("--html FILE", page)),
-        "png": (Path | None, option("--png FILE", "Write a figure of the report as a PNG picture, for slides.")),
-        "svg": (Path | None, option("--svg FILE", "Write a figure of the report as an SVG drawing, for a paper.")),
+        "png": (Path | None, option("--png FILE", "Write one figure of the report as a PNG picture, for slides.")),
+        "svg": (Path | None, option("--svg FILE", "Write one figure of the report as an SVG drawing, for a paper.")),
         "figure": (str | None, figure),
     }
     return _OptionGroup(options, _PictureFiles)
 
 
-_OFFLINE = flag("--offline", "Use local files and the hub's cache only.")
+_OFFLINE = flag("--offline", "Download nothing: use only local files and files already in the Hugging Face cache.")
 _PICKLE = flag(
     "--allow-pickle",
-    "Also read pickles, such as .bin files. gptkit reads only weights from them, in a restricted process.",
+    "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from "
+    "them, in a restricted process.",
 )
-_EXTRA = flag("--allow-extra", "Ignore tensors that the model does not have. Without this, they are an error.")
+_EXTRA = flag(
+    "--allow-extra",
+    "Ignore tensors in the checkpoint that the model does not use. Without this option, they are an error.",
+)
 _TREE = {"offline": (bool, _OFFLINE), "allow_pickle": (bool, _PICKLE)}
 
-Pictures = Annotated[_PictureFiles, _pictures("Write a page (HTML) that opens offline.")]
-HeatMap = Annotated[_PictureFiles, _pictures("Write a page (HTML) with a heat map by layer and component.")]
+Pictures = Annotated[
+    _PictureFiles, _pictures("Write the report with its figures as an HTML page. The page opens without a network.")
+]
+HeatMap = Annotated[
+    _PictureFiles,
+    _pictures("Write the report as an HTML page, with a heat map of the differences by layer and component."),
+]
 ForTree = Annotated[dict[str, Any], _OptionGroup(_TREE)]
 """How a reference's tree is looked up: keyword arguments of `outline`."""
 ForWeights = Annotated[dict[str, Any], _OptionGroup({**_TREE, "allow_extra": (bool, _EXTRA)})]
@@ -386,7 +398,8 @@ def _version(value: bool) -> None:
 def root(
     show_version: bool = flag("--version", "Show the version and exit.", callback=_version, is_eager=True),  # noqa: ARG001 - its callback answers
     plugin: list[str] | None = option(
-        "--plugin MODULE", "Import this module or file, which registers families, swaps or formats."
+        "--plugin MODULE",
+        "Import this Python module or file, which registers model families, swaps or formats of your own. Repeatable.",
     ),
 ) -> None:
     """The group itself imports plugins, and does nothing else."""
@@ -438,7 +451,13 @@ _ROWS: tuple[_By, ...] = get_args(_By)
 def by_option(panel: str | None = None) -> Any:
     """--by."""
     form = "--by component | layer | tensor"
-    return option(form, "What a row of the table is.", panel, default="component", complete=one_of(_ROWS))
+    return option(
+        form,
+        "The rows of the table: one per component, per layer or per tensor.",
+        panel,
+        default="component",
+        complete=one_of(_ROWS),
+    )
 
 
 def rows_by(text: str) -> _By:

@@ -16,13 +16,24 @@ from .base import JSON, MODELS, QUIET, ForTree, Pictures, command, flag, option,
 def compare(
     models: list[str] = MODELS,
     context: str | None = option(
-        "TOKENS", "The context in tokens for the costs. The default is one that all the models support."
+        "TOKENS",
+        "The context length in tokens at which costs are compared, such as 4k. The default is the shortest "
+        "of the models' contexts.",
     ),
-    dtype: str = option("DTYPE", "The dtype of weights and KV cache, such as float32 or bfloat16.", default="bfloat16"),
-    only_differences: bool = flag("--only-differences", "Leave out rows in which all models are the same."),
-    everything: bool = flag("--all", "Add details in which all models are the same."),
-    swap: list[str] | None = option("OPTION=VALUE", "Also show each model after a swap, such as attention=gqa:8."),
-    recipe: str | None = option("NAME", "Also show each model after the swaps of a recipe."),
+    dtype: str = option(
+        "DTYPE", "The dtype of the weights and the KV cache, such as float32 or bfloat16.", default="bfloat16"
+    ),
+    only_differences: bool = flag("--only-differences", "Show only the rows in which the models differ."),
+    everything: bool = flag("--all", "Show all rows, also those of details in which all models are the same."),
+    swap: list[str] | None = option(
+        "OPTION=VALUE",
+        "Also show each model after this change, an option of gptkit swap with its value, such as "
+        "attention=gqa:8. Repeatable.",
+    ),
+    recipe: str | None = option(
+        "NAME | FILE",
+        "Also show each model after the changes of a recipe: a TOML file, or a name from gptkit swaps --recipes.",
+    ),
     markdown: bool = flag("--markdown", "Print a Markdown table, for a README or a paper."),
     csv: bool = flag("--csv", "Print CSV instead of a table."),
     json: bool = JSON,

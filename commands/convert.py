@@ -23,12 +23,16 @@ def load(
     *,
     dtype: str | None = option(
         "DTYPE",
-        "The dtype to load: float32, bfloat16, float16 or float64. The default is the stored dtype.",
+        "The dtype of the weights after loading: float32, bfloat16, float16 or float64. The default is the "
+        "dtype in the files, or float32 with --random.",
         complete=one_of(FLOATS),
     ),
-    random: bool = flag("--random", "Use random weights. A preset or a config.json is enough then."),
-    seed: int | None = option("N", "The seed of --random. The default is 0.", min=0),
-    out: Path | None = option("FOLDER", "Write the random weights into this folder, in gptkit's own format."),
+    random: bool = flag(
+        "--random",
+        "Use random weights instead of stored ones. MODEL may then be a preset or a config.json without weights.",
+    ),
+    seed: int | None = option("N", "With --random: the seed of the weights. The default is 0.", min=0),
+    out: Path | None = option("FOLDER", "With --random: write the weights to this folder, in gptkit's own format."),
     force: bool = FORCE,
     opening: ForWeights,
     json: bool = JSON,
@@ -110,31 +114,44 @@ def _random(
 def convert(
     model: str = MODEL,
     out: Path | None = argument(
-        "OUT", "The folder to write, or a .gguf file; by default the folder MODEL-FORMAT.", None
+        "OUT",
+        "The folder to write, or with --to gguf a .gguf file. The default is a folder named MODEL-FORMAT, "
+        "such as gpt2-local.",
+        None,
     ),
     *,
     to: str = option(
         "FORMAT",
-        f"The format to write: one of {', '.join(targets())}; local is gptkit's own.",
+        f"The format to write: {', '.join(targets())}. local is gptkit's own format, hf is Hugging Face "
+        "files of the model's own family, hf:FAMILY those of another family (such as hf:llama), and hf:auto "
+        "those of the first family that supports the model.",
         default="local",
         complete=complete_target,
     ),
     dtype: str | None = option(
         "DTYPE",
-        "Store every tensor in this dtype, such as float32 or bfloat16. GGUF also has q8_0, and --to hf has "
-        "fp8 for the layers' matrices. The default keeps the dtypes.",
+        "Store every tensor in this dtype, such as float32 or bfloat16. --to gguf also accepts q8_0, and "
+        "--to hf also fp8 (for the matrices of the layers only). By default, every tensor keeps its dtype.",
         complete=one_of((*FLOATS, "q8_0", "fp8")),
     ),
-    max_shard_size: str | None = option("SIZE", "The largest size of a weight file, such as 2GB or 500MB."),
+    max_shard_size: str | None = option(
+        "SIZE",
+        "The largest size of one weight file, such as 2GB or 500MB. The default is the division of the "
+        "original, or 5 GB per file.",
+    ),
     drop: list[str] | None = option(
         "--drop GROUP",
         "Leave out a group of tensors that the language model does not use, such as mtp or vision. The "
-        "output lists the groups.",
+        "output of convert lists the groups. Repeatable.",
     ),
     workers: int | None = base.WORKERS,
-    max_memory: str | None = option("SIZE", "The most memory for tensors at one time, such as 500MB."),
+    max_memory: str | None = option(
+        "SIZE", "The most memory that tensors may take at one time during the conversion, such as 500MB."
+    ),
     force: bool = FORCE,
-    dry_run: bool = flag("--dry-run", "Report the files, the disk space and the memory; write nothing."),
+    dry_run: bool = flag(
+        "--dry-run", "Report the files, the disk space and the memory of the conversion, and write nothing."
+    ),
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
@@ -161,12 +178,16 @@ def convert(
 
 @command("gptkit extract text org/vision-model text-model")
 def extract(
-    part: str = argument("PART", "The part to write: text, which is the language model."),
+    part: str = argument(
+        "PART", "The part of the model to write. The only possible value is text, which means the language model."
+    ),
     model: str = MODEL,
-    out: Path = argument("OUT", "The folder to write."),
+    out: Path = argument("OUT", "The folder to write the checkpoint to."),
     *,
     force: bool = FORCE,
-    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    offline: bool = flag(
+        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
+    ),
     quiet: bool = QUIET,
 ) -> None:
     """Write the language model of a multimodal model as a checkpoint."""
@@ -181,7 +202,10 @@ def extract(
 
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
 def check(
-    folder: Path = argument("FOLDER", "The folder of the checkpoint."), quiet: bool = QUIET, *, opening: ForWeights
+    folder: Path = argument("FOLDER", "The folder of the checkpoint to check, such as ./gpt2-local."),
+    quiet: bool = QUIET,
+    *,
+    opening: ForWeights,
 ) -> None:
     """Check that the files of a checkpoint are complete and undamaged.
 

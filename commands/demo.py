@@ -9,8 +9,13 @@ from .base import QUIET, command, option
 
 
 @command("gptkit demo --keep tour")
-def demo(keep: Path | None = option("", "Keep the converted checkpoints in this folder."), quiet: bool = QUIET) -> None:
-    """Take a tour of one minute on the samples: count, convert, verify, swap, generate."""
+def demo(
+    keep: Path | None = option(
+        "", "Keep the checkpoints that the tour writes in this folder, such as tour. By default, they are deleted."
+    ),
+    quiet: bool = QUIET,
+) -> None:
+    """Take a tour of one minute on the sample models: count, convert, verify, swap, generate."""
     from ..report.demo import tour
 
     shown = console(markup=True)

@@ -18,13 +18,25 @@ from .completion import complete_model
 def diff(
     a: str = argument(
         "A",
-        "A checkpoint: org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2.",
+        "The first checkpoint: org/name or org/name@revision on the Hugging Face hub, a folder, a "
+        ".safetensors or .gguf file, or a sample such as sample:gpt2.",
         complete=complete_model,
     ),
-    b: str = argument("B", "The other checkpoint, of any format.", complete=complete_model),
+    b: str = argument(
+        "B",
+        "The second checkpoint, given in the same ways as A. The formats of A and B may differ.",
+        complete=complete_model,
+    ),
     by: str = base.by_option(),
-    everything: bool = flag("--all", "List every tensor that differs."),
-    rank: bool = option("--rank/--no-rank", "Report the rank of each matrix's change.", default=True),
+    everything: bool = flag(
+        "--all", "List all tensors that differ. By default, gptkit lists only those that changed most."
+    ),
+    rank: bool = option(
+        "--rank/--no-rank",
+        "Report the rank of the difference B - A of each matrix. A low rank is a sign of a merged LoRA. "
+        "--no-rank saves time.",
+        default=True,
+    ),
     workers: int | None = base.WORKERS,
     json: bool = JSON,
     *,

@@ -14,9 +14,13 @@ from .base import JSON, MODEL, QUIET, ForTree, command, option
 )
 def draft(
     model: str = MODEL,
-    out: Path = option("--out FILE", "The Python file to write, such as FAMILY.py.", default=...),
+    out: Path = option("--out FILE", "The Python file to write the definition to, such as definition.py.", default=...),
     *,
-    without: list[str] | None = option("--without FAMILY", "Draft as if gptkit did not know this family."),
+    without: list[str] | None = option(
+        "--without FAMILY",
+        "Ignore gptkit's own definition of this family, such as llama, to try draft on a family that gptkit "
+        "supports. Repeatable.",
+    ),
     opening: ForTree,
     json: bool = JSON,
     quiet: bool = QUIET,

@@ -22,23 +22,54 @@ def evaluate(
     model: str = MODEL,
     *,
     data: list[Path] = option(
-        "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
+        "--data FILE",
+        "The text to evaluate on: a text file, or a folder written by gptkit tokenize. Repeatable.",
+        default=...,
     ),
-    against: str | None = option("MODEL", "Also evaluate this model on the same text, and report the difference."),
-    context: str | None = option("TOKENS", "Tokens per window. The default is the model's context, at most 2,048."),
-    past: int = option("M", "Also evaluate positions up to M times the model's context.", default=1, min=1),
+    against: str | None = option(
+        "MODEL",
+        "A second model, such as sample:gpt2. gptkit evaluates both on the same text and reports the difference.",
+    ),
+    context: str | None = option(
+        "TOKENS",
+        "The number of tokens per window (evaluated sequence), such as 512. The default is the model's "
+        "context, but at most 2,048.",
+    ),
+    past: int = option(
+        "M",
+        "Also evaluate sequences of up to M times the model's context, such as 4. The value 1 means no "
+        "longer sequences.",
+        default=1,
+        min=1,
+    ),
     rope: str | None = option(
-        "KIND:FACTOR", "With --past: also evaluate with scaled rotary positions, such as yarn:4, linear:2 or ntk:4."
+        "KIND:FACTOR",
+        "With --past: also evaluate the model with scaled RoPE. Give the method and the factor, such as "
+        "yarn:4, linear:2 or ntk:4.",
     ),
     stride: str | None = option(
-        "TOKENS", "The distance between the beginnings of two windows, in tokens. The default is a whole window."
+        "TOKENS",
+        "The number of tokens from the start of one window to the start of the next. With less than a "
+        "window, windows overlap, and predictions have more context. The default is a whole window.",
     ),
-    top_k: str = option("K,K", "Report how often the token is among the K most likely ones.", default="1,5"),
-    dtype: str = option("DTYPE", "The dtype to compute in.", default="float32", complete=one_of(FLOATS)),
+    top_k: str = option(
+        "K,K",
+        "Report how often the correct token is among the K most likely ones, for each K of this list.",
+        default="1,5",
+    ),
+    dtype: str = option(
+        "DTYPE",
+        "The dtype of the computation, such as float32 or bfloat16.",
+        default="float32",
+        complete=one_of(FLOATS),
+    ),
     attention: str = option(
-        "sdpa | eager", "The attention kernel.", default="sdpa", complete=one_of(("sdpa", "eager"))
+        "sdpa | eager",
+        "The attention implementation, named as in transformers.",
+        default="sdpa",
+        complete=one_of(("sdpa", "eager")),
     ),
-    device: str = option("NAME", "The device: cpu, cuda or cuda:1.", default="cpu"),
+    device: str = option("NAME", "The device to compute on: cpu, cuda or cuda:1.", default="cpu"),
     drawn: Pictures,
     json: bool = JSON,
     opening: ForWeights,

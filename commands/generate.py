@@ -15,30 +15,50 @@ from .completion import FLOATS, one_of
 @command("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1")
 def generate(
     model: str = MODEL,
-    text: str | None = argument("TEXT", "The prompt. A dash (-) reads standard input.", None),
+    text: str | None = argument(
+        "TEXT", "The prompt, such as 'ROMEO:'. A dash (-) means that gptkit reads it from standard input.", None
+    ),
     *,
-    ids: str | None = option("IDS", "Token ids to use instead of a text, such as '1 5 9'."),
+    ids: str | None = option("IDS", "The token ids of the prompt, to use instead of TEXT, such as '1 5 9'."),
     max_new_tokens: int = option(
         "-n --max-new-tokens N", "The largest number of tokens to generate.", default=100, min=0
     ),
     temperature: float | None = option(
-        "T", "Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.", min=0
+        "T",
+        "Sample at this temperature, such as 0.8. The default is 0, which always chooses the most likely "
+        "token (greedy), or 1 with --top-k or --top-p.",
+        min=0,
     ),
-    top_k: int | None = option("K", "Sample only from the K most likely tokens.", min=1),
+    top_k: int | None = option("K", "Sample only from the K most likely tokens, such as 50.", min=1),
     top_p: float | None = option(
-        "P", "Sample only from the most likely tokens whose probabilities add up to P.", min=0, max=1
+        "P",
+        "Sample only from the most likely tokens whose probabilities together reach P, such as 0.9 (nucleus sampling).",
+        min=0,
+        max=1,
     ),
-    seed: int | None = option("N", "The seed of sampling. The same seed gives the same text.", min=0),
-    beams: int | None = option("N", "The number of beams of a beam search.", min=2),
+    seed: int | None = option("N", "The seed of sampling, such as 1. The same seed gives the same text.", min=0),
+    beams: int | None = option(
+        "N", "Use beam search with this number of beams, such as 4, instead of greedy decoding or sampling.", min=2
+    ),
     length_penalty: float | None = option(
-        "P", "With --beams: divide log-probabilities by the length to this power. The default is 1."
+        "P",
+        "With --beams: divide the log-probability of a text by its length to the power P. A larger P "
+        "favours longer texts. The default is 1.",
     ),
-    early_stopping: bool = flag("--early-stopping", "With --beams: stop when as many texts as beams have ended."),
+    early_stopping: bool = flag(
+        "--early-stopping",
+        "With --beams N: stop as soon as N texts have ended, even if others could still become more likely.",
+    ),
     dtype: str | None = option(
-        "DTYPE", "The dtype to compute in. The default is the checkpoint's.", complete=one_of(FLOATS)
+        "DTYPE",
+        "The dtype of the computation, such as bfloat16. The default is the dtype of the checkpoint.",
+        complete=one_of(FLOATS),
     ),
     attention: str = option(
-        "sdpa | eager", "The attention kernel.", default="sdpa", complete=one_of(("sdpa", "eager"))
+        "sdpa | eager",
+        "The attention implementation, named as in transformers.",
+        default="sdpa",
+        complete=one_of(("sdpa", "eager")),
     ),
     opening: ForWeights,
     quiet: bool = flag("-q --quiet", "Print only the generated text, and errors."),

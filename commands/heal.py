@@ -18,90 +18,143 @@ _HOW = "How to train"
 )
 def heal(
     changed: str = argument(
-        "CHANGED", "The changed checkpoint, such as one that gptkit swap wrote.", complete=complete_model
+        "CHANGED", "The changed checkpoint to train, such as a folder written by gptkit swap.", complete=complete_model
     ),
-    out: Path = argument("OUT", "The folder to write. OUT.healing gets the checkpoints and measurements of the runs."),
+    out: Path = argument(
+        "OUT",
+        "The folder to write the trained model to. The folder OUT.healing gets the checkpoints and "
+        "measurements of the training runs.",
+    ),
     *,
-    teacher: str = option("--teacher MODEL", "The original checkpoint that CHANGED was made from.", default=...),
+    teacher: str = option(
+        "--teacher MODEL",
+        "The original model that CHANGED was made from, such as sample:gpt2. CHANGED is trained to make the "
+        "same predictions.",
+        default=...,
+    ),
     data: list[str] = option(
-        "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
+        "--data FILE",
+        "The training text: a text file (repeatable), or one folder written by gptkit tokenize.",
+        default=...,
     ),
     budget: str | None = option(
         "--tokens N",
-        "Train each run on this many tokens: 400k, 1M. The default is the text once, at least 20k and at most 400k.",
+        "The number of tokens that each run trains on, such as 400k or 1M. The default is the number of "
+        "tokens in the text, but at least 20k and at most 400k.",
     ),
-    time: str | None = option("--time TIME", "Train each run for this long instead: 90s, 10m or 1.5h."),
-    trained: str = option("--train WHAT", "What to train: all, changed, norms or lora:RANK.", default="all"),
+    time: str | None = option(
+        "--time TIME", "Train each run for this long instead of a number of tokens: 90s, 10m or 1.5h."
+    ),
+    trained: str = option(
+        "--train WHAT",
+        "The parameters to train: all, changed (only those that the swap changed), norms, or lora:RANK (an "
+        "update of low rank for every matrix, such as lora:8).",
+        default="all",
+    ),
     local: float = option(
         "SHARE",
-        "Train the changed layers by themselves first, for this share of the budget, such as 0.25. The default is 0.",
+        "The share of each run's tokens or time for a first phase, such as 0.25. In this phase, every "
+        "changed layer learns to give the same output as the teacher's layer for the same input. Try it if "
+        "the swap changed whole layers and the model became much worse. The default is 0, without this "
+        "phase.",
         default=0.0,
         min=0,
         max=0.99,
     ),
     hidden: float = option(
         "WEIGHT",
-        "Weight of the hidden-state loss: the mean squared distance to the teacher. The default is 0.",
+        "The weight of a second loss, such as 1: the mean squared distance between the hidden states of "
+        "CHANGED and of the teacher after every layer. The default is 0, without this loss.",
         default=0.0,
         min=0,
     ),
     seeds: int = option(
-        "N", "The number of seeds: each run is repeated with a different order of the text.", default=1, min=1
+        "N",
+        "The number of times that each run is repeated, with a different order of the text every time. With "
+        "3, for example, the results show the spread between seeds.",
+        default=1,
+        min=1,
     ),
     beside: bool = option(
         "--beside/--alone",
-        "Also train the control (the original) and the floor (CHANGED from random weights), for comparison.",
+        "Also train two models for comparison: the control (the original on the same text) and the floor "
+        "(CHANGED with random weights). --alone skips both.",
         default=True,
     ),
     batch: str | None = option(
-        "N", "Tokens per step. The default is 16 windows, or fewer if the budget is small.", _HOW
+        "N",
+        "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
+        "fewer if the training is short.",
+        _HOW,
     ),
-    context: str | None = option("N", "Tokens per window. The default is the models' context, at most 1,024.", _HOW),
+    context: str | None = option(
+        "N",
+        "The number of tokens per window (training sequence), such as 512. The default is the models' "
+        "context, but at most 1,024.",
+        _HOW,
+    ),
     lr: float | None = option(
         "RATE",
-        "AdamW's highest rate for the changed model. The default is chosen from the KL divergence and by trials.",
+        "The highest learning rate of AdamW for CHANGED, such as 1e-4. By default, gptkit estimates it from "
+        "the KL divergence between CHANGED and the teacher, and tests it in short trials.",
         _HOW,
         min=0,
     ),
     patience: int = option(
-        "N", "End a run after N evaluations without a better one. 0 never does.", _HOW, default=0, min=0
+        "N",
+        "End a run early after N evaluations without an improvement. The default, 0, never ends a run early.",
+        _HOW,
+        default=0,
+        min=0,
     ),
     held_out: str = option(
         "SHARE | FILE",
-        "What to evaluate on: a share of the text, such as 0.05, or another text file.",
+        "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
+        "0.05, or another text file.",
         _HOW,
         default="0.05",
     ),
-    seed: int = option("N", "The seed of the first run.", _HOW, default=0, min=0),
+    seed: int = option("N", "The seed of the first run. It determines the order of the text.", _HOW, default=0, min=0),
     dtype: str | None = option(
         "float32 | bfloat16",
-        "The dtype of matrix products. The default is bfloat16 on a GPU and float32 on a CPU.",
+        "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
         _HOW,
         complete=one_of(("float32", "bfloat16")),
     ),
-    compiled: bool = flag("--compile", "Compile the models with torch.compile.", _HOW),
-    device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one.", _HOW),
+    compiled: bool = flag("--compile", "Compile the models with torch.compile, which makes long runs faster.", _HOW),
+    device: str | None = option(
+        "NAME",
+        "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
+        _HOW,
+    ),
     every: int | None = option(
         "STEPS",
-        "Evaluate and save a checkpoint every STEPS steps. By default, gptkit chooses STEPS so that evaluations take "
-        "5 % of the time.",
+        "Evaluate the model and save a checkpoint every STEPS steps. By default, gptkit chooses STEPS so "
+        "that evaluations take about 5 % of the time.",
         min=1,
     ),
     to: str | None = option(
-        "--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or hf:auto.", _HOW
+        "--as FORMAT",
+        "The format to write: local (gptkit's own), hf (Hugging Face files of the model's own family), "
+        "hf:FAMILY (such as hf:llama) or hf:auto (the first family that supports the model). The default is "
+        "Hugging Face files if a family supports the model, and otherwise local.",
+        _HOW,
     ),
     resume: bool = flag(
-        "--resume", "Continue an interrupted call from its last checkpoints. Repeat the call with this option."
+        "--resume", "Continue an interrupted command from its last checkpoints. Repeat the command with this option."
     ),
-    force: bool = flag("--force", "Replace OUT, and discard an interrupted run."),
-    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    force: bool = flag("--force", "Replace the folder OUT if it exists, and discard an interrupted run."),
+    offline: bool = flag(
+        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
+    ),
     allow_pickle: bool = flag(
-        "--allow-pickle", "Also read pickles, such as .bin files. gptkit reads only weights from them."
+        "--allow-pickle",
+        "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from them.",
     ),
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Train a changed model to predict what its original predicts, and a control for comparison."""
+    """Train a changed model to make the same predictions as its original, and a control model for comparison."""
     from ..converter.distributed import leads
     from ..report.healing import Healing, healing_report
     from ..training.heal import heal as run

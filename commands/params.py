@@ -27,46 +27,99 @@ def params(
     by_layer: bool = flag("--by-layer", "", hidden=True),
     dtype: str | None = option(
         "DTYPE",
-        "Add the bytes of the weights as float32, bfloat16, float8, int8, int4, q8_0, q4_k_m, q4_0, nf4, …",
+        "Add the size of the weights in bytes in this dtype: float32, bfloat16, float8, int8, int4, nf4, or "
+        "a GGUF type such as q8_0, q4_k_m or q4_0. --memory and --gpu also use it.",
         WEIGHTS,
         complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
     ),
-    explain: bool = flag("--explain", "Derive the total number of parameters as a formula.", WEIGHTS),
+    explain: bool = flag(
+        "--explain",
+        "Show how the total number of parameters follows from the sizes in the config, as a formula.",
+        WEIGHTS,
+    ),
     stored: bool = flag(
-        "--stored", "Add the dtypes and bytes of the stored tensors, from the headers of the weight files.", WEIGHTS
+        "--stored",
+        "Add the dtypes and bytes of the tensors in the weight files. gptkit reads only the headers of the files.",
+        WEIGHTS,
     ),
-    kv: list[str] | None = option("--kv TOKENS", "Add the KV cache at these contexts: 8192, or 2k,128k.", COSTS),
-    kv_dtype: str | None = option("DTYPE", "The dtype of the KV cache. The default is that of the activations.", COSTS),
-    flops: bool = flag("--flops", "Add the FLOPs per token, of a prefill, and of a training step.", COSTS),
-    memory: bool = flag("--memory", "Add the memory to run the model, and to train it with Adam.", COSTS),
+    kv: list[str] | None = option(
+        "--kv TOKENS",
+        "Add the size of the KV cache at these context lengths, in tokens: 8192, or several such as 2k,128k "
+        "(1k is 1,024).",
+        COSTS,
+    ),
+    kv_dtype: str | None = option(
+        "DTYPE",
+        "The dtype of the KV cache, such as float32. The default is the dtype of the activations, which is "
+        "bfloat16 unless --dtype is float32 or float16.",
+        COSTS,
+    ),
+    flops: bool = flag(
+        "--flops",
+        "Add the FLOPs to generate a token, to process a whole prompt (prefill), and of a training step.",
+        COSTS,
+    ),
+    memory: bool = flag("--memory", "Add the memory for inference, and for training with Adam.", COSTS),
     context: str | None = option(
-        "TOKENS", "The context in tokens for --flops and --memory. The default is the model's context.", COSTS
+        "TOKENS",
+        "The number of tokens per sequence for --flops, --memory, --tp and --pp, such as 8k. The default is "
+        "the model's context. With --gpu: the sequence length for which the largest batch is reported, by "
+        "default 8,192 or the model's context if that is shorter.",
+        COSTS,
     ),
-    batch: int = option("N", "The number of sequences for --kv, --flops and --memory.", COSTS, default=1),
+    batch: int = option(
+        "N",
+        "The number of sequences in a batch, for --kv, --flops, --memory, --tp and --pp. With --gpu: the "
+        "batch for which the longest context is reported.",
+        COSTS,
+        default=1,
+    ),
     gpu: str | None = option(
         "--gpu SIZE",
-        "Say what fits in a GPU's memory: which dtype, context and batch. 24GB is a card of 24 GB, which has 24 GiB.",
+        "Report for several dtypes the longest context and the largest batch that fit in a GPU with this "
+        "much memory, such as 24GB. For GPUs, GB means GiB (powers of 1024), because GPU memory is sold in "
+        "them.",
         COSTS,
     ),
     tp: int = option(
-        "--tp N", "Report memory per GPU under N-way tensor parallelism.", COSTS, default=1, show_default=False
+        "--tp N",
+        "Report the memory per GPU if N GPUs share every layer (tensor parallelism).",
+        COSTS,
+        default=1,
+        show_default=False,
     ),
     pp: int = option(
-        "--pp N", "Report memory per GPU with the layers in N pipeline stages.", COSTS, default=1, show_default=False
+        "--pp N",
+        "Report the memory per GPU if the layers are divided into N pipeline stages.",
+        COSTS,
+        default=1,
+        show_default=False,
     ),
     fsdp: int = option(
         "--fsdp N",
-        "With --memory: report memory per process if N processes shard weights and optimizer states (FSDP).",
+        "With --memory: report the training memory per process if N processes shard weights, gradients and "
+        "optimizer states (FSDP).",
         COSTS,
         default=1,
         show_default=False,
     ),
     swap: list[str] | None = option(
-        "OPTION=VALUE", "Also count each model after a swap, such as attention=gqa:4.", SWAPS
+        "OPTION=VALUE",
+        "Also count each model after this change, an option of gptkit swap with its value, such as "
+        "attention=gqa:4. Repeatable.",
+        SWAPS,
     ),
-    recipe: str | None = option("NAME | FILE", "Also count each model after the swaps of a recipe.", SWAPS),
+    recipe: str | None = option(
+        "NAME | FILE",
+        "Also count each model after the changes of a recipe: a TOML file, or a name from gptkit swaps --recipes.",
+        SWAPS,
+    ),
     json: bool = JSON,
-    csv: bool = flag("--csv", "Print CSV: a row per component, layer or tensor; of costs a row per model."),
+    csv: bool = flag(
+        "--csv",
+        "Print CSV instead of text, with a row per component, layer or tensor (see --by). With costs, such "
+        "as --kv, it has a row per model.",
+    ),
     *,
     drawn: Pictures,
     opening: ForTree,
@@ -146,13 +199,16 @@ def params(
 @command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))")
 def presets(
     words: list[str] | None = argument(
-        "[WORD]...", "Words that the names of the presets contain, such as qwen. Without words, all are listed.", None
+        "[WORD]...",
+        "List only the presets that have all of these words in their names, such as qwen. Without words, "
+        "all presets are listed.",
+        None,
     ),
-    names: bool = flag("-n --names", "Print names alone, one per line."),
+    names: bool = flag("-n --names", "Print only the names, one per line."),
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """List the models that params knows by name."""
+    """List the presets: models that gptkit knows by name, such as qwen3-8b."""
     from ..architectures.presets import nearest
     from ..architectures.presets import presets as known
     from ..report.families import preset_json, preset_table
@@ -179,7 +235,10 @@ def presets(
 @command("gptkit families", "gptkit families olmo", "gptkit families --all --json")
 def families(
     words: list[str] | None = argument(
-        "[WORD]...", "Words that the families' names contain, such as olmo. Without words, all are listed.", None
+        "[WORD]...",
+        "List only the families that have all of these words in their names, such as olmo. Without words, "
+        "all families are listed.",
+        None,
     ),
     everything: bool = flag(
         "--all", "Also list the causal language models of transformers that gptkit does not support."

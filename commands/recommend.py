@@ -26,24 +26,29 @@ def _known_goals() -> Iterable[str]:
 def recommend(
     goal: str = option(
         "GOAL",
-        "What matters most: quality, speed, memory, context, simplicity or balance.",
+        "The most important property of the architecture: quality, speed, memory, context (long contexts), "
+        "simplicity or balance.",
         default=...,
         complete=one_of(_known_goals),
     ),
     params: str = option(
-        "NUMBER", "The number of parameters, from 100k to 1T, such as 7B, 124M or 1.5e9.", default=...
+        "NUMBER", "The number of parameters of the model, such as 7B, 124M or 1.5e9, from 100k to 1T.", default=...
     ),
     vocab: int | None = option(
-        "TOKENS", "The size of the vocabulary. The default is 32,000, or less for models below 10M parameters."
+        "TOKENS",
+        "The number of tokens in the vocabulary, such as 128256. The default is 32,000, or fewer for models "
+        "below 10M parameters.",
     ),
     context: str | None = option(
-        "TOKENS", "The context in tokens. The default is 4,096, or 131,072 for the goal context."
+        "TOKENS", "The context length in tokens, such as 64k. The default is 4,096, or 131,072 with --goal context."
     ),
-    loadable: bool = flag("--loadable", "Choose only components that a transformers class can hold."),
+    loadable: bool = flag("--loadable", "Propose only an architecture that a model class of transformers supports."),
     out: Path | None = option(
-        "FILE", "Write the architecture to this file, FILE.json, for params, show, load --random and train."
+        "FILE",
+        "Write the architecture to this JSON file, such as small.json. The commands params, show, load "
+        "--random and train read it.",
     ),
-    force: bool = flag("--force", "Replace FILE where it exists."),
+    force: bool = flag("--force", "Replace the file of --out if it exists."),
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 )
 def show(
     model: str = MODEL,
-    layer: int | None = option("N", "The layer to draw, if layers differ. The first layer is 0."),
+    layer: int | None = option(
+        "N",
+        "The number of the layer to draw, such as 3. The first layer is 0. By default, gptkit draws layer "
+        "0, and in a page of --html one layer of each kind.",
+    ),
     json: bool = JSON,
     *,
     drawn: Pictures,

@@ -48,52 +48,71 @@ class _SwapCommand(Command):
 )
 def swap(
     model: str = MODEL,
-    out: Path = argument("OUT", "The folder to write."),
+    out: Path = argument("OUT", "The folder to write the changed model to."),
     *,
     recipe: str | None = option(
-        "FILE", "Run a recipe: a TOML file, a name from gptkit swaps --recipes, or a folder that a swap wrote.", _HOW
+        "FILE",
+        "Make the changes of a recipe: a TOML file, a name from gptkit swaps --recipes, or a folder written "
+        "by gptkit swap.",
+        _HOW,
     ),
     blocks: str | None = option(
-        "LAYERS", "Change only these layers, such as 3-7 or 0,2,4-. The first layer is 0.", _HOW
+        "LAYERS",
+        "Change only these layers, such as 3-7 or 0,2,4- (4- means from layer 4 to the last one). The first "
+        "layer is 0. The default is all layers.",
+        _HOW,
     ),
     approximate: bool = flag(
-        "--approximate", "Make the plain replacement, even if an exact or fitted one exists or the loss is large.", _HOW
+        "--approximate",
+        "Replace components in the simplest way, even if an exact replacement or one fitted on a text "
+        "exists, and even if the model becomes much worse.",
+        _HOW,
     ),
     calibrate: str | None = option(
         "FILE",
-        "Fit and measure on this text file. Only the samples have a default, the play that comes with gptkit.",
+        "A text file with some pages of plain text. gptkit fits weights to it, and measures the effect on "
+        "its last part. The default for samples is a text that comes with gptkit; other models have no "
+        "default.",
         _HOW,
     ),
     calibrate_tokens: int | None = option(
         "N",
-        "The number of tokens to fit on, such as 8192. By default gptkit tries 2,048 and more as long as that helps.",
+        "The number of tokens to fit weights on, such as 8192. By default, gptkit tries 2,048 tokens, and "
+        "then more as long as the result improves.",
         _HOW,
         min=1,
     ),
     to: str | None = option(
         "--as FORMAT",
-        "The format to write: local (gptkit's own, the default), hf (the model's family), hf:FAMILY (such as hf:llama) "
-        "or auto (a family that can hold the result).",
+        "The format to write: local (gptkit's own, the default), hf (Hugging Face files of the model's own "
+        "family), hf:FAMILY (such as hf:llama), or auto (Hugging Face files of the first family that "
+        "supports the result).",
         _HOW,
     ),
     dtype: str | None = option(
         "DTYPE",
-        "The dtype of computed tensors, or with --as hf of all tensors. The output says which dtype is the "
-        "default and why.",
+        "The dtype, such as bfloat16, in which gptkit stores the tensors that the swap computes, or with "
+        "--as hf all tensors. The output names the default dtype and the reason for it.",
         _HOW,
     ),
-    no_measure: bool = flag("--no-measure", "Do not compare logits before and after."),
+    no_measure: bool = flag("--no-measure", "Skip the comparison of the logits before and after the change."),
     measure_steps: bool = flag(
-        "--measure-steps", "Also measure the effect of every step. Small models do this by default."
+        "--measure-steps",
+        "Also measure the effect of every single change, if there are several. This is the default for "
+        "models of up to 50M parameters.",
     ),
     report: Path | None = option(
-        "--report --html FILE", "Write a report on the loss by position, layer and component: FILE.html and FILE.json."
+        "--report --html FILE",
+        "Write a report on how much the change raises the loss, by position, layer and component, to "
+        "FILE.html and FILE.json.",
     ),
     resume: bool = flag(
-        "--resume", "Continue the healing step of a recipe that was interrupted. Repeat the call with this option."
+        "--resume",
+        "Continue an interrupted command whose recipe ends with healing (training). Repeat the command with "
+        "this option.",
     ),
     force: bool = FORCE,
-    dry_run: bool = flag("--dry-run", "Show the resulting architecture and its costs; write nothing."),
+    dry_run: bool = flag("--dry-run", "Show the resulting architecture and its costs, and write nothing."),
     opening: ForWeights,
     quiet: bool = QUIET,
     **asked: Any,
@@ -139,15 +158,17 @@ def swap(
 @command("gptkit swaps sample:gpt2", "gptkit swaps --recipes")
 def swaps(
     model: str | None = argument(
-        "MODEL", "The model to try the swaps on. Without a model, all swaps are listed.", None
+        "MODEL",
+        "The model to try the swaps on, such as sample:gpt2 or a folder. Without a model, gptkit lists all swaps.",
+        None,
     ),
     *,
-    recipes: bool = flag("--recipes", "List the recipes that come with gptkit."),
+    recipes: bool = flag("--recipes", "List the recipes (named sequences of swaps) that come with gptkit."),
     json: bool = JSON,
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """List the changes that swap can make, on MODEL if given, with guarantee and cost."""
+    """List the changes that gptkit swap can make, and for a MODEL the guarantee and the costs of each."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
     from ..surgery.recipe import read_recipe, shipped
 

@@ -11,21 +11,24 @@ from .base import FORCE, QUIET, argument, command, option
 def tokenize(
     files: list[Path] = argument(
         "FILE… OUT",
-        "Text files, each one document, or .jsonl files with a document per line; and last, the folder to write.",
+        "One or more text files, and last the folder to write. A text file is one document; a .jsonl file "
+        "has one document per line.",
     ),
     *,
     tokenizer: str | None = option(
         "MODEL",
-        "The tokenizer: a model, a tokenizer.json, or bytes (one token per byte). Without this option, a byte-level "
-        "BPE is trained on the texts.",
+        "The tokenizer: a model such as sample:gpt2, a tokenizer.json file, or bytes (one token per byte). "
+        "Without this option, gptkit trains a byte-level BPE on the texts.",
     ),
     vocabulary: int | None = option(
-        "N", "The largest vocabulary of a tokenizer that is trained. The default is 4,096."
+        "N",
+        "The largest number of tokens in the vocabulary, such as 8192, if gptkit trains a tokenizer. The "
+        "default is 4,096.",
     ),
     force: bool = FORCE,
     quiet: bool = QUIET,
 ) -> None:
-    """Convert texts to a folder of tokens for train, heal and eval."""
+    """Convert texts to a folder of tokens for the commands train, heal and eval."""
     from ..training.data import tokenize as run
 
     *texts, out = files

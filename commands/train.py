@@ -55,63 +55,121 @@ def told_once() -> Iterator[None]:
 )
 def train(
     model: str = MODEL,
-    out: Path = argument("OUT", "The folder to write. OUT.training gets checkpoints and measurements."),
+    out: Path = argument(
+        "OUT",
+        "The folder to write the trained model to. The folder OUT.training gets the checkpoints and "
+        "measurements of the run.",
+    ),
     *,
     data: list[str] = option(
-        "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
+        "--data FILE",
+        "The training text: a text file (repeatable), or one folder written by gptkit tokenize.",
+        default=...,
     ),
-    budget: str | None = option("--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9."),
-    time: str | None = option("--time TIME", "Train for this long instead: 90s, 10m or 1.5h."),
+    budget: str | None = option(
+        "--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9. Give either --tokens or --time."
+    ),
+    time: str | None = option("--time TIME", "Train for this long instead of a number of tokens: 90s, 10m or 1.5h."),
     batch: str | None = option(
-        "N", "Tokens per step. The default is 16 windows, or fewer if the budget is small.", _HOW
+        "N",
+        "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
+        "fewer if the training is short.",
+        _HOW,
     ),
-    context: str | None = option("N", "Tokens per window. The default is the model's context, at most 1,024.", _HOW),
+    context: str | None = option(
+        "N",
+        "The number of tokens per window (training sequence), such as 512. The default is the model's "
+        "context, but at most 1,024.",
+        _HOW,
+    ),
     lr: float | None = option(
-        "RATE", "AdamW's highest learning rate. The default depends on the model's size.", _HOW, min=0
+        "RATE",
+        "The highest learning rate of AdamW, such as 3e-4. The default depends on the model's size.",
+        _HOW,
+        min=0,
     ),
     warmup: float = option(
-        "SHARE", "The share of the budget in which the learning rate rises to its highest.", _HOW, default=0.05, min=0
+        "SHARE",
+        "The share of the training (its tokens or time) during which the learning rate rises to its highest value.",
+        _HOW,
+        default=0.05,
+        min=0,
     ),
-    decay: float = option("NUMBER", "The weight decay of matrices (decoupled, as in AdamW).", _HOW, default=0.1, min=0),
-    clip: float = option("NORM", "Clip gradients to this norm. 0 does not clip.", _HOW, default=1.0, min=0),
-    accumulate: int = option("N", "Compute each step in N parts, which needs less memory.", _HOW, default=1, min=1),
+    decay: float = option(
+        "NUMBER",
+        "The weight decay of AdamW. It applies only to matrices, not to norms and biases.",
+        _HOW,
+        default=0.1,
+        min=0,
+    ),
+    clip: float = option("NORM", "Clip the gradient to this norm. 0 means no clipping.", _HOW, default=1.0, min=0),
+    accumulate: int = option(
+        "N",
+        "Compute the gradient of each step in N parts, one after another (gradient accumulation). This "
+        "needs less memory.",
+        _HOW,
+        default=1,
+        min=1,
+    ),
     held_out: str = option(
         "SHARE | FILE",
-        "What to evaluate on: a share of the text, such as 0.05, or another text file.",
+        "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
+        "0.05, or another text file.",
         _HOW,
         default="0.05",
     ),
     tokenizer: str | None = option(
-        "MODEL", "The tokenizer for texts, or bytes (one token per byte). The default is the model's own.", _HOW
+        "MODEL",
+        "The tokenizer for text files: a model such as sample:gpt2, a tokenizer.json file, or bytes (one "
+        "token per byte). The default is the model's own.",
+        _HOW,
     ),
     no_document_mask: bool = flag(
-        "--no-document-mask", "Let tokens attend to other documents in the same window.", _HOW
+        "--no-document-mask",
+        "Let tokens attend to other documents in the same window. By default, a mask prevents this.",
+        _HOW,
     ),
     random: bool = flag("--random", "Start from random weights, even if MODEL has weights.", _HOW),
-    seed: int = option("N", "The seed of random weights and of the order of windows.", _HOW, default=0, min=0),
+    seed: int = option(
+        "N", "The seed of the random weights and of the order of the training windows.", _HOW, default=0, min=0
+    ),
     dtype: str | None = option(
         "float32 | bfloat16",
-        "The dtype of matrix products. The default is bfloat16 on a GPU and float32 on a CPU.",
+        "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
         _HOW,
         complete=one_of(("float32", "bfloat16")),
     ),
-    compiled: bool = flag("--compile", "Compile the model with torch.compile.", _HOW),
-    device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one.", _HOW),
-    every: int | None = option("STEPS", "The number of steps between two evaluations and checkpoints.", min=1),
-    sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation."),
-    metrics: Path | None = option("FILE", "Also write the measurements to this file, as JSON lines."),
+    compiled: bool = flag("--compile", "Compile the model with torch.compile, which makes long runs faster.", _HOW),
+    device: str | None = option(
+        "NAME",
+        "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
+        _HOW,
+    ),
+    every: int | None = option(
+        "STEPS",
+        "Evaluate the model and save a checkpoint every STEPS steps, such as 100. The default is ten times "
+        "per run, but at least every 500 steps.",
+        min=1,
+    ),
+    sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation, such as 'ROMEO:'."),
+    metrics: Path | None = option(
+        "FILE", "Also write the measurements to this file, such as metrics.jsonl, with one JSON object per line."
+    ),
     tensorboard: Path | None = option(
-        "--tensorboard FOLDER", "Also write the measurements to this folder, for TensorBoard."
+        "--tensorboard FOLDER", "Also write the measurements to this folder, in the format of TensorBoard."
     ),
     resume: bool = flag(
         "--resume",
-        "Continue an interrupted run from its last checkpoint. Repeat the call with this option. After a "
-        "loss that is not a number, --lr and --clip may differ.",
+        "Continue an interrupted run from its last checkpoint. Repeat the command with this option. If the "
+        "run stopped because its loss became NaN or infinite, you may change --lr and --clip.",
     ),
-    force: bool = flag("--force", "Replace OUT, and discard an interrupted run."),
-    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    force: bool = flag("--force", "Replace the folder OUT if it exists, and discard an interrupted run."),
+    offline: bool = flag(
+        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
+    ),
     allow_pickle: bool = flag(
-        "--allow-pickle", "Also read pickles, such as .bin files. gptkit reads only weights from them."
+        "--allow-pickle",
+        "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from them.",
     ),
     quiet: bool = QUIET,
 ) -> None:

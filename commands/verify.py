@@ -18,30 +18,56 @@ if TYPE_CHECKING:
 @command("gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)")
 def verify(
     model: str = MODEL,
-    local: str | None = argument("LOCAL", "The checkpoint that gptkit loads. The default is MODEL itself.", None),
+    local: str | None = argument(
+        "LOCAL",
+        "The checkpoint that gptkit loads, such as a converted copy of MODEL. transformers loads MODEL. The "
+        "default is MODEL itself.",
+        None,
+    ),
     *,
-    dtype: str = option("DTYPE", "The dtype in which transformers and gptkit compute.", default="float32"),
-    attention: str | None = option("sdpa | eager", "The attention kernel of both sides."),
-    prompt: list[str] | None = option("TEXT", "Also compare the logits on this text."),
+    dtype: str = option(
+        "DTYPE", "The dtype in which both transformers and gptkit compute the logits.", default="float32"
+    ),
+    attention: str | None = option(
+        "sdpa | eager",
+        "The attention implementation that both transformers and gptkit use. The default is the first one "
+        "that transformers computes correctly for the model.",
+    ),
+    prompt: list[str] | None = option(
+        "TEXT", "Also compare the logits on this text, such as 'To be or not to be'. Repeatable."
+    ),
     long: bool = flag(
         "--long",
-        "Also test texts longer than 1,024 tokens, where the model has a window or a scaled context of that length.",
+        "Also test sequences longer than 1,024 tokens, if the model has an attention window or RoPE scaling "
+        "that acts only there.",
     ),
     up_to: str | None = option(
-        "--up-to TOKENS", "The longest sequence that matters to you, in tokens. Longer ones are not compared."
+        "--up-to TOKENS",
+        "The length in tokens of the longest sequence that you will use, such as 4096. gptkit ignores "
+        "differences that appear only in longer sequences.",
     ),
     mutations: bool | None = option(
         "--mutations/--no-mutations",
-        "Make mistakes on purpose in the model itself, and count those that the comparison catches.",
+        "Test the comparison: make mistakes in the model on purpose, and count those that the comparison "
+        "detects. By default, gptkit does this in the model itself up to 50M parameters, and for larger "
+        "models in a small copy with random weights.",
     ),
     against: str | None = option(
-        "MODULE:CALLABLE", "Compare with your own module: MODULE:FUNCTION, where the function returns a torch module."
+        "MODULE:CALLABLE",
+        "Compare MODEL with your own PyTorch implementation. MODULE:CALLABLE, such as my_port:build, names "
+        "a function that returns a torch.nn.Module.",
     ),
-    card: Path | None = option("FILE", "Write what was checked, and the result, to FILE.json and FILE.md."),
+    card: Path | None = option("FILE", "Write the checks and their results to FILE.json and FILE.md."),
     drawn: HeatMap,
-    damage: bool | None = option("--damage/--no-damage", "Report the loss of LOCAL by position, layer and component."),
-    text: Path | None = option("FILE", "Measure perplexity on this text."),
-    stream: bool = flag("--stream", "Load one layer at a time, for models larger than memory."),
+    damage: bool | None = option(
+        "--damage/--no-damage",
+        "Report how much worse LOCAL predicts than MODEL, by position, layer and component. Use it for two "
+        "different models, such as before and after a swap.",
+    ),
+    text: Path | None = option("FILE", "Also measure the perplexity on this text file. Samples have a default text."),
+    stream: bool = flag(
+        "--stream", "Load and compute one layer at a time. Use it for models that are larger than memory."
+    ),
     json: bool = JSON,
     opening: ForWeights,
     quiet: bool = QUIET,

@@ -230,7 +230,18 @@ def _examples(spec: ModelSpec) -> tuple[str, ...]:
 
 ORDER = 80
 _PARTS: Parts = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
-OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N | N:active", parts=_PARTS),)
+OPTIONS = (
+    Option(
+        "heads",
+        ATTENTION,
+        2,
+        "The number of query heads per layer, such as 6. For fewer heads, 6:active keeps the heads with the "
+        "largest outputs; without :active, gptkit chooses heads that the others can replace, and fits the "
+        "weights to a text.",
+        "N | N:active",
+        parts=_PARTS,
+    ),
+)
 _entry = partial(Swap, option="heads", takes="n query heads", by_layer=True, calibrated=True)
 SWAPS = (
     _entry(

@@ -132,7 +132,16 @@ def _examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 125
-OPTIONS = (Option("experts", FEED_FORWARD, 4, "The number of experts that a mixture keeps.", "N"),)
+OPTIONS = (
+    Option(
+        "experts",
+        FEED_FORWARD,
+        4,
+        "The number of experts that each mixture of experts keeps, such as 48. A calibration text shows "
+        "which ones contribute most.",
+        "N",
+    ),
+)
 SWAPS = (
     Swap(
         option="experts",

@@ -243,7 +243,7 @@ OPTIONS = (
         "drop",
         WEIGHTS,
         2,
-        "Remove biases, such as head.bias or key.bias.",
+        "Remove these biases, such as head.bias, key.bias or norm.bias. The value biases removes all of them.",
         "BIASES",
         words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
         "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = q_down_proj.bias, kv_down_proj.bias; "
@@ -254,7 +254,9 @@ OPTIONS = (
         "fold",
         WEIGHTS,
         3,
-        "Fold constants, such as norm gains, into neighbouring weights.",
+        "Fold one kind of constant into neighbouring weights: norm (gains and biases of norms, into the "
+        "next projections), value-bias (into the output bias of attention) or scale (the scale of attention "
+        "scores, into the queries).",
         "value-bias | scale | norm",
         words="norm = norms; value-bias = value_bias; scale = scales",
     ),

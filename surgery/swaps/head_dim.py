@@ -251,7 +251,14 @@ def _examples(spec: ModelSpec) -> list[str]:
 
 ORDER = 110
 OPTIONS = (
-    Option("head_dim", ATTENTION, 3, "The dimension of a head.", "N", parts={"": ("dimensions of a head", _widths)}),
+    Option(
+        "head_dim",
+        ATTENTION,
+        3,
+        "The dimension of each attention head, such as 64.",
+        "N",
+        parts={"": ("dimensions of a head", _widths)},
+    ),
 )
 SWAPS = (
     Swap(

@@ -281,7 +281,14 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
 ORDER = 170
 _PARTS: Parts = {"": ("dimensions", lambda spec: {spec.hidden_size})}
 OPTIONS = (
-    Option("hidden", NORMS, 4, "The hidden size, which is the width of the residual stream.", "N", parts=_PARTS),
+    Option(
+        "hidden",
+        NORMS,
+        4,
+        "The hidden size of the model (the width of its residual stream), such as 768.",
+        "N",
+        parts=_PARTS,
+    ),
 )
 SWAPS = (
     Swap(

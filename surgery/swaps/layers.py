@@ -198,8 +198,8 @@ OPTIONS = (
         "layers",
         NORMS,
         3,
-        "Which layers to keep or add: keep:LIST and drop:LIST name layers (the first is 0), +4 adds four "
-        "that change nothing, auto:24 keeps the 24 most useful.",
+        "The layers to keep or add. keep:LIST and drop:LIST name layers (the first is 0), +4 adds four "
+        "layers that change nothing, and auto:24 keeps the 24 most important layers.",
         "keep:0-5,8- | drop:6,7 | +4 | auto:24",
         words="auto; keep; drop",
         parts={before: ("layers", lambda spec: {len(spec.blocks)}) for before in ("auto:", "+")},

@@ -262,7 +262,13 @@ def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
 
 ORDER = 10
 OPTIONS = (
-    Option("merge_lora", WEIGHTS, 1, "Merge a LoRA adapter of PEFT or mlx-lm into the weights. Repeatable.", "DIR"),
+    Option(
+        "merge_lora",
+        WEIGHTS,
+        1,
+        "Merge the LoRA adapter in this folder, written by PEFT or mlx-lm, into the weights. Repeatable.",
+        "DIR",
+    ),
 )
 SWAPS = (
     Swap(

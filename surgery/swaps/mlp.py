@@ -371,7 +371,9 @@ OPTIONS = (
         "mlp",
         FEED_FORWARD,
         1,
-        "The kind of feed-forward. moe:8x2 is a mixture of 8 experts with 2 of them per token.",
+        "The kind of feed-forward: gated, swiglu (gated, with the activation silu), plain (not gated), "
+        "moe:8x2 (a mixture of 8 experts, 2 of them per token) or dense (a single feed-forward instead of a "
+        "mixture).",
         "gated | swiglu | plain | moe:ExK | dense",
         words="gated = glu; plain = ungated, vanilla; moe = mixture of experts, mixture, experts; dense",
         two={

@@ -128,8 +128,8 @@ OPTIONS = (
         "block",
         NORMS,
         2,
-        "How a layer runs attention and feed-forward: one after the other (serial), or both on the same "
-        "input (parallel).",
+        "The order of attention and feed-forward in a layer: one after the other (serial), or both on the "
+        "same input (parallel).",
         "serial | parallel",
         words="parallel = side by side; serial = sequential",
     ),

@@ -329,13 +329,18 @@ OPTIONS = (
         "position",
         POSITIONS,
         1,
-        "The position encoding.",
+        "The position encoding: rope, alibi, learned (a table of positions) or none.",
         "rope | alibi | learned | none",
         words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
         "absolute, table; none = nope",
     ),
     Option(
-        "context", POSITIONS, 5, "The context length in tokens, or the length of the position table.", "N", parts=_PARTS
+        "context",
+        POSITIONS,
+        5,
+        "The longest context of the model in tokens, such as 8192. A table of learned positions gets this length.",
+        "N",
+        parts=_PARTS,
     ),
 )
 SWAPS = (

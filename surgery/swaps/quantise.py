@@ -136,7 +136,8 @@ OPTIONS = (
         "quantize",
         WEIGHTS,
         4,
-        "Round weights to an int8 or int4 grid, with GPTQ if there is a text. They are stored in the old dtype.",
+        "Round the weights to the values of int8 or int4, with GPTQ if there is a calibration text. int4:64 "
+        "has a scale per 64 weights, int8 a scale per row. The files keep the old dtype.",
         "int8 | int4:64",
         words="int8 = 8 bit, i8; int4 = 4 bit, i4; int2; int3; int5; int6; int7",
     ),

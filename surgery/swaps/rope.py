@@ -395,17 +395,26 @@ OPTIONS = (
         "rope_scaling",
         POSITIONS,
         2,
-        "Scale RoPE for a longer context by this method and factor, such as yarn:4.",
+        "Scale RoPE for a longer context by this method and factor: yarn:4 is for four times the context. "
+        "The value none removes a scaling.",
         "yarn:4 | llama3:8 | ntk:2 | linear:2 | dynamic:2",
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",
     ),
-    Option("rotary_dim", POSITIONS, 3, "The number of dimensions of a head that RoPE rotates.", "N", parts=_PARTS),
+    Option(
+        "rotary_dim",
+        POSITIONS,
+        3,
+        "The number of dimensions of each head that RoPE rotates, such as 32.",
+        "N",
+        parts=_PARTS,
+    ),
     Option(
         "rope_pairs",
         POSITIONS,
         4,
-        "Which two dimensions of a head RoPE rotates together.",
+        "The pairs of dimensions that RoPE rotates together: halves (dimension i with i + d/2, as in LLaMA) "
+        "or adjacent (2i with 2i + 1, as in GPT-J).",
         "halves | adjacent",
         words="halves = half, split half, rotate half, neox, gpt-neox; adjacent = interleaved, gpt-j",
     ),

@@ -275,13 +275,14 @@ _tying = partial(Swap, form="", source="Press and Wolf 1608.05859")
 
 ORDER = 20
 OPTIONS = (
-    Option("tie", VOCABULARY, 2, "Tie the head to the embedding, so that both share one table."),
-    Option("untie", VOCABULARY, 3, "Untie the head from the embedding, so that it has its own table."),
+    Option("tie", VOCABULARY, 2, "Tie the head to the embedding, so that both use the same weights."),
+    Option("untie", VOCABULARY, 3, "Untie the head from the embedding, so that the head has weights of its own."),
     Option(
         "vocab",
         VOCABULARY,
         1,
-        "The size of the vocabulary, or which tokens to keep.",
+        "The new vocabulary: N tokens (such as 32000), padded to a multiple (multiple:64), or only the "
+        "tokens that a file lists (prune:FILE).",
         "N | multiple:64 | prune:FILE",
         words="multiple = multiple of; prune; prune-text",
         parts={"": ("tokens", lambda spec: {spec.vocab_size})},

@@ -140,7 +140,9 @@ OPTIONS = (
         "intermediate",
         FEED_FORWARD,
         3,
-        "The hidden size of the feed-forward.",
+        "The width of the feed-forward (intermediate size), such as 1024. For fewer units, 1024:active "
+        "keeps those with the largest activations; without :active, gptkit chooses units that the others "
+        "can replace, and fits the weights to a text.",
         "N | N:active",
         parts={"": ("dimensions", _widths)},
     ),
