@@ -39,7 +39,8 @@ def audit(
     everything: bool = flag("--all", "List all tensors of every finding, instead of only the first ones."),
     fix: Path | None = option(
         "--fix OUT",
-        "Write a repaired copy of NEW to this folder. gptkit makes only repairs in which no information is lost.",
+        "Write a repaired copy of NEW to this folder. gptkit makes only repairs in which no information is lost. With "
+        "--source, it copies missing tensors from OLD.",
     ),
     force: bool = FORCE,
     sarif: bool = flag("--sarif", "Print the findings as SARIF, for code scanning in CI."),

@@ -31,6 +31,7 @@ from .weights import Weights, own_leaves
 from .weights import identity_leaves as identity_leaves
 
 _some = functools.partial(some_of, most=8, more=", … ({} more)")
+_first = functools.partial(some_of, most=3)  # in errors, whose hint follows
 
 
 def open_checkpoint(
@@ -299,7 +300,19 @@ def _refuse_other_class(path: Path, made: Match, architecture: Architecture | No
 
 
 def _lacking(made: Match) -> str:
-    return f"{len(made.missing)} of {len(made.declared)} tensors are missing: {_some(made.missing)}"
+    return f"{len(made.missing)} of {len(made.declared)} tensors are missing: {_first(_absent_first(made))}"
+
+
+def _absent_first(made: Match) -> list[str]:
+    """Return the missing leaves, with those last that the files may have under a name with another prefix."""
+
+    def suffixes(name: str) -> set[str]:
+        parts = name.split(".")
+        return {".".join(parts[at:]) for at in range(len(parts))}
+
+    extra = set(made.extra)
+    ends = {suffix for name in extra for suffix in suffixes(name)}
+    return sorted(made.missing, key=lambda name: name in ends or not extra.isdisjoint(suffixes(name)))
 
 
 def _refuse(
@@ -318,26 +331,26 @@ def _refuse(
     ]
     typed = [f"{name} is {info[name][0]}" for name in made.typed]
     for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
-        problems += [f"{len(names)} {what}: {_some(names)}"] if names else []
+        problems += [f"{len(names)} {what}: {_first(names)}"] if names else []
     hint = "Check that config.json belongs to these weights."
     if architecture is not None and missing == [architecture.head]:
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
     if made.untied:
-        problems.append(f"config.json ties the head to the embedding, but {_some(made.untied)} has different values")
+        problems.append(f"config.json ties the head to the embedding, but {_first(made.untied)} has different values")
         if len(problems) == 1:
             hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
     if made.altered:
-        told = _some(made.altered)
+        told = _first(made.altered)
         problems.append(f"other values than the family computes with, which transformers would take: {told}")
         if len(problems) == 1:
             hint = "No tree has both. Take these tensors out of the files if they are left over."
     if made.parted:
-        problems.append(f"some layers share weights, but {_some(made.parted)} differs from the shared values")
+        problems.append(f"some layers share weights, but {_first(made.parted)} differs from the shared values")
     if made.twice:
         names = [f"{name} and {other}" for name, other in made.twice]
-        problems.append(f"{len(names)} tensors are there under two names: {_some(names)}")
+        problems.append(f"{len(names)} tensors are there under two names: {_first(names)}")
     if extra and not allow_extra and not partial:
-        problems.append(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
+        problems.append(f"{len(extra)} tensors have no place in the model: {_first(extra)}")
     if not problems:
         return
     if extra and not allow_extra and len(problems) == 1:

@@ -1,6 +1,6 @@
 """A checkpoint written again under other names, its tensors' bytes as they are, with an index of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,19 @@ from .write import DEFAULT_SHARD_BYTES, plan
 
 
 def rewrite(
-    files: Scan, names: Mapping[str, str], out: str | Path, force: bool = False, config: Mapping[str, Any] | None = None
+    files: Scan,
+    names: Mapping[str, str],
+    out: str | Path,
+    force: bool = False,
+    config: Mapping[str, Any] | None = None,
+    other: Scan | None = None,
+    from_other: Collection[str] = (),
 ) -> None:
     """Write tensors, each under its name in `names`, in as many files as they lie in, with what lies beside them.
     `config`: what config.json is to say, by default what it does.
+
+    from_other: the tensors that are copied from the checkpoint `other`, under the names that they have there. They join
+        the weight file of `files` if there is only one. Otherwise they are written to files of their own.
 
     Raises:
         CheckpointError: a tensor of a packed type, which cannot be moved.
@@ -26,6 +35,10 @@ def rewrite(
     """
     found = {new: old for old, new in reversed(list(names.items()))}  # of two with one name the first
     weights = files.raw
+    taken = {} if other is None else other.raw.some(from_other)
+    if taken:
+        weights = weights.with_more(taken)
+        found |= {name: name for name in taken}
     leaves = own_leaves((new, weights.info[old][1]) for new, old in found.items())
     source = TensorFiles(
         reference=files.reference,
@@ -34,7 +47,14 @@ def rewrite(
         format="hf",
         leaves=leaves,
         origin=Origin(reference=files.reference),
-        files=tuple(files.folder / name for name in files.headers),
+        files=tuple(
+            dict.fromkeys(
+                (
+                    *(files.folder / name for name in files.headers),
+                    *(each.path for each in taken.values() if each.path is not None),
+                )
+            )
+        ),
         _weights=weights,
         _found=found,
     )
@@ -42,6 +62,9 @@ def rewrite(
     texts = {CONFIG: own.read_bytes()} if own.is_file() else {}
     texts |= {} if config is None else {CONFIG: json_bytes(config)}
     homes = {new: weights.place(old)[0] for new, old in found.items()}
+    own_files = {homes[name] for name in homes if name not in taken}
+    if len(own_files) == 1:
+        homes |= dict.fromkeys(taken, own_files.pop())
     dtypes = {new: weights.info[old][0] for new, old in found.items()}
     planned = plan(leaves, dtypes, texts, companions_in(files.folder), DEFAULT_SHARD_BYTES, homes)
     staging = team().staging(Path(out), force)

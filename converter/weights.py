@@ -67,7 +67,15 @@ class Weights:
         info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
         more.info = info if alone else {name: each for name, each in (self.info | info).items() if name not in without}
         more.blocks = self.blocks | {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
+        more._ends = dict(self._ends)
+        for each in tensors.values():
+            if each.path is not None:
+                more._ends[each.path] = max(more._ends.get(each.path, 0), each.start + each.nbytes)
         return more
+
+    def some(self, names: Iterable[str]) -> dict[str, Stored]:
+        """Return where these tensors are stored, by name."""
+        return {name: self._tensors[name] for name in names}
 
     def numeric(self) -> Weights:
         """The same, every tensor of numbers that fp64 holds: one of any other type is the bytes that it has."""

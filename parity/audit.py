@@ -18,16 +18,17 @@ from .audits.companions import compare_companions
 from .audits.config import check_config
 from .audits.files import check_files
 from .audits.function import compare_function
+from .audits.names import counted
 from .audits.programs import ask_program
 from .audits.reader import READ, check_reader
 from .audits.source import compare_with_source
-from .audits.subject import Audit, Finding, Subject
+from .audits.subject import REWRITABLE, Audit, Finding, Subject
 from .audits.tree import check_gguf, check_layers, check_tree
 from .audits.values import check_values
 from .audits.vocabulary import check_vocabulary
 
 MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
-"""The rules among `READ` whose faults `fix` repairs."""
+"""The rules among `READ` whose faults `fix` always repairs. It repairs "missing-tensor" only from a source."""
 _LOADERS = ("transformers", "llama.cpp", "vllm")
 """What `loader` may name: programs whose own code tells here what they would do."""
 
@@ -41,9 +42,12 @@ def fix(
     allow_pickle: bool = False,
     **options: Any,
 ) -> Audit:
-    """Write a checkpoint again with what is wrong and can be mended without loss: names, index, shards that nobody
-    lists, tensors that are there twice. Published as every conversion is. Returns the audit of what was written; where
-    `load` would still refuse it, nothing is written, and the audit of `new` says so first (the rule "not-fixed").
+    """Write a repaired copy of a checkpoint. The repairs lose nothing: names, the index, shards that no index lists,
+    tensors that are stored twice, and missing tensors that `source` stores under the same name with the required shape.
+
+    The copy is published as every conversion is. Returns the audit of the copy. The rule "taken-from-source" names the
+    tensors that come from the source. If `load` would still refuse the copy, nothing is written, and the audit of `new`
+    is returned, with a finding of the rule "not-fixed" first.
 
     Args:
         new: the checkpoint, as everywhere.
@@ -54,11 +58,12 @@ def fix(
         options: the others of `audit`.
 
     Raises:
-        InvalidInput: as `audit`; a weight file cannot be read, so that its tensors would be lost.
+        InvalidInput: as `audit`; a weight file cannot be read, so that its tensors would be lost; the source has a
+            missing tensor but is on the hub.
         UsageError: `out` exists or cannot be made.
     """
     files = scan(new, offline=offline, allow_pickle=allow_pickle)
-    if files.format not in ("safetensors", "pickle") or files.found.is_own:
+    if files.format not in REWRITABLE or files.found.is_own:
         kind = "in gptkit's own format" if files.found.is_own else f"of the format {files.format}"
         hint = f"Write it as safetensors: gptkit convert {files.reference} {out} --to hf"
         raise InvalidInput(f"{files.reference} is {kind}, which --fix cannot rewrite", hint)
@@ -70,14 +75,34 @@ def fix(
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     before = audit(new, **more, **{**options, "values": False})
     errors = dict.fromkeys(each.rule for each in before.findings if each.severity == "error" and each.rule in READ)
-    hopeless, mended = ([rule for rule in errors if (rule in MENDED) == whether] for whether in (False, True))
+    missing = [each.tensors for each in before.findings if each.rule == "missing-tensor"]
+    in_source = all(names and set(names) <= set(before.in_source) for names in missing)
+    repaired = MENDED | ({"missing-tensor"} if in_source else set())
+    hopeless, mended = ([rule for rule in errors if (rule in repaired) == whether] for whether in (False, True))
     if hopeless:
         message = f"nothing was written: --fix cannot repair {' and '.join(hopeless)}"
         message += f" (it would repair {' and '.join(mended)})" if mended else ""
         message += f", so gptkit could not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
-    rewrite(files, {name: before.names.get(name, name) for name in files.tensors}, out, force)
-    return audit(out, **more, **options)
+    other = scan(options["source"], **more) if before.in_source else None
+    if other is not None and not other.fetched:
+        hint = f"Download it (hf download {other.reference} --local-dir FOLDER), and pass --source FOLDER."
+        raise InvalidInput(
+            f"{other.reference} has {counted(before.in_source)} that {files.reference} lacks, but it is on the hub, "
+            "and its weights are not available locally. Nothing was written.",
+            hint,
+        )
+    names = {name: before.names.get(name, name) for name in files.tensors}
+    rewrite(files, names, out, force, other=other, from_other=before.in_source)
+    after = audit(out, **more, **options)
+    if other is None:
+        return after
+    was, dtypes = "was" if len(before.in_source) == 1 else "were", {each.dtype for each in files.tensors.values()}
+    message = f"{counted(before.in_source)} {was} missing and {was} copied from {other.reference}"
+    if odd := sorted({other.tensors[name].dtype for name in before.in_source} - dtypes):
+        message += f" in the dtype {' or '.join(odd)}, which no other tensor here has"
+    taken = Finding("taken-from-source", "note", message, before.in_source)
+    return replace(after, findings=(*after.findings, taken))
 
 
 def audit(
@@ -134,6 +159,7 @@ def audit(
         tuple(findings),
         values,
         subject.names,
+        tuple(subject.in_source),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from ...components import ModelSpec
 from ...converter.checkpoint import Checkpoint, open_checkpoint
 from ...converter.dtypes import FLOATS
+from ...converter.matching import Match
 from ...converter.scan import Scan
 from ...errors import InvalidInput
 from .names import counted, folded, matched
@@ -39,6 +40,8 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
     both = [name for name in theirs if name in ours]
     if not both and not moved:
         raise InvalidInput(f"{subject.files.reference} and {subject.source.reference} have no tensor in common")
+    reported = {name for each in subject.findings if each.rule == "missing-tensor" for name in each.tensors}
+    missing = [name for name in missing if name not in reported]
     if missing:
         message = f"missing: {counted(missing)} of the source's {len(theirs):,}"
         yield Finding("lost-tensor", "error", message, tuple(missing), "Export them again.")
@@ -102,7 +105,10 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
         shapes.append(dict(pairs))
         sides.append(opened)
     theirs, ours = shapes
-    lost = tuple(name for name in theirs if name not in ours)
+    reported = {name for each in subject.findings if each.rule == "missing-tensor" for name in each.tensors}
+    declared = subject.match.declared if isinstance(subject.match, Match) else {}
+    required = {shared for name in reported & declared.keys() for shared in declared[name].shared}
+    lost = tuple(name for name in theirs if name not in ours and name not in required)
     if lost:
         message = f"missing: {counted(lost)} of the source's {len(theirs):,} (compared by name)"
         yield Finding("lost-tensor", "error", message, lost, "Convert the source again.")

@@ -21,6 +21,8 @@ from ...display import Record, Shown
 from ...errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UnknownFamily
 
 Severity = Literal["error", "warning", "note"]
+REWRITABLE = ("safetensors", "pickle")
+"""The formats of checkpoints that `fix` can write again."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Audit(Shown):
     """Whether the weights were read: NaN, infinities and zeros are found in no other way."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are to have another name, and which."""
+    in_source: tuple[str, ...] = ()
+    """Missing tensors that the source stores under the same name and with the shape that the model needs."""
 
     @property
     def clean(self) -> bool:
@@ -96,6 +100,9 @@ class Subject:
     progress: Callable[[int, int], None]
     names: dict[str, str] = field(default_factory=dict)
     """Tensors by their names in the files, each with the name that it is to have."""
+
+    in_source: list[str] = field(default_factory=list)
+    """Missing tensors that the source stores under the same name and with the shape that the model needs."""
 
     findings: list[Finding] = field(default_factory=list)
     """What the rules before this one have found."""

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from ...analysis.named import LAYER
 from ...components import ModelSpec
 from ...components.ranges import number_ranges
+from ...converter.dtypes import FLOATS
 from ...converter.formats.gguf import special_ids, without_ones
 from ...converter.formats.gguf_header import open_header
 from ...converter.matching import Match
 from ...converter.names import CONFIG
 from ...errors import GptkitError
 from .names import counted, folded, matched
-from .subject import Finding, Subject
+from .subject import REWRITABLE, Finding, Subject
 
 _FEW = 4  # a layer lacks what so many times as many layers have
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -82,14 +83,41 @@ def _missing(
     """Report declared tensors that no file has."""
     if subject.family is not None and missing == [subject.family.head]:
         remedy = 'Set "tie_word_embeddings": true if the head is tied to the embedding; otherwise add the head.'
-        yield Finding("missing-tensor", "error", "the head is missing", tuple(missing), remedy)
+        has, repair = _in_source(subject, pairs, missing)
+        yield Finding("missing-tensor", "error", f"the head is missing{has}", tuple(missing), repair or remedy)
     elif missing:
         gone = (
             [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
         )
         where = f", all of layer {number_ranges(gone)} among them" if gone else ""
         message = f"missing: {counted(missing)} of the {len(pairs.declared):,} that {subject.says} requires{where}"
-        yield Finding("missing-tensor", "error", message, tuple(missing), "Export them again from the source.")
+        has, repair = _in_source(subject, pairs, missing)
+        remedy = repair or "Export them again from the source."
+        yield Finding("missing-tensor", "error", message + has, tuple(missing), remedy)
+
+
+def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str, str]:
+    """Note which missing tensors the source stores as the model needs them. Return words for the message, and a remedy
+    if the source has all of them and --fix can rewrite the checkpoint.
+    """
+    if subject.source is None:
+        return "", ""
+    stored = subject.source.tensors
+    usable = [
+        name
+        for name in missing
+        if name in stored and stored[name].shape == pairs.declared[name].shape and stored[name].dtype in FLOATS
+    ]
+    subject.in_source += usable
+    if not usable:
+        return "", ""
+    several, source = len(missing) > 1, subject.source.reference
+    if len(usable) < len(missing):
+        return f". {source} has {len(usable):,} of them with the required shape", ""
+    words = f". {source} has {'them' if several else 'it'} with the required shape"
+    if subject.files.format not in REWRITABLE or subject.files.found.is_own:
+        return words, ""
+    return words, f"Take {'them' if several else 'it'} from the source with --fix OUT --source {source}."
 
 
 def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:

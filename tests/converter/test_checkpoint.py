@@ -161,11 +161,26 @@ def test_scalars_and_empty_tensors(copied: Callable[[str], Folder]) -> None:
     assert "transformer.ln_f.bias is [0], expected [48]" in message
 
 
+def test_missing_tensors_without_a_counterpart_come_first(copied: Callable[[str], Folder]) -> None:
+    """Tensors that are stored under another prefix are missing too, but they are not lost."""
+    folder = copied("gpt2")
+    lost = "transformer.h.2.mlp.c_proj.weight"
+
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        renamed = {f"model.{name}": tensors.pop(name) for name in list(tensors)}
+        del renamed[f"model.{lost}"]
+        tensors.update(renamed)
+
+    change(folder, move)
+    message = refused(folder)
+    assert f"40 of 40 tensors are missing: {lost}, " in message and " and 37 more; 39 tensors have" in message
+
+
 def test_names_are_cut_short(copied: Callable[[str], Folder]) -> None:
     folder = copied("gpt2")
     change(folder, lambda tensors: tensors.update({f"extra.{i}": torch.ones(1) for i in range(5000)}))
     message = refused(folder)
-    assert "5000 tensors have no place" in message and "4992 more" in message
+    assert "5000 tensors have no place" in message and "extra.10 and 4997 more\n" in message
     assert len(message) < 1000
 
 

@@ -105,10 +105,9 @@ def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], object
 
 
 PLANTED: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "the head is gone": (without("lm_head"), "lost-tensor", "lm_head.weight"),
-    "the head is gone, by config": (without("lm_head"), "missing-tensor", "lm_head.weight"),
+    "the head is gone": (without("lm_head"), "missing-tensor", "lm_head.weight"),
     "two layers are gone": (without("layers.2.", "layers.3."), "missing-tensor", "model.layers.3.mlp.up_proj.weight"),
-    "a tensor of one layer is gone": (without(UP), "lost-tensor", UP),
+    "a tensor of one layer is gone": (without(UP), "missing-tensor", UP),
     "a shard is gone": (
         lambda p: (p / "model-00002-of-00003.safetensors").unlink(),
         "dangling-index",
@@ -197,6 +196,52 @@ def test_what_loses_nothing_is_mended(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="Nothing was written"):
         fix(folder, tmp_path / "never")
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_missing_tensors_are_copied_from_the_source(sharded: bool, tmp_path: Path) -> None:
+    lost = (UP, "lm_head.weight")
+    rest = {name: each for name, each in tensors().items() if name not in lost}
+    folder = write(tmp_path / "model", rest)
+    if not sharded:
+        shutil.rmtree(folder)
+        shutil.copytree(SAMPLES / "llama", folder)
+        save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    before = audit(folder, source="sample:llama")
+    (finding,) = before.findings
+    assert (finding.rule, set(finding.tensors), set(before.in_source)) == ("missing-tensor", set(lost), set(lost))
+    assert "sample:llama has them with the required shape" in finding.message
+    assert fix(folder, tmp_path / "never").findings[0].rule == "not-fixed"
+    mended = fix(folder, tmp_path / "mended", source="sample:llama", values=True)
+    assert mended.clean
+    assert [(each.rule, set(each.tensors)) for each in mended.findings] == [("taken-from-source", set(lost))]
+    assert "2 tensors were missing and were copied from sample:llama" in mended.findings[0].message
+    assert diff(tmp_path / "mended", "sample:llama", rank=False).same_bytes
+    assert (tmp_path / "mended" / "model.safetensors").exists() != sharded
+    gptkit.load(tmp_path / "mended")
+
+
+def test_a_tensor_of_another_shape_is_not_copied_from_the_source(tmp_path: Path) -> None:
+    held = tensors()
+    folder = write(
+        tmp_path / "model", {name: each for name, each in held.items() if name not in (UP, "lm_head.weight")}
+    )
+    source = write(tmp_path / "source", {**held, UP: held[UP][:-1]})
+    (finding,) = (each for each in audit(folder, source=source).findings if each.severity == "error")
+    assert f"{source} has 1 of them with the required shape" in finding.message
+    told = call("audit", folder, "--fix", tmp_path / "out", "--source", source)
+    assert told.exit_code == 3
+    assert "cannot repair missing-tensor" in " ".join(told.stdout.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_source_of_copied_tensors_must_be_local(tmp_path: Path, hub: Hub) -> None:
+    whole = write(tmp_path / "whole", tensors())
+    hub.repos["org/name"] = Repo({path.name: path.read_bytes() for path in whole.iterdir()})
+    folder = write(tmp_path / "model", {name: each for name, each in tensors().items() if name != UP})
+    with pytest.raises(InvalidInput, match=r"org/name has 1 tensor that .* lacks, but it is on the hub"):
+        fix(folder, tmp_path / "out", source="org/name")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_no_pass(tmp_path: Path) -> None:
@@ -368,7 +413,8 @@ def test_pickles_are_audited_where_they_are_allowed(tmp_path: Path) -> None:
     with pytest.raises(UntrustedInput, match="pickle"):
         audit(tmp_path / "model")
     result = audit(tmp_path / "model", source="sample:llama", allow_pickle=True, values=True)
-    assert found(result, "lost-tensor") == found(result, "missing-tensor") == (UP,)
+    assert found(result, "missing-tensor") == (UP,)
+    assert all(each.rule != "lost-tensor" for each in result.findings)
     assert call("audit", tmp_path / "model", "--allow-pickle").exit_code == 3
     torch.save({f"module.{name}": each for name, each in tensors().items()}, file)
     assert fix(tmp_path / "model", tmp_path / "mended", source="sample:llama", allow_pickle=True).clean
