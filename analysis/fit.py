@@ -23,16 +23,19 @@ _SPREAD = ("bfloat16", "int8", "int4")
 
 @dataclass(frozen=True)
 class Fit(Record):
-    """One dtype: bytes of the weights on the fullest GPU, the longest context of so many sequences, and the most
-    sequences of the context that was asked for. 0 where not even one token, or one sequence, has room.
-    """
+    """The longest context and the largest batch that fit with weights of one dtype. They are 0 if nothing fits."""
 
-    JSON = "weights longest_context=context most_sequences=batch"
+    JSON = "weights longest_context=context most_sequences=batch bytes_left=left"
 
     dtype: str
     weights: int
+    """The bytes of the weights on the fullest GPU."""
     context: int
+    """The longest context for `Fits.batch` sequences, in tokens."""
     batch: int
+    """The largest number of sequences of `Fits.context` tokens."""
+    left: int | None
+    """The bytes that this batch leaves free on the fullest GPU. None if not even one sequence fits."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,11 @@ def fit(
             return all(held + more <= nbytes for held, more in zip(weights, beside(tokens, sequences), strict=True))
 
         tokens = _most(lambda tokens: is_room(tokens, batch), longest or MOST)
-        rows.append(Fit(name, max(weights), tokens, _most(lambda sequences: is_room(context, sequences), MOST)))
+        sequences = _most(lambda sequences: is_room(context, sequences), MOST)
+        left = None
+        if sequences:
+            left = nbytes - max(held + more for held, more in zip(weights, beside(context, sequences), strict=True))
+        rows.append(Fit(name, max(weights), tokens, sequences, left))
     return Fits(nbytes, batch, context, own, tuple(rows))
 
 

@@ -319,22 +319,42 @@ def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
         for name, _, _ in models:
             row = next((row for row in there[name].rows if row.dtype == dtype), None) if name in there else None
             words = [f"{number:,}" if number else _NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
-            cells += [decimal(row.weights, "B"), *words] if alone and row is not None else words[:1]
+            left = _NOTHING if row is None or row.left is None else decimal(row.left, "B")
+            cells += [decimal(row.weights, "B"), *words, left] if alone and row is not None else words[:1]
         rows.append(Row(dtype, tuple(cells)))
-    columns = ("weights", "longest context", f"batch of {first.context:,}") if alone else tuple(n for n, *_ in models)
-    where = f"{decimal(asked.gpu, 'B')}, {binary(asked.gpu)}"
+    own = ("weights", "longest context", f"batch of {first.context:,}", "left over")
+    columns = own if alone else tuple(name for name, *_ in models)
     what = "What fits" if alone else "The longest context that fits"
-    title = f"{what} in {where}" if not asked.spread else f"{what} on {asked.tp * asked.pp:,} GPUs of {where}"
+    size, equal = _card(asked.gpu)
+    title = f"{what} in a {size} card ({equal})"
+    if asked.spread:
+        title = f"{what} on {asked.tp * asked.pp:,} cards of {size} ({equal})"
     sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
         f"Longest context: tokens of {sequences} in one forward pass, at most the model's context;"
         f" {_NOTHING} if none fits.",
-        *([f"Batch: the most sequences of {first.context:,} tokens that fit."] if alone else []),
-        "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
+        *([_batch_note(first.context, asked)] if alone else []),
+        "Counted are weights, the KV cache and activations. Nothing is reserved for the runtime, which takes 0.5 to"
+        " 2 GB more.",
     ]
     if asked.spread and asked.dtype is None:
         notes.append("int8 and int4: without quantisation scales.")
     return Sheet(title, columns, tuple(rows), tuple(notes))
+
+
+def _card(nbytes: int) -> tuple[str, str]:
+    """Return the size by which a card is sold, such as 24 GB, and the same in GiB and in powers of 1000."""
+    gib = f"{nbytes / 2**30:.4g}"
+    if float(gib) * 2**30 != nbytes:
+        return decimal(nbytes, "B"), binary(nbytes)
+    return f"{gib} GB", f"{gib} GiB = {decimal(nbytes, 'B')}"
+
+
+def _batch_note(context: int, asked: Asked) -> str:
+    """Explain the columns about the batch."""
+    note = f"Batch: the most sequences of {context:,} tokens that fit"
+    note += "" if asked.context is not None else " (--context sets another number of tokens)"
+    return f"{note}. Left over: the memory that this batch leaves free, which is too little for one more."
 
 
 def _split(models: Sequence[_Model], asked: Asked) -> Sheet:

@@ -105,14 +105,30 @@ def test_what_fits_and_what_each_gpu_holds() -> None:
     assert parallel["weights_together"] == 4 * sum(stage["weights"] for stage in parallel["stages"])
     assert found["explained"]["symbols"]["L"]["value"] == 32
     text = call("params", "llama-3-8b", "--gpu", "4GB").stdout
-    assert re.search(r"^bfloat16 +16\.06 GB +– +–$", text, re.M) and "What fits in 4.295 GB, 4.000 GiB" in text
+    assert re.search(r"^bfloat16 +16\.06 GB +– +– +–$", text, re.M)
+    assert "What fits in a 4 GB card (4 GiB = 4.295 GB)" in text
     for card in ("24GB", "24 gb", "24GiB", "24576MB"):  # sold by powers of two, whatever the letters say
-        assert "What fits in 25.77 GB, 24.00 GiB" in call("params", "gpt2", "--gpu", card).stdout
+        told = call("params", "gpt2", "--gpu", card).stdout
+        assert "What fits in a 24 GB card (24 GiB = 25.77 GB)" in told and "--context sets another" in told
+    assert "What fits in a 500.2 MB card (477.0 MiB)" in call("params", "gpt2", "--gpu", "477MB").stdout
     both = call("params", "llama-3-8b", "qwen3-8b", "--gpu", "24GB", "--pp", "2").stdout
-    assert "The longest context that fits on 2 GPUs" in both and "the fullest" in both
+    assert "The longest context that fits on 2 cards of 24 GB (24 GiB = 25.77 GB)" in both and "the fullest" in both
     (row,) = csv.DictReader(io.StringIO(call("params", "gpt2", "--csv", "--tp", "2", "--explain").stdout), strict=True)
     assert row["explained.formula"] == "V·d + T·d + L(12d² + 13d) + 2d"
     assert int(row["parallel.stages.0.total"]) > 0
+
+
+def test_a_batch_leaves_too_little_for_one_more_sequence() -> None:
+    """What one more sequence needs is the same for every batch, and what is left is less than that."""
+    ((one,), (more,)) = (models("gpt2", "--gpu", card, "--context", "1024") for card in ("8GB", "16GB"))
+    for dtype, row in one["gpu"]["dtypes"].items():
+        other = more["gpu"]["dtypes"][dtype]
+        used, total = (
+            size - each["bytes_left"] - each["weights"] for size, each in ((8 * 2**30, row), (16 * 2**30, other))
+        )
+        per_sequence = (total - used) / (other["most_sequences"] - row["most_sequences"])
+        assert 0 <= row["bytes_left"] < per_sequence + 1 and other["bytes_left"] < per_sequence + 1
+    assert "(--context" not in call("params", "gpt2", "--gpu", "8GB", "--context", "1024").stdout
 
 
 def test_formats_of_weights() -> None:
