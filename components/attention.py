@@ -160,13 +160,17 @@ class Attention(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.chunked and self.window is None:
-            raise ConfigError("attention is chunked, but has no window: chunked needs one")
+            raise ConfigError(
+                "chunked attention (chunked: true) needs a window, which is the number of tokens in a chunk"
+            )
         if not self.causal and (self.chunked or self.kv_from != "input" or isinstance(self.position, ALiBi)):
-            raise ConfigError("bidirectional attention supports neither chunks, nor keys of another layer, nor ALiBi")
+            raise ConfigError(
+                "bidirectional attention (causal: false) supports neither chunked: true, nor kv_from other "
+                "than input, nor ALiBi positions"
+            )
         if isinstance(self.position, Buckets) and (self.window is not None or self.group > 1):
             raise ConfigError(
-                "bucketed position biases (T5) need attention without a window, with as many key-value heads "
-                "as query heads"
+                "bucketed position biases (T5) need attention without a window, and kv_heads must equal heads"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads are not divisible by {self.kv_heads} key-value heads")
@@ -176,55 +180,73 @@ class Attention(Mixer, Component, frozen=True):
             )
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
-                "scores with a bias of positions are computed in the dtype of their input, not in float32"
+                "attention with position biases, such as ALiBi, must compute its scores in the dtype of the "
+                "input (scores: input), not in float32"
                 if self.scores != "product"
-                else "scores with a bias of positions say with the positions where the scale is"
+                else (
+                    "attention with position biases, such as ALiBi, must have scores: input, because its "
+                    "position encoding determines where the scale is applied"
+                )
             )
         if self.kv_expansion == "broadcast" and self.group > 1:
             if self.kv_heads > 1:
-                raise ConfigError(f"kv_expansion broadcast needs one key-value head, but there are {self.kv_heads}")
+                raise ConfigError(f"kv_expansion: broadcast needs kv_heads: 1, but kv_heads is {self.kv_heads}")
             if self.scores in ("float32", "product") or (
                 isinstance(self.position, Biasing) and not self.position.scaled
             ):
                 raise ConfigError(
-                    "kv_expansion broadcast supports neither scores in fp32, nor a scale inside the product, "
-                    "nor unscaled position biases"
+                    "kv_expansion: broadcast supports neither scores: float32, nor scores: product, nor "
+                    "position biases that are added without the attention scale"
                 )
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
                 raise ConfigError(
-                    f"the norm of queries or keys has size {norm.size}, but there are {heads} heads of "
-                    f"dimension {self.head_dim}"
+                    f"the norm of queries or keys (q_norm or k_norm) has size {norm.size}, but must have the "
+                    f"size of one head ({self.head_dim}) or of all {heads} heads together "
+                    f"({heads * self.head_dim})"
                 )
         if self.v_norm is not None and self.v_norm.size != self.head_dim:
             raise ConfigError(f"v_norm has size {self.v_norm.size}, but the head dimension is {self.head_dim}")
         if self.kv_from != "input" and (self.fused or self.kv_expansion == "projection"):
             raise ConfigError(
-                f"kv_from {self.kv_from}: keys and values without projections cannot be computed in one product"
+                f"with kv_from: {self.kv_from}, the layer does not project keys and values, so fused: true "
+                "and kv_expansion: projection are impossible"
             )
         if self.kv_from == "earlier" and (self.k_norm is not None or self.v_norm is not None):
-            raise ConfigError("kv_from earlier: the keys and values of another layer cannot have norms of their own")
+            raise ConfigError(
+                "with kv_from: earlier, the layer uses the keys and values of another layer, so it cannot "
+                "have k_norm or v_norm"
+            )
         if self.key_multiplier != 1 and (self.kv_from != "input" or self.k_norm is not None or self.clip is not None):
             raise ConfigError(
-                "key_multiplier needs keys that are projected from the input, without norm and without clipping"
+                "key_multiplier needs keys that are projected from the input (kv_from: input), without "
+                "k_norm and without clip"
             )
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
-                f"mixed_norm has size {self.mixed_norm.size}, but there are {self.heads} heads of dimension "
-                f"{self.head_dim}"
+                f"mixed_norm has size {self.mixed_norm.size}, but {self.heads} heads of dimension "
+                f"{self.head_dim} need {self.heads * self.head_dim}"
             )
         if self.norm_order == "after" and (self.q_norm is None or self.position is None):
-            raise ConfigError("norms after the position encoding need a query norm and a position encoding")
+            raise ConfigError(
+                "norm_order: after puts the norms of queries and keys after the position encoding, so it "
+                "needs q_norm and a position encoding"
+            )
         if self.clip_normed and self.norm_order == "after":
-            raise ConfigError("clipping after the norm needs norms before the position encoding")
+            raise ConfigError(
+                "clip_normed: true clips queries and keys after their norms, and needs norm_order: before"
+            )
         if self.gate_bias and not self.gated:
-            raise ConfigError("attention has a bias for its gate, but no gate")
+            raise ConfigError("gate_bias is true, but the attention has no gate")
         if self.gate == "with queries" and (self.fused or self.clip is not None):
             raise ConfigError(
-                "attention with a gate from the query projection cannot clip q, k and v or compute them in one product"
+                "with gate: with queries, the query projection also computes the gate, so clip and fused: "
+                "true are impossible"
             )
         if self.norm_order == "after" and not self.by_head:
-            raise ConfigError("a norm over all heads at once must come before the position encoding")
+            raise ConfigError(
+                "with norm_order: after, q_norm and k_norm must have the size of one head, not of all heads together"
+            )
 
     @property
     def by_head(self) -> bool:

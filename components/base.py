@@ -121,7 +121,9 @@ class Component(
         super().__init_subclass__(**options)
         other = KINDS.setdefault(cls.__name__, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ConfigError(f"{cls.__module__} has a component {cls.__name__}, and so has {other.__module__}")
+            raise ConfigError(
+                f"two modules define a component with the name {cls.__name__}: {other.__module__} and {cls.__module__}"
+            )
         KINDS[cls.__name__] = cls
 
     def weights(self) -> dict[str, Weight]:
@@ -221,7 +223,10 @@ class Component(
         Raises:
             ConfigError: the record declares none.
         """
-        raise ConfigError(f"{type(self).__name__} declares no operations ({path} of {source} {shape})")
+        raise ConfigError(
+            f"the component {type(self).__name__} (at {path}, with the input {source} of shape {shape}) "
+            "does not implement operations(), which lists its computations"
+        )
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002 - most have no parts
         """The widths of its parameters, or of those of its part of that name, beside the stream's, by the letters that
@@ -238,7 +243,10 @@ class Component(
             ConfigError: the record has matrices, and does not say how they are shared out.
         """
         if any(len(shape) > 1 for shape in self.shapes().values()):
-            raise ConfigError(f"{type(self).__name__} does not say how {devices} devices share it")
+            raise ConfigError(
+                f"the component {type(self).__name__} does not implement share(), which divides its matrices "
+                f"over {devices} GPUs"
+            )
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
@@ -351,7 +359,9 @@ def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
         if kept[name] != value and name not in node.rounds and name not in {*kind.__struct_fields__, *fields}
     ]
     if lost:
-        raise ConfigError(f"{kind.__name__} does not have {' or '.join(lost)}, which this {type(node).__name__} has")
+        raise ConfigError(
+            f"this {type(node).__name__} uses {' and '.join(lost)}, which {kind.__name__} does not support"
+        )
     return kind(**{name: value for name, value in kept.items() if name in kind.__struct_fields__} | fields)
 
 

@@ -66,9 +66,15 @@ class SubLayer(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
-            raise ConfigError("a low-rank residual must start from the norm's output, and no norm may follow the sum")
+            raise ConfigError(
+                "a sub-layer with a low-rank residual (low_rank) needs a norm before it, and cannot have a "
+                "norm after the residual sum (sum_norm)"
+            )
         if self.beside and (self.norm is not None or self.sum_norm is not None):
-            raise ConfigError("a mixer that runs in parallel with another one must use its norm and its residual sum")
+            raise ConfigError(
+                "a sub-layer that runs in parallel with the previous one (beside: true) uses the previous "
+                "one's norm and residual sum, so it cannot have norm or sum_norm"
+            )
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         """As of any component; `path` is the block's, and the parts' paths begin with it."""
@@ -141,33 +147,40 @@ class Block(Component, frozen=True):
     def __post_init__(self) -> None:
         slots = [sublayer.mixer.slot for sublayer in self.sublayers]
         if not slots or len(set(slots)) < len(slots):
-            raise ConfigError(f"a block needs sub-layers with different slots, but has {slots}")
+            raise ConfigError(f"a block needs at least one sub-layer, and at most one of each kind, but has {slots}")
         widths = {size: name for name, size in self.widths()}
         if len(widths) > 1:
-            raise ConfigError(" and ".join(f"{name} of {size}" for size, name in widths.items()) + " in one block")
+            raise ConfigError(
+                " and ".join(f"{name} has {size}" for size, name in widths.items())
+                + ", but all parts of a block must have the same width"
+            )
         if self.parallel and self.residual == "normed":
-            raise ConfigError("a parallel block cannot take its residual from a norm's output")
+            raise ConfigError("a parallel block (parallel: true) cannot have residual: normed")
         for sublayer in self.sublayers:
             if self.residual == "normed" and sublayer.norm is None:
                 raise ConfigError(
-                    f"the output of {sublayer.mixer.slot} is added to its norm's output, but it has no norm"
+                    f"with residual: normed, the output of {sublayer.mixer.slot} is added to the output of the "
+                    "norm before it, but there is no such norm"
                 )
             if self.parallel and (sublayer.sum_norm is not None or sublayer.low_rank is not None):
                 raise ConfigError(
-                    "the sub-layers of a parallel block share one sum: they cannot have norms after it or "
-                    "residuals of their own"
+                    "the sub-layers of a parallel block share one residual sum, so none of them can have "
+                    "sum_norm or low_rank"
                 )
         plain = (each.norm is not None and each.low_rank is None and each.sum_norm is None for each in self.sublayers)
         told = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
         if self.wide and (told or not all(plain)):
-            raise ConfigError("an fp32 residual stream needs plain blocks with a norm before every sub-layer")
+            raise ConfigError(
+                "a block with an fp32 residual stream (wide: true) needs a norm before every sub-layer, and "
+                "cannot have parallel, residual: normed, scale, altup, low_rank or sum_norm"
+            )
         if any(each.beside for each in self.sublayers):
             firsts = [first for first, *others in self.groups() if others]
             plainly = [each.norm is not None and each.low_rank is None and each.sum_norm is None for each in firsts]
             if told or self.wide or self.sublayers[0].beside or not all(plainly):
                 raise ConfigError(
-                    "a mixer that runs in parallel with another one needs a plain block, after a mixer with a "
-                    "norm before it"
+                    "a sub-layer with beside: true must follow a sub-layer that has a norm but neither low_rank "
+                    "nor sum_norm, in a block without parallel, residual: normed, scale, altup and wide"
                 )
         nexts = [each for each in self.sublayers if each.onto == "next"]
         if nexts:
@@ -175,18 +188,20 @@ class Block(Component, frozen=True):
             summed = any(each.sum_norm is not None or each.low_rank is not None for each in nexts)
             if told or self.wide or beside or summed or last.onto == "next":
                 raise ConfigError(
-                    "an output that only the next sub-layer reads needs a plain block, and cannot come from "
-                    "the last sub-layer"
+                    "the output of a sub-layer with onto: next goes only to the next sub-layer, so it cannot be "
+                    "the last one, and its block cannot have parallel, residual: normed, scale, altup, wide, "
+                    "beside, low_rank or sum_norm"
                 )
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError(
-                "sub-layers that write to the other residual streams must come last, in a block with altup"
+                "a sub-layer that writes to the other residual streams (onto: others) must be the last of "
+                "several sub-layers, in a block with altup"
             )
         if self.altup is not None and (self.parallel or self.scale is not None or self.residual == "normed"):
-            raise ConfigError("a block with altup must be serial and add to the residual stream without a multiplier")
+            raise ConfigError("a block with altup cannot have parallel, scale or residual: normed")
         if self.altup is not None and sum(others) > 1:
-            raise ConfigError("only one sub-layer of a block can be added to the other residual streams")
+            raise ConfigError("only one sub-layer of a block can write to the other residual streams (onto: others)")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
@@ -235,7 +250,7 @@ class Block(Component, frozen=True):
             sublayers.append(msgspec.structs.replace(sublayer, **fields))
         if parts:
             missing = " or ".join(name.replace("_", " ") for name in parts)
-            raise MissingComponent(f"this needs a layer with {missing}, but one layer consists of {self.slots}")
+            raise MissingComponent(f"this change needs {missing} in every layer, but one layer has only {self.slots}")
         return msgspec.structs.replace(self, sublayers=tuple(sublayers), **own)
 
     @property
@@ -320,7 +335,7 @@ class Block(Component, frozen=True):
         """Its attention; raises MissingComponent where it has none."""
         found = self.mixer("attention")
         if not isinstance(found, Attention | LatentAttention):
-            raise MissingComponent(f"this needs attention in every layer, but one layer consists of {self.slots}")
+            raise MissingComponent(f"this needs softmax attention in every layer, but one layer has only {self.slots}")
         return found
 
     @property
@@ -328,7 +343,7 @@ class Block(Component, frozen=True):
         """Its feed-forward; raises MissingComponent where it has none."""
         found = self.mixer("feed_forward")
         if not isinstance(found, FeedForward | GatedFeedForward | MixtureOfExperts):
-            raise MissingComponent(f"this needs a feed-forward in every layer, but one layer consists of {self.slots}")
+            raise MissingComponent(f"this needs a feed-forward in every layer, but one layer has only {self.slots}")
         return found
 
     @property
@@ -337,7 +352,8 @@ class Block(Component, frozen=True):
         found = next((each.norm for each in self.sublayers if each.mixer.slot == "attention"), None)
         if found is None:
             raise MissingComponent(
-                f"this needs a norm before attention, but one layer consists of {self.slots} and has none there"
+                f"this needs a norm before the attention of every layer, but one layer, of {self.slots}, has "
+                "no such norm"
             )
         return found
 
@@ -460,9 +476,11 @@ class Block(Component, frozen=True):
             for name in looked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:
                     raise MissingComponent(
-                        f"this supports only norms before a sub-layer, but {sublayer.mixer.slot} also has {name}"
+                        "this supports only layers with plain norms before attention and feed-forward, but "
+                        f"{sublayer.mixer.slot} also has {name}"
                     )
             if sublayer.norm is None and not (self.parallel and index):
                 raise MissingComponent(
-                    f"this supports only sub-layers with a norm before them, but {sublayer.mixer.slot} has none"
+                    "this supports only layers with a norm before attention and feed-forward, but there is no "
+                    f"norm before {sublayer.mixer.slot}"
                 )

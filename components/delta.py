@@ -54,9 +54,12 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads:
-            raise ConfigError(f"{self.heads} recurrence heads are not divisible by {self.key_heads} key heads")
+            raise ConfigError(f"the number of heads, {self.heads}, is not divisible by key_heads, {self.key_heads}")
         if self.norm.size != self.value_dim:
-            raise ConfigError(f"the norm has size {self.norm.size}, but the head dimension is {self.value_dim}")
+            raise ConfigError(
+                f"the norm has size {self.norm.size}, but must have the size of a head's values, value_dim: "
+                f"{self.value_dim}"
+            )
 
     @property
     def group(self) -> int:

@@ -60,7 +60,7 @@ class HeadTransform(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.norm.size != self.hidden_size:
-            raise ConfigError(f"the norm has size {self.norm.size}, but its input is {self.hidden_size} wide")
+            raise ConfigError(f"the norm has size {self.norm.size}, but its input has hidden size {self.hidden_size}")
 
     def words(self) -> dict[str, Words]:
         function, norm = function_of(self.activation), self.norm.named()

@@ -51,10 +51,13 @@ class Embedding(Component, frozen=True):
     def __post_init__(self) -> None:
         if self.blank is not None and self.blank >= self.vocab_size:
             raise ConfigError(
-                f"the row of token {self.blank} must be zeros, but the table has only {self.vocab_size} rows"
+                f"the padding token (blank) has the id {self.blank}, but the embedding table has only "
+                f"{self.vocab_size} rows"
             )
         if self.shared and self.width is not None:
-            raise ConfigError("a shared embedding table must be as wide as the hidden size")
+            raise ConfigError(
+                "a shared embedding table (shared: true) always has the hidden size as its width: leave out width"
+            )
 
     def words(self) -> dict[str, Words]:
         return {"embedding": Words("of tokens", {})}
@@ -108,13 +111,16 @@ class LayerEmbedding(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
-            raise ConfigError(f"the norm has size {self.norm.size}, but each layer's input is {self.width} wide")
+            raise ConfigError(f"the norm has size {self.norm.size}, but the input of each layer has width {self.width}")
         if self.table.shared:
-            raise ConfigError("layer inputs need a table of their own: only an encoder's embedding can be shared")
+            raise ConfigError(
+                "the embedding table of layer_inputs cannot have shared: true, which is only for the "
+                "embedding of an encoder"
+            )
         if self.table.hidden_size != self.every:
             raise ConfigError(
-                f"the table is {self.table.hidden_size} wide, but {self.layers} layers with inputs of width "
-                f"{self.width} need {self.layers * self.width}"
+                f"the table has hidden_size {self.table.hidden_size}, but {self.layers} layers with inputs "
+                f"of width {self.width} need {self.layers * self.width}"
             )
 
     @property
@@ -204,12 +210,13 @@ class Head(Component, frozen=True):
     def __post_init__(self) -> None:
         if self.transform is not None and self.transform.hidden_size != self.hidden_size:
             raise ConfigError(
-                f"the transform before the head is {self.transform.hidden_size} wide, but the head takes "
-                f"{self.hidden_size}"
+                f"the transform before the head has hidden_size {self.transform.hidden_size}, but the head "
+                f"has hidden_size {self.hidden_size}"
             )
         if self.early and self.bias:
             raise ConfigError(
-                "a head that scales hidden states cannot have a bias, because the bias would not be scaled"
+                "a head that scales the hidden states instead of the logits cannot have a bias, because the "
+                "bias would not be scaled"
             )
 
     @property

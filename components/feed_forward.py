@@ -163,7 +163,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
             )
         if self.inner_norm is not None and self.inner_norm.size != self.intermediate_size:
             raise ConfigError(
-                f"inner_norm has size {self.inner_norm.size}, but the feed-forward is {self.intermediate_size} wide"
+                f"inner_norm has size {self.inner_norm.size}, but intermediate_size is {self.intermediate_size}"
             )
 
     def _norm_of(self, units: int) -> Norm | None:

@@ -82,14 +82,17 @@ class LatentAttention(Mixer, Component, frozen=True):
     def __post_init__(self) -> None:
         if isinstance(self.position, Turning) != (self.rope_heads > 0):
             raise ConfigError(
-                f"latent attention has {self.rope_heads} rotary keys, but its position encoding is "
-                f"{type(self.position).__name__}"
+                f"latent attention has rope_heads: {self.rope_heads}, but its position encoding is "
+                f"{type(self.position).__name__}: rope_heads must be above 0 with RoPE, and 0 without"
             )
         if not self.query_dim:
-            raise ConfigError("latent attention needs nope_dim above 0 or a rotary key: its queries have no elements")
+            raise ConfigError(
+                "the queries of latent attention have dimension 0: set nope_dim above 0, or add RoPE with "
+                "rope_heads above 0"
+            )
         for norm, rank in ((self.kv_norm, self.kv_rank), (self.q_norm, self.q_rank)):
             if norm is not None and norm.size != rank:
-                raise ConfigError(f"the norm has size {norm.size}, but the latent is {rank} wide")
+                raise ConfigError(f"the norm of a latent has size {norm.size}, but the latent has dimension {rank}")
         if self.qkv_bias and self.kv_bias:
             raise ConfigError("kv_bias and qkv_bias cannot both be true: qkv_bias already includes the bias")
 

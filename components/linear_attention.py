@@ -57,7 +57,9 @@ class LinearAttention(Mixer, Component, frozen=True):
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads are not divisible by {self.kv_heads} key-value heads")
         if self.position is not None and not isinstance(self.position, Turning):
-            raise ConfigError(f"linear attention cannot have position biases ({type(self.position).__name__})")
+            raise ConfigError(
+                f"linear attention supports only rotary positions (RoPE) or none, not {type(self.position).__name__}"
+            )
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
             raise ConfigError(
                 f"the rotary dimension {self.position.dim} is larger than the head dimension {self.head_dim}"
@@ -65,7 +67,8 @@ class LinearAttention(Mixer, Component, frozen=True):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and norm.size != self.head_dim:
                 raise ConfigError(
-                    f"the norm of queries or keys has size {norm.size}, but the head dimension is {self.head_dim}"
+                    f"the norm of queries or keys (q_norm or k_norm) has size {norm.size}, but the head "
+                    f"dimension is {self.head_dim}"
                 )
 
     @property

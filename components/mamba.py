@@ -62,7 +62,7 @@ class Mamba(Mixer, Component, frozen=True):
         for name, size in self.chosen.items():
             norm: RMSNorm | None = getattr(self, f"{name}_norm")
             if norm is not None and norm.size != size:
-                raise ConfigError(f"{name}_norm has size {norm.size}, but {name} is {size} wide")
+                raise ConfigError(f"{name}_norm has size {norm.size}, but {name} has dimension {size}")
 
     @property
     def chosen(self) -> dict[str, int]:

@@ -72,9 +72,11 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
-            raise ConfigError(f"{self.heads} recurrence heads are not divisible by {self.groups} groups")
+            raise ConfigError(
+                f"the number of heads, {self.heads}, is not divisible by the number of groups, {self.groups}"
+            )
         if self.norm is not None and self.norm.size != self.inner:
-            raise ConfigError(f"the norm has size {self.norm.size}, but all heads together are {self.inner} wide")
+            raise ConfigError(f"the norm has size {self.norm.size}, but all heads together have dimension {self.inner}")
 
     @property
     def inner(self) -> int:

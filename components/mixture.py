@@ -138,37 +138,45 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            raise ConfigError(f"top_k is {self.top_k}, but there are {self.experts} experts")
+            raise ConfigError(f"top_k is {self.top_k}, but there are only {self.experts} experts to choose from")
         if self.experts % self.groups or (self.groups > 1 and self.experts < self.group_best * self.groups):
             raise ConfigError(
-                f"{self.experts} experts cannot form {self.groups} equal groups of at least {self.group_best}"
+                f"{self.experts} experts cannot be divided into {self.groups} equal groups of at least "
+                f"{self.group_best} experts"
             )
         if self.top_k > self.eligible:
             raise ConfigError(
-                f"top_k is {self.top_k}, but the {self.top_groups} chosen groups have {self.eligible} experts"
+                f"top_k is {self.top_k}, but the {self.top_groups} groups that the router chooses "
+                f"(top_groups) have only {self.eligible} experts"
             )
         plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
         if self.jitter is not None and not plain:
-            raise ConfigError("a router with a softmax per expert must choose experts by their logits")
+            raise ConfigError(
+                "a router with jitter needs scores: softmax, without choice_bias and without groups of experts"
+            )
         if self.expert_scale and self.choice_bias:
-            raise ConfigError("a router with expert_scale cannot have a bias for the choice of experts")
+            raise ConfigError("a router with expert_scale cannot have choice_bias")
         for norm in (self.router_norm, self.expert_norm):
             if norm is not None and norm.size != self.hidden_size:
                 raise ConfigError(
-                    f"the norm before the experts has size {norm.size}, but the hidden size is {self.hidden_size}"
+                    f"router_norm or expert_norm has size {norm.size}, but the hidden size is {self.hidden_size}"
                 )
         if self.latent is not None and self.latent.hidden_size != self.hidden_size:
             raise ConfigError(
-                f"the latent is {self.latent.hidden_size} wide, but the hidden size is {self.hidden_size}"
+                f"the latent projection has hidden_size {self.latent.hidden_size}, but the mixture has "
+                f"hidden_size {self.hidden_size}"
             )
         if getattr(self.expert, "inside", False) != (self.latent is not None):
-            raise ConfigError("experts must have inside: true if the mixture has a latent, and only then")
-        for inner, wide, what, source in (
-            (self.expert, self.expert_width, "the experts are", "router" if self.latent is None else "latent"),
-            (self.shared, self.hidden_size, "the shared expert is", "router"),
+            raise ConfigError(
+                "a mixture with a latent needs experts with inside: true, and a mixture without a latent "
+                "needs inside: false"
+            )
+        for inner, wide, what in (
+            (self.expert, self.expert_width, "the experts have"),
+            (self.shared, self.hidden_size, "the shared expert has"),
         ):
             if inner is not None and inner.hidden_size != wide:
-                raise ConfigError(f"{what} {inner.hidden_size} wide, but the {source} is {wide} wide")
+                raise ConfigError(f"{what} hidden_size {inner.hidden_size}, but the input has size {wide}")
 
     @property
     def intermediate_size(self) -> int:
@@ -412,7 +420,7 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
         for name, part in self.entries().items():
             width = part if isinstance(part, int) else getattr(part, "hidden_size", getattr(part, "size", None))
             if width != self.hidden_size:
-                raise ConfigError(f"{name} is {width} wide, but the hidden size is {self.hidden_size}")
+                raise ConfigError(f"{name} has width {width}, but the hidden size is {self.hidden_size}")
 
     @property
     def experts(self) -> int:

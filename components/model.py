@@ -87,12 +87,17 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             raise ConfigError("a model needs at least one layer")
         for name, size in self._widths():
             if size != self.embedding.hidden_size:
-                raise ConfigError(f"{name} is {size} wide, but the embedding is {self.embedding.hidden_size} wide")
+                raise ConfigError(
+                    f"{name} has hidden size {size}, but the embedding has hidden size {self.embedding.hidden_size}"
+                )
         head, tokens = self.head, self.embedding.vocab_size
         if head is not None and head.vocab_size != tokens:
-            raise ConfigError(f"the head has {head.vocab_size} tokens, but the vocabulary has {tokens}")
+            raise ConfigError(f"the head has vocab_size {head.vocab_size}, but the embedding has vocab_size {tokens}")
         if head is not None and head.tied and head.width != self.embedding.width:
-            raise ConfigError(f"the tied head is {head.width} wide, but the embedding table is {self.embedding.width}")
+            raise ConfigError(
+                f"the head is tied to the embedding, but its width is {head.width} and the width of the "
+                f"embedding table is {self.embedding.width}"
+            )
         if head is not None and self.pooler is not None:
             raise ConfigError("a model has either a pooler or a head, not both")
         directions = {getattr(block.mixer("attention"), "causal", True) for block in self.blocks}
@@ -100,12 +105,16 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             raise ConfigError("either all layers have causal attention, or all have bidirectional attention")
         if self.joined != self.streams:
             raise ConfigError(
-                "several residual streams need a split before the first layer and a merge after the last one"
+                "the fields streams (which splits the residual stream before the first layer) and joined "
+                "(which merges the streams after the last one) must be equal"
             )
         count = None if self.streams is None else self.streams.count
         for layer, block in enumerate(self.blocks):
             if count != (None if block.altup is None else block.altup.count):
-                raise ConfigError(f"layer {layer} does not support {count or 1} residual streams, which the model has")
+                raise ConfigError(
+                    f"the model has {count or 1} residual streams per token, but layer {layer} is for another "
+                    "number (altup)"
+                )
         self._given()
         self._encoded()
 
@@ -117,7 +126,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 "an encoder outputs hidden states: it cannot have a head, a pooler or an encoder of its own"
             )
         if encoder is not None and encoder.streams is not None:
-            raise ConfigError("an encoder cannot have several residual streams per token")
+            raise ConfigError("an encoder cannot have several residual streams (the field streams)")
         if encoder is not None and encoder.embedding.shared and encoder.vocab_size != self.vocab_size:
             raise ConfigError(
                 f"the encoder has {encoder.vocab_size} tokens, but the shared embedding table has {self.vocab_size}"
@@ -133,8 +142,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 table is None or (table.buckets, table.heads) != (position.buckets, attention.heads)
             ):
                 raise ConfigError(
-                    f"layer {layer} needs a table of {position.buckets} position biases, but the model has "
-                    "none of this size"
+                    f"layer {layer} has bucketed positions, which need a relative_bias table of the model with "
+                    f"{position.buckets} buckets and {attention.heads} heads"
                 )
 
     def _given(self) -> None:
@@ -146,18 +155,23 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 lent[shared.number] = shared.lent
             elif shared is not None and lent.get(shared.number) != shared.lent:
                 raise ConfigError(
-                    f"layer {layer} uses the shared block {shared.number}, but no earlier layer defines it"
+                    f"layer {layer} uses the weights of shared block {shared.number}, but no earlier layer has "
+                    "this block with the same sizes"
                 )
             own: Any = block.mixer("layer_input")
             if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
                 raise ConfigError(
-                    f"layer {layer} needs an input of its own, but layer_inputs does not provide one of its width"
+                    f"layer {layer} has a layer_input of width {own.width}, but the model's layer_inputs has "
+                    "none for this layer and width"
                 )
             heads = getattr(block.mixer("attention"), "remembered", None)
             if heads in made or heads is None:
                 continue
             if getattr(block.attention, "kv_from", "") == "earlier":
-                raise ConfigError(f"layer {layer} uses keys of an earlier layer, but no earlier layer makes them")
+                raise ConfigError(
+                    f"layer {layer} uses the keys and values of an earlier layer (kv_from: earlier), but no "
+                    "earlier layer has keys and values of the same shape"
+                )
             made.add(heads)
 
     @property
@@ -296,7 +310,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             for path, node in walk(top, root):
                 for name, weight in node.weights().items():
                     if node.label is None:
-                        raise ConfigError(f"{type(node).__name__} has parameters, but no label for the parameter table")
+                        raise ConfigError(
+                            f"the component {type(node).__name__} has parameters, but no label, which gptkit params "
+                            "needs for its table"
+                        )
                     label = f"encoder {node.label}" if root == "encoder" else node.label
                     yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 

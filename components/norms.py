@@ -89,7 +89,7 @@ class LayerNorm(Norm, Component, frozen=True):
     def __post_init__(self) -> None:
         _check_groups(self)
         if self.apart and (self.bias or self.gain == "none"):
-            raise ConfigError("a norm with one tensor per group has a weight and no bias")
+            raise ConfigError("a norm that stores one tensor per group (apart: true) must have a weight and no bias")
 
     def small(self, size: int) -> Self:
         groups = _groups(self, size)

@@ -58,7 +58,8 @@ class LearnedPositions(Component, frozen=True):
     def __post_init__(self) -> None:
         if self.padding is not None and (not self.offset or self.counts != "tokens"):
             raise ConfigError(
-                "padding tokens use the row before the first position, so the position table needs an offset"
+                "a position table with padding needs offset of at least 1 and counts: tokens, because "
+                "padding tokens use the row before the first position"
             )
 
     def weights(self) -> dict[str, Weight]:
@@ -301,16 +302,17 @@ class Rotary(Turning, Component, frozen=True):
         if self.dim % 2:
             raise ConfigError(f"RoPE needs an even number of dimensions, not {self.dim}")
         if self.spread == self.dim:
-            raise ConfigError(f"spread equals the rotary dimension {self.dim}: leave it out")
+            raise ConfigError(f"spread equals the rotary dimension, {self.dim}, and has no effect: leave out spread")
         if self.spread is not None and isinstance(self.scaling, YarnScaling | ProportionalScaling):
-            raise ConfigError(f"{type(self.scaling).__name__} does not support spread")
+            raise ConfigError(f"the RoPE scaling {type(self.scaling).__name__} does not support the field spread")
         if isinstance(self.scaling, DynamicScaling) and self.exponent == 2:
             raise ConfigError("dynamic RoPE scaling needs more than 2 rotary dimensions: it divides by dim - 2")
         if isinstance(self.scaling, YarnScaling) and self.base == 1:
             raise ConfigError("YaRN needs a RoPE base other than 1: it divides by the logarithm of the base")
         if isinstance(self.scaling, ProportionalScaling) and self.scaling.turning > self.dim // 2:
             raise ConfigError(
-                f"the RoPE scaling rotates {self.scaling.turning} pairs of dimensions, but there are {self.dim // 2}"
+                f"the RoPE scaling rotates {self.scaling.turning} pairs of dimensions, but a rotary "
+                f"dimension of {self.dim} has only {self.dim // 2} pairs"
             )
         if isinstance(self.scaling, LongRopeScaling):
             for name in ("short_factor", "long_factor"):
@@ -404,7 +406,10 @@ class Buckets(Biasing, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.exact or self.furthest <= self.exact:
-            raise ConfigError(f"{self.buckets} position buckets cannot cover distances up to {self.furthest} tokens")
+            raise ConfigError(
+                f"{self.buckets} position buckets cannot cover distances up to {self.furthest} tokens: "
+                f"furthest must be larger than {self.exact}, the number of buckets for a single distance"
+            )
 
     @property
     def exact(self) -> int:

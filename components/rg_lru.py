@@ -43,7 +43,9 @@ class RGLRU(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.inner % self.heads:
-            raise ConfigError(f"{self.inner} channels are not divisible by {self.heads} heads")
+            raise ConfigError(
+                f"the number of channels, {self.inner}, is not divisible by the number of heads, {self.heads}"
+            )
 
     @property
     def units(self) -> int:

@@ -73,7 +73,9 @@ def from_json(data: Any) -> ModelSpec:
         newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
         raise ConfigError(f"not a valid model spec: {error}", newer) from error
     if found.embedding.shared:
-        raise ConfigError("embedding: only an encoder's embedding can be shared, not the model's own")
+        raise ConfigError(
+            "the embedding of a model cannot have shared: true, which is only for the embedding of an encoder"
+        )
     return found
 
 
@@ -119,10 +121,12 @@ def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
 def _component(kind: type[Any], value: Any) -> Any:
     """The component of plain values, where a component of `kind` stands: for msgspec, which knows no open unions."""
     if not isinstance(value, dict):
-        raise msgspec.ValidationError(f"a component was expected, not {shown(value, 40)}")
+        raise msgspec.ValidationError(f"a component (an object with a type) was expected, not {shown(value, 40)}")
     name = value.get("type", kind.__name__)
     if not isinstance(name, str) or name not in KINDS:
-        named = f"this gptkit has no component {shown(name, 40)}, which a newer one or a plugin may have"
+        named = (
+            f"this version of gptkit has no component {shown(name, 40)}, but a newer version or a plugin may have it"
+        )
         likely = [each for each, known in KINDS.items() if issubclass(known, kind)]
         raise _Explained(f"{named}; {nearest(str(name), likely)}")
     try:

@@ -84,7 +84,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
             )
         for name, norm, size in (("norm", self.norm, self.read), ("inner_norm", self.inner_norm, self.hidden_size)):
             if norm.size != size:
-                raise ConfigError(f"{name} has size {norm.size}, but its input is {size} wide")
+                raise ConfigError(f"{name} has size {norm.size}, but its input has size {size}")
 
     @property
     def read(self) -> int:

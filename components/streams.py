@@ -80,7 +80,10 @@ class AlternatingUpdates(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.active >= self.count:
-            raise ConfigError(f"the active residual stream is {self.active}, but there are {self.count} streams")
+            raise ConfigError(
+                f"active is {self.active}, but the {self.count} residual streams are numbered from 0 to "
+                f"{self.count - 1}"
+            )
         if self.norm.size != self.hidden_size:
             raise ConfigError(f"the norm has size {self.norm.size}, but the hidden size is {self.hidden_size}")
 

@@ -217,8 +217,8 @@ FEED_FORWARD = FeedForward(hidden_size=8, intermediate_size=16, activation="gelu
         (lambda: msgspec.structs.replace(ATTENTION, kv_heads=3), "not divisible by"),
         (lambda: msgspec.structs.replace(ATTENTION, position=Rotary(dim=8, base=1e4)), "is larger than"),
         (lambda: msgspec.structs.replace(ATTENTION, q_norm=RMSNorm(size=6, eps=1e-6)), "norm of queries or keys"),
-        (lambda: Block(sublayers=()), "sub-layers"),
-        (lambda: Block(sublayers=(SubLayer(mixer=ATTENTION), SubLayer(mixer=ATTENTION))), "different slots"),
+        (lambda: Block(sublayers=()), "at least one sub-layer"),
+        (lambda: Block(sublayers=(SubLayer(mixer=ATTENTION), SubLayer(mixer=ATTENTION))), "at most one of each kind"),
         (
             lambda: Block(
                 sublayers=(SubLayer(mixer=ATTENTION, norm=NORM), SubLayer(mixer=FEED_FORWARD)),
@@ -228,7 +228,7 @@ FEED_FORWARD = FeedForward(hidden_size=8, intermediate_size=16, activation="gelu
             "parallel",
         ),
         (lambda: msgspec.structs.replace(spec_of(CONFIGS["gpt2"]), blocks=()), "at least one layer"),
-        (lambda: msgspec.structs.replace(spec_of(CONFIGS["gpt2"]), final_norm=NORM), "final_norm is 8 wide"),
+        (lambda: msgspec.structs.replace(spec_of(CONFIGS["gpt2"]), final_norm=NORM), "final_norm has hidden size 8"),
     ],
 )
 def test_a_component_that_cannot_be_is_refused(make, message):

@@ -174,19 +174,24 @@ REFUSED = [
         "llama",
         (*ATTENTION, "kv_expansion"),
         "broadcast",
-        "kv_expansion broadcast needs one key-value head, but there are 2",
+        "kv_expansion: broadcast needs kv_heads: 1, but kv_heads is 2",
     ),
-    ("falcon-7b", (*ATTENTION, "kv_heads"), 3, "kv_expansion broadcast needs one key-value head, but there are 3"),
-    ("falcon-7b", (*ATTENTION, "scores"), "float32", "kv_expansion broadcast supports neither"),
-    ("falcon-7b", ROTARY, {"type": "ALiBi"}, "kv_expansion broadcast supports neither"),
+    ("falcon-7b", (*ATTENTION, "kv_heads"), 3, "kv_expansion: broadcast needs kv_heads: 1, but kv_heads is 3"),
+    ("falcon-7b", (*ATTENTION, "scores"), "float32", "kv_expansion: broadcast supports neither"),
+    ("falcon-7b", ROTARY, {"type": "ALiBi"}, "kv_expansion: broadcast supports neither"),
     ("gpt2-upcast", (*ATTENTION, "scale"), 1e39, "scale"),
     ("llama-yarn", (*ROTARY, "base"), 1.0, "RoPE base other than 1"),
     ("llama-yarn", (*ROTARY, "scaling", "beta_fast"), 1e308, "beta_fast"),
     ("llama-yarn", (*ROTARY, "scaling", "beta_slow"), 5e-324, "beta_slow"),
     ("llama-dynamic", (*ROTARY, "dim"), 2, "more than 2 rotary dimensions"),
-    ("gpt2", ("embedding", "shared"), True, "only an encoder's embedding can be shared"),
-    ("bert", ("embedding", "shared"), True, "only an encoder's embedding can be shared"),
-    ("gemma3n_text", ("layer_inputs", "table", "shared"), True, "only an encoder's embedding can be shared"),
+    ("gpt2", ("embedding", "shared"), True, "shared: true, which is only for the embedding of an encoder"),
+    ("bert", ("embedding", "shared"), True, "shared: true, which is only for the embedding of an encoder"),
+    (
+        "gemma3n_text",
+        ("layer_inputs", "table", "shared"),
+        True,
+        "shared: true, which is only for the embedding of an encoder",
+    ),
 ]
 
 
@@ -203,7 +208,7 @@ def test_the_command_says_so(tmp_path: Path) -> None:
     for arguments in (["verify", str(tmp_path / "hf"), str(bad)], ["load", str(bad)], ["params", str(bad)]):
         run = call(*arguments)
         assert run.exit_code == 4
-        assert "gptkit.json: kv_expansion broadcast needs one key-value head, but there are 2" in run.stderr
+        assert "gptkit.json: kv_expansion: broadcast needs kv_heads: 1, but kv_heads is 2" in run.stderr
 
 
 @few(12)

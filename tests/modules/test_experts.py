@@ -156,8 +156,8 @@ def test_gate_and_up_in_one_product_are_the_same_function():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"top_k": 6}, "top_k is 6, but there are 5 experts"),
-        ({"expert": replace(PLAIN, hidden_size=24)}, "experts are 24 wide, but the router is 48 wide"),
+        ({"top_k": 6}, "top_k is 6, but there are only 5 experts"),
+        ({"expert": replace(PLAIN, hidden_size=24)}, "the experts have hidden_size 24, but the input has size 48"),
     ],
 )
 def test_a_mixture_that_is_none_is_refused(changes, said):

@@ -240,10 +240,10 @@ def test_every_parameter_moves_the_logits(name):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_heads": 1}, "1 rotary keys, but its position encoding is NoneType"),
-        ({"position": Rotary(dim=8, base=1e4)}, "0 rotary keys, but its position encoding is Rotary"),
-        ({"nope_dim": 0}, "queries have no elements"),
-        ({"kv_norm": RMSNorm(size=21, eps=1e-6)}, "the norm has size 21, but the latent is 20 wide"),
+        ({"rope_heads": 1}, "rope_heads: 1, but its position encoding is NoneType"),
+        ({"position": Rotary(dim=8, base=1e4)}, "rope_heads: 0, but its position encoding is Rotary"),
+        ({"nope_dim": 0}, "queries of latent attention have dimension 0"),
+        ({"kv_norm": RMSNorm(size=21, eps=1e-6)}, "the norm of a latent has size 21, but the latent has dimension 20"),
     ],
 )
 def test_latent_attention_that_is_none_is_refused(changes, said):

@@ -110,7 +110,7 @@ def test_the_state_is_in_fp32_whatever_the_model_computes_in() -> None:
 
 
 def test_what_it_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="cannot have position biases"):
+    with pytest.raises(ConfigError, match="supports only rotary positions"):
         LinearAttention(hidden_size=8, heads=2, kv_heads=2, head_dim=4, scale=0.5, position=ALiBi())
     with pytest.raises(ConfigError, match="not divisible by"):
         LinearAttention(hidden_size=8, heads=3, kv_heads=2, head_dim=4, scale=0.5)

@@ -70,7 +70,7 @@ def test_a_weight_that_is_shared_acts_in_all_layers_that_run_its_block() -> None
 
 def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
     for layer, fields in ((1, {"weights_from": "earlier"}), (4, {"number": 2}), (4, {"kv_heads": 3})):
-        with pytest.raises(ConfigError, match="no earlier layer defines it"):
+        with pytest.raises(ConfigError, match="no earlier layer has this block"):
             with_shared(layer, **fields)
     assert with_shared(4, rank=5).lenders == SPEC.lenders  # adapters are each layer's own
 
@@ -79,10 +79,13 @@ def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
     ("fields", "said"),
     [
         ({"kv_heads": 4}, "not divisible by"),
-        ({"norm": replace(SPEC.blocks[1].mixer("shared").norm, size=48)}, "norm has size 48, but its input is 96"),  # type: ignore[union-attr]
+        (
+            {"norm": replace(SPEC.blocks[1].mixer("shared").norm, size=48)},
+            "norm has size 48, but its input has size 96",
+        ),  # type: ignore[union-attr]
         (
             {"inner_norm": replace(SPEC.blocks[1].mixer("shared").norm, size=50)},
-            "inner_norm has size 50, but its input is 48",
+            "inner_norm has size 50, but its input has size 48",
         ),  # type: ignore[union-attr]
         ({"position": CONFIGS and spec_of(CONFIGS["bloom"]).blocks[0].attention.position}, "a shared block needs RoPE"),
     ],
@@ -94,7 +97,7 @@ def test_records_that_fit_nothing_are_refused(fields: dict[str, Any], said: str)
 
 def test_what_goes_to_the_next_sub_layer_has_one() -> None:
     first, mamba = SPEC.blocks[1].sublayers
-    with pytest.raises(ConfigError, match="only the next sub-layer reads"):
+    with pytest.raises(ConfigError, match="goes only to the next sub-layer"):
         replace(SPEC.blocks[1], sublayers=(mamba, first))
 
 
@@ -114,8 +117,8 @@ def test_a_layer_by_itself_says_what_it_lacks() -> None:
         ("norm", "layernorm", "SharedTransformer"),
         ("layers", "0-3", "SharedTransformer"),
         ("attention", "gqa:2", "SharedTransformer"),
-        ("intermediate", "64", "consists of recurrence"),
-        ("activation", "silu", "consists of recurrence"),
+        ("intermediate", "64", "one layer has only recurrence"),
+        ("activation", "silu", "one layer has only recurrence"),
     ],
 )
 def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None:

@@ -62,12 +62,12 @@ def test_no_family_has_it() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("bloom", "layer 0: linear attention cannot have position biases"),
-        ("mistral", "layer 0: LinearAttention does not have window"),
+        ("bloom", "layer 0: linear attention supports only rotary positions"),
+        ("mistral", "layer 0: this Attention uses window, which LinearAttention does not support"),
         ("deepseek_v3", "layer 0 consists of attention (LatentAttention)"),
         ("qwen3_next", "layer 0 consists of recurrence (GatedDeltaNet)"),
-        ("gpt_oss", "LinearAttention does not have "),
-        ("gemma2", "LinearAttention does not have "),
+        ("gpt_oss", ", which LinearAttention does not support"),
+        ("gemma2", ", which LinearAttention does not support"),
     ],
 )
 def test_what_it_cannot_be_made_of(name: str, words: str) -> None:
