@@ -198,8 +198,26 @@ def plan_conversion(
     if len(set(homes.values())) < 2 or not all(span for _, span in spans):
         homes = {}
     kept = {group: leaves for group, leaves in source.carried.items() if leaves[0] in source.leaves}
-    given = source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, kept
+    origin = _with_dtype(source, dtype) if to.kind == "hf" and source.format == "gguf" else source.origin
+    given = source.spec, origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, kept
     return plan_output(*given, in_fp8)
+
+
+def _with_dtype(source: Checkpoint, asked: str | None) -> Origin:
+    """Return where a GGUF comes from, with a config.json that names the dtype of its matrices if all have the same, or
+    the dtype that was asked for. Norms are F32 in every GGUF, so they say nothing about the model's dtype.
+    """
+    from ..architectures.gguf_architecture import ALWAYS_FP32  # with tables that nothing else needs
+
+    matrices = [x for x in source.leaves if len(x.shape) > 1 and not x.checkpoint.endswith(ALWAYS_FP32)]
+    kinds = sorted({source.stored_of(leaf)[0] for leaf in matrices})
+    dtype = parse_dtype(asked) if asked is not None else kinds[0] if len(kinds) == 1 else ""
+    if dtype not in HF_NAMES:
+        note = f"config.json has no dtype, because the GGUF stores its matrices as {', '.join(kinds)}"
+        source.notes += [note] if note not in source.notes else []
+        return source.origin
+    config = {**(source.origin.config or {}), "dtype": HF_NAMES[dtype]}
+    return replace(source.origin, config_text=json_bytes(config).decode())
 
 
 def companions(source: Checkpoint) -> Path | None:

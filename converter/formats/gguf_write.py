@@ -50,6 +50,15 @@ def plan(request: Request) -> Plan:
     narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
     if narrow:
         notes.append(f"{narrow} tensors whose rows are no multiple of {_BLOCK} values are stored as F16, not Q8_0")
+    widened = {
+        kind: [leaf for leaf, written in tensors if written == "F32" and _source_type(leaf, dtypes) == kind]
+        for kind in ("BF16", "F16")
+        if asked != "F32"
+    }
+    for kind, leaves in widened.items():
+        if leaves:
+            what = "norms and other small tensors" if len(leaves) > 1 else "norm or other small tensor"
+            notes.append(f"llama.cpp requires F32 for {len(leaves)} {what}, which the source stores as {kind}")
     factors = shifted(request.source.spec)
     if factors:
         notes.append(f"{len(factors)} norms' weights are stored as 1 + weight, what llama.cpp multiplies by")
@@ -100,8 +109,13 @@ def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> s
         return "Q8_0" if leaf.shape[-1] % _BLOCK == 0 else "F16"
     if asked is not None:
         return asked
-    kind = widest([dtypes[name] for name in leaf.shared])
+    kind = _source_type(leaf, dtypes)
     return "F32" if kind == "F64" else kind
+
+
+def _source_type(leaf: BoundLeaf, dtypes: Mapping[str, str]) -> str:
+    """Return the widest dtype that the source has for the parts of a tensor."""
+    return widest([dtypes[name] for name in leaf.shared])
 
 
 def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:

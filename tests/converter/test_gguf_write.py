@@ -947,6 +947,24 @@ def test_of_a_quantised_gguf_the_numbers_come_back(tmp_path: Path) -> None:
     assert tensors_of(tmp_path / "c.gguf") == back
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
+def test_config_json_names_the_dtype_of_the_matrices_of_a_gguf(dtype: str, tmp_path: Path) -> None:
+    """Norms are F32 in every GGUF, and the output says so where the source has them in another dtype."""
+    written = convert("sample:llama", tmp_path / "model.gguf", "gguf", dtype=dtype)
+    said = "llama.cpp requires F32 for 11 norms and other small tensors, which the source stores as BF16"
+    assert (said in written.source.notes) == (dtype != "float32")
+    back = convert(tmp_path / "model.gguf", tmp_path / "back", "hf")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config.get("dtype") == (None if dtype == "q8_0" else dtype)
+    why = "config.json has no dtype, because the GGUF stores its matrices as F16, Q8_0"
+    assert (why in back.source.notes) == (dtype == "q8_0")
+    convert(tmp_path / "model.gguf", tmp_path / "narrow", "hf", dtype="bfloat16")
+    assert json.loads((tmp_path / "narrow" / "config.json").read_text())["dtype"] == "bfloat16"
+    if dtype != "q8_0":
+        convert(tmp_path / "back", tmp_path / "again.gguf", "gguf")
+        assert tensors_of(tmp_path / "again.gguf") == tensors_of(tmp_path / "model.gguf")
+
+
 # --- what a file gives back is whole ---
 
 
