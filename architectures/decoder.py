@@ -9,14 +9,11 @@ such fields it says as arguments of `Decoder.read`, and adds to what `Decoder.wr
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from ..components import (
-    LEARNT,
-    MOST_EXPERTS,
-    Activation,
     Attention,
     Block,
     Embedding,
@@ -32,267 +29,19 @@ from ..components import (
 from ..errors import CannotExpress
 from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
+from .fields import PRE, Fields, name_of, same
+from .fields import Field as Field  # which definitions of users import from here
+from .lenses import Layers, all_layers
 from .obstacles import Kinds, of_kind
-from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
-
-ACTIVATIONS: dict[str, Activation] = {
-    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
-    "gelu_accurate": "gelu_new",
-    "gelu_python_tanh": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "swish": "silu",
-}
-"""transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
-parameters of their own: prelu, and xielu, which a family names where it has it."""
-
-_ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
-
-
-def name_of(activation: Activation) -> str:
-    """transformers' name of an activation. Raises CannotExpress: it has none."""
-    if activation not in _ACTIVATION_NAMES:
-        raise CannotExpress(f"transformers has no name for the activation {activation!r}")
-    return _ACTIVATION_NAMES[activation]
-
-
-def activation_named(config: ConfigReader, name: str, default: str) -> Activation:
-    """The activation that a field names."""
-    found: Activation = config.choice(name, default, ACTIVATIONS)
-    return found
-
-
-def _same(value: Any) -> Any:
-    """The value, which is written as it is."""
-    return value
-
-
-class Field(NamedTuple):
-    """What a field of config.json says.
-
-    role: see the module's docstring; several are apart by spaces, and all have the one value. default: what the
-    family's config class takes where it is absent. read: `read(config, name, default)`, chosen by the role and the
-    default where it is None. write: the value in the tree -> the value in the file.
-    """
-
-    role: str
-    default: Any = None
-    read: Callable[[ConfigReader, str, Any], Any] | None = None
-    write: Callable[[Any], Any] = _same
-
-    def value(self, config: ConfigReader, name: str) -> Any:
-        """What the file says, or the default; of the name "inner.name" what the object in the field `inner` says."""
-        outer, _, name = name.rpartition(".")
-        config = config.inner(outer) if outer else config
-        read = self.read or READERS.get(self.role)
-        if read is None:
-            read = next((each for kind, each in _BY_DEFAULT if isinstance(self.default, kind)), None)
-        if read is None:
-            read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
-        return read(config, name, self.default)
-
-
-Fields = Mapping[str, Field]
-
-
-def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
-    """As many as a tree may have; None where it is null or absent, which is wrong where there is a mixture."""
-    return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
-
-
-def none_or_more(config: ConfigReader, name: str, default: int) -> int:
-    """A number that may be 0."""
-    value = config.raw(name, default)
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise config.fail(name, value, "an integer from 0")
-    return value
-
-
-READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
-    "layers": ConfigReader.layers,
-    "mixture.experts": _number_of_experts,
-    "mixture.top_k": ConfigReader.optional_integer,
-    "eps": ConfigReader.number,
-    "activation": activation_named,
-}
-_BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = (
-    (bool, ConfigReader.boolean),
-    (int, ConfigReader.integer),
-    (float, ConfigReader.number),
-)
-
-
-def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
-    """The table with other defaults, by the fields' names."""
-    return {**fields, **{name: fields[name]._replace(default=value) for name, value in defaults.items()}}
-
-
-USUAL: Fields = {
-    "vocab_size": Field("vocab", 32000),
-    "hidden_size": Field("hidden", 4096),
-    "intermediate_size": Field("intermediate", 11008),
-    "num_hidden_layers": Field("layers", 32),
-    "num_attention_heads": Field("heads", 32),
-    "num_key_value_heads": Field("kv_heads"),
-    "head_dim": Field("head_dim"),
-    "hidden_act": Field("activation", "silu"),
-    "max_position_embeddings": Field("context", 2048),
-    "rms_norm_eps": Field("eps", 1e-6),
-    "tie_word_embeddings": Field("tied", False),
-}
-"""The fields of LlamaConfig, which most config classes have."""
-
-BIASED = dict.fromkeys(
-    ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
-)
-"""`Decoder.fixed` of families whose linears in layers all have biases."""
-
-PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: before each sub-layer
-
-Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
-"""Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
-
-
-def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int = -1) -> Layers:
-    """The windows of families that have `layer_types` and `sliding_window`.
-
-    Args:
-        every: one layer of so many sees all tokens, and with 0 none does, where `layer_types` does not say which.
-        window: of the config class.
-        pattern: the field that says another `every`.
-        first: a layer that sees all tokens.
-    """
-
-    def windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
-        apart = config.integer(pattern, every) if pattern else every
-        whole = set(range(first % apart, layers, apart)) if apart else ()
-        usual = ["full_attention" if layer in whole else "sliding_attention" for layer in range(layers)]
-        types = config.layer_types(usual)
-        width = config.optional_integer("sliding_window", window)
-        if width is None and "sliding_attention" in types:
-            raise config.fail("sliding_window", width, "a number, since layer_types has sliding_attention")
-        return [{"window": width if kind == "sliding_attention" else None} for kind in types]
-
-    return windows
-
-
-def turned_by_kind(windows: Layers, kinds: Mapping[str, RotaryKind], context: Field) -> Layers:
-    """The windows, and for layers with one and without rotary positions of their own, by `rope_parameters` of their
-    kinds, "full_attention" and "sliding_attention".
-    """
-
-    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
-        own = windows(config, count, head_dim)
-        length = context.value(config, "max_position_embeddings")
-        rotaries = read_rotaries(config, head_dim, length, kinds)
-        names = ("full_attention" if each["window"] is None else "sliding_attention" for each in own)
-        return [{**each, "position": rotaries[name]} for each, name in zip(own, names, strict=True)]
-
-    return layers
-
-
-def write_by_kind(kinds: Mapping[str, RotaryKind]) -> Callable[[ModelSpec], dict[str, Any]]:
-    """What writes the config fields that `turned_by_kind` reads."""
-
-    def written(spec: ModelSpec) -> dict[str, Any]:
-        fields, first = write_sliding(spec), of_kind(spec.blocks[0].attention, Attention)
-        rotaries = {kind: Rotary(dim=first.head_dim, base=usual.base) for kind, usual in kinds.items()}
-        for block, kind in zip(spec.blocks, fields["layer_types"], strict=True):
-            rotaries[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
-        return {**fields, **write_rotaries(rotaries)}
-
-    return written
-
-
-def turned_in_windows(windows: Layers) -> Layers:
-    """The windows, and no positions in layers that see all tokens (Cohere 2, EXAONE 4)."""
-
-    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
-        return [
-            each if each["window"] is not None else {**each, "position": None}
-            for each in windows(config, count, head_dim)
-        ]
-
-    return layers
-
-
-def write_sliding(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of each layer's window, for what `sliding` reads."""
-    windows = [of_kind(block.attention, Attention).window for block in spec.blocks]
-    return {
-        "sliding_window": next((window for window in windows if window is not None), 4096),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
-    }
-
+from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
+from .usual import OF_ROUTERS, ROTARY_BUFFERS, STACKED
 
 _Recurrent = Callable[[ConfigReader, Mapping[str, Any]], Sequence[Any]]
 """Of a config and the values of roles what stands in attention's place in each layer; None where attention does."""
 
 
-def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
-    """The kind of each layer by `layer_types`, full attention or the `other`; `usual` where it is null or absent, None
-    where it may not be.
-
-    Raises:
-        ConfigError: another kind or number of layers, or no attention at all, with which transformers' cache fails.
-    """
-    known = ("full_attention", other)
-    types = config.kinds_of_layers()
-    types = usual if types is None else types
-    if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
-        wanted = f"{layers} values of {' or '.join(known)}, as many as num_hidden_layers"
-        raise config.fail("layer_types", types, wanted)
-    if "full_attention" not in types:
-        raise config.fail(
-            "layer_types", types, "at least one full_attention layer: without one, transformers' cache fails"
-        )
-    return types
-
-
 _Sparse = Callable[[ConfigReader, int], Sequence[bool]]
 """Of a config and the number of layers: which of them have a mixture of experts."""
-
-
-def _every(_config: ConfigReader, layers: int) -> Sequence[bool]:
-    """All layers have one."""
-    return (True,) * layers
-
-
-def after(name: str, default: int) -> dict[str, Any]:
-    """`sparse` and `written` where the first layers are dense, as many as a field says."""
-
-    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
-        first = none_or_more(config, name, default)
-        return [layer >= first for layer in range(layers)]
-
-    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
-        return {name: next((layer for layer, each in enumerate(sparse) if each), len(sparse))}
-
-    return {"sparse": sparse, "written": written}
-
-
-def by_type(first: Callable[[ConfigReader], int]) -> dict[str, Any]:
-    """`sparse` and `written` where `mlp_layer_types` says "dense" or "sparse" of each layer.
-
-    Args:
-        first: the first layer that has a mixture where it does not say.
-    """
-
-    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
-        start, types = first(config), config.raw("mlp_layer_types")
-        if types is None:
-            return [layer >= start for layer in range(layers)]
-        if (
-            not isinstance(types, list)
-            or len(types) != layers
-            or any(each not in ("dense", "sparse") for each in types)
-        ):
-            raise config.fail("mlp_layer_types", types, f"{layers} values of dense or sparse")
-        return [each == "sparse" for each in types]
-
-    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
-        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
-
-    return {"sparse": sparse, "written": written}
 
 
 @dataclass(frozen=True)
@@ -304,7 +53,7 @@ class Mixtures:
     where none stands behind what is dense.
     """
 
-    sparse: _Sparse = _every
+    sparse: _Sparse = all_layers
     written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
     shared: Mapping[str, Any] = field(default_factory=dict)
@@ -358,7 +107,12 @@ class Decoder:
         return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
+        """Return the family of these trees.
+
+        Unless `more` states them, the stacked parameters and the buffers of old files are those that most families
+        have. Fields about routers are irrelevant in every family of mixtures.
+        """
+        stored = {leaf.checkpoint for leaf in leaves}
         usual = {
             "model_types": (name,),
             "hf_config": hf_class.replace("ForCausalLM", "Config"),
@@ -366,7 +120,11 @@ class Decoder:
             "read": self.read,
             "write": self.write,
             "prefix": "model.",
+            "dropped": () if more.get("prefix") else ROTARY_BUFFERS,
+            "stacked": STACKED if stored.issuperset(name for each in STACKED for name in each.checkpoint) else (),
         }
+        if self.mixtures is not None:
+            more["irrelevant"] = {**OF_ROUTERS, **more.get("irrelevant", {})}
         return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
@@ -578,7 +336,7 @@ class Decoder:
             if value is not None or each.default is not None or role != "context":
                 outer, _, name = name.rpartition(".")
                 into = fields.setdefault(outer, {}) if outer else fields
-                into[name] = name_of(value) if role == "activation" and each.write is _same else each.write(value)
+                into[name] = name_of(value) if role == "activation" and each.write is same else each.write(value)
         if self.rotary is not None:
             mixers = (block.mixer("attention") for block in spec.blocks)
             positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec, Pooler, TokenTypes
 from .config import ConfigReader
-from .decoder import BIASED, Decoder, Field, Fields
-from .families.opt import POST
+from .decoder import Decoder
+from .fields import BIASED, SUM_NORMS, Field, Fields
 from .obstacles import Kinds, of_kind
 
 BERT_FIELDS: Fields = {
@@ -91,7 +91,7 @@ class Encoder(Decoder):
 
     inner: type[Any] = FeedForward
     norm: type[Any] = LayerNorm
-    norms: Any = POST
+    norms: Any = SUM_NORMS
     fixed: Mapping[str, Any] = field(default_factory=lambda: {**BOTH_WAYS, **BIASED, **ALWAYS_TIED})
     rotary: Any = None
     learned: bool = True

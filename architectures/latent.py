@@ -11,7 +11,8 @@ from typing import Any
 from ..components import LatentAttention, ModelSpec, RMSNorm, Rotary
 from .base import Leaf, leaves_of
 from .config import ConfigReader
-from .decoder import Decoder, Field
+from .decoder import Decoder
+from .fields import Field
 from .layout import Layout
 from .obstacles import of_kind
 from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary

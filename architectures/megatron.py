@@ -14,8 +14,8 @@ from typing import Any
 from ..components import Block
 from ..errors import ConfigError, shown
 from .base import Leaf, leaves_of, qkv
-from .families.bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .layout import Layout
+from .usual import GROUPED_BIAS, GROUPED_WEIGHT
 
 _B, _L = "blocks.{layer}.", "decoder.layers.{layer}."
 _GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..components import Activation, ModelSpec
 from .base import BoundLeaf, Leaf, bind, usual_layer
-from .decoder import name_of
 from .families.gpt2 import FUSED_BIAS, GPT2
+from .fields import name_of
 from .layout import IDENTITY, Layout
 from .obstacles import express, without_biases
 

@@ -20,8 +20,8 @@ from ..components import Block
 from ..errors import ConfigError, shown
 from . import llama2c
 from .base import Leaf, leaves_of, qkv
-from .families.bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .layout import Layout
+from .usual import GROUPED_BIAS, GROUPED_WEIGHT
 
 _Said = Mapping[str, Any]
 

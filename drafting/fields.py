@@ -8,7 +8,7 @@ from typing import Any
 from ..architectures import Leaf
 from ..architectures.base import TOKEN_IDS
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
-from ..architectures.decoder import Field
+from ..architectures.fields import Field
 from ..architectures.layout import IDENTITY
 from ..architectures.rope import PART, USUAL_ROTARY, RotaryKind
 from ..components import FeedForward, GatedFeedForward, LayerNorm, RMSNorm

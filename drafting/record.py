@@ -9,7 +9,8 @@ from msgspec import structs
 
 from ..architectures import Architecture, Leaf
 from ..architectures.base import leaves_of
-from ..architectures.decoder import Decoder, Field
+from ..architectures.decoder import Decoder
+from ..architectures.fields import Field
 from ..components import ModelSpec
 from ..errors import GptkitError
 from .vocabulary import CUT, Donor

@@ -15,7 +15,8 @@ import msgspec
 
 from ..architectures import Architecture, Leaf, families
 from ..architectures.base import Stacked
-from ..architectures.decoder import Decoder, Field
+from ..architectures.decoder import Decoder
+from ..architectures.fields import Field
 from ..architectures.layout import Layout
 from ..architectures.rope import RotaryKind
 from .record import Draft
@@ -23,7 +24,8 @@ from .record import Draft
 _PLACED = "gptkit.architectures"
 _HOMES = {
     **dict.fromkeys(("Leaf", "Stacked", "leaves_of"), f"{_PLACED}.base"),
-    **dict.fromkeys(("Decoder", "Field"), f"{_PLACED}.decoder"),
+    "Decoder": f"{_PLACED}.decoder",
+    "Field": f"{_PLACED}.fields",
     "Layout": f"{_PLACED}.layout",
     "RotaryKind": f"{_PLACED}.rope",
     "register": _PLACED,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ..architectures import ARCHITECTURES, Architecture, Leaf, families, llama2c
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
-from ..architectures.decoder import Decoder, Field
+from ..architectures.decoder import Decoder
+from ..architectures.fields import Field
 from ..architectures.layout import parse
 from ..architectures.stacks import STACKS
 from ..components import Shape

@@ -7,10 +7,10 @@ Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, after, sliding, turned_in_windows, with_defaults, write_sliding
-from .gemma2 import NORMS
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+from ..decoder import Decoder, Mixtures
+from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..lenses import after, sliding, turned_in_windows, write_sliding
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 
 _DECODER = Decoder(
     {
@@ -24,7 +24,7 @@ _DECODER = Decoder(
             max_position_embeddings=16384,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "mup_enabled": Field("embedding.multiplier", False, ConfigReader.boolean, lambda factor: factor != 1),
         "moe_intermediate_size": Field("expert_size", 1408),
         "num_shared_experts": Field("shared_experts", 2),
@@ -32,7 +32,7 @@ _DECODER = Decoder(
         "num_experts_per_tok": Field("mixture.top_k", 6),
         "route_scale": Field("mixture.multiplier", 1.0),
     },
-    norms=NORMS,
+    norms=AROUND,
     head_norms="same",
     fixed={
         "norm.cast": "after_weight",
@@ -49,7 +49,7 @@ _DECODER = Decoder(
 _MODULES = {
     **{name: ours for name, ours in ROUTED.items() if "experts" in name},
     T + "mlp.router.gate": B + "feed_forward.router",
-    **shared("shared_experts"),
+    **shared_expert("shared_experts"),
 }
 _PLACES = {
     T + "self_attn.gate_proj": B + "attention.gate_proj",
@@ -70,7 +70,4 @@ _AFMOE = _DECODER.architecture(
     ),
     released="2025-12",
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

@@ -9,10 +9,11 @@ from typing import Any
 from ...components import LEARNT, FeedForward
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import ACTIVATIONS, USUAL, Decoder, Field, name_of, with_defaults
+from ..decoder import Decoder
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, name_of, with_defaults
 from ..layout import NUMBER
 from ..rope import RotaryKind
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
 
 
 def _activation(config: ConfigReader, name: str, default: str) -> Any:
@@ -29,7 +30,7 @@ _FIELDS = with_defaults(
     USUAL, vocab_size=131072, intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5
 )
 _DECODER = Decoder(
-    {**_FIELDS, "hidden_act": Field("activation", "xielu", _activation, _written), "attention_bias": BIAS},
+    {**_FIELDS, "hidden_act": Field("activation", "xielu", _activation, _written), "attention_bias": ATTENTION_BIAS},
     inner=FeedForward,
     head_norms="same",
     rotary=RotaryKind(
@@ -59,5 +60,4 @@ _APERTUS = _DECODER.architecture(
     ),
     released="2025-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
-    dropped=LLAMA_DROPPED,
 )

@@ -4,8 +4,9 @@ Source: transformers models/arcee/{configuration,modeling}_arcee.py.
 """
 
 from ...components import FeedForward
-from ..decoder import USUAL, Decoder, Field, with_defaults
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
+from ..usual import LEAVES
 
 _DECODER = Decoder(
     {
@@ -17,18 +18,13 @@ _DECODER = Decoder(
             max_position_embeddings=4096,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
     },
     inner=FeedForward,
     whole_heads=True,
 )
 
 _ARCEE = _DECODER.architecture(
-    "arcee",
-    "ArceeForCausalLM",
-    LEAVES,
-    released="2025-06",
-    token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    dropped=LLAMA_DROPPED,
+    "arcee", "ArceeForCausalLM", LEAVES, released="2025-06", token_ids={"bos_token_id": 128000, "eos_token_id": 128001}
 )

@@ -5,11 +5,11 @@ checkpoint with a vision tower the language model is read; what stands beside it
 """
 
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..layout import Layout
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T, shared_expert
 from .gpt_oss import EXPERT, MLP, both
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
-from .qwen2_moe import shared
 
 _SILU = {"silu": "silu", "swish": "silu"}
 """Routed experts have it whatever is said, and those that all tokens go through have what is."""
@@ -18,7 +18,7 @@ _DECODER = Decoder(
     {
         **with_defaults(USUAL, intermediate_size=4096),
         "hidden_act": Field("activation", "silu", lambda config, name, default: config.choice(name, default, _SILU)),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "moe_num_experts": Field("mixture.experts", 8),
         "moe_topk": Field("mixture.top_k", 2),
         "moe_num_shared_experts": Field("shared_experts", 2),
@@ -48,7 +48,7 @@ _LEAVES = by_name(
             EXPERT + "down_proj.weight",
             Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
         ),
-        *leaves_of({**shared("shared_experts"), **NORMS, **ENDS}),
+        *leaves_of({**shared_expert("shared_experts"), **NORMS, **ENDS}),
     ),
     _HELD,
 )
@@ -69,7 +69,6 @@ ARIA_TEXT = _DECODER.architecture(
     carried={
         "vision": ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
     },
-    dropped=LLAMA_DROPPED,
     stacked=_HELD,
     irrelevant=dict.fromkeys(
         (

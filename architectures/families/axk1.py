@@ -9,12 +9,12 @@ from typing import Any
 
 from ..base import Stacked
 from ..config import ConfigReader
-from ..decoder import Mixtures, by_type, none_or_more, with_defaults
+from ..decoder import Mixtures
+from ..fields import none_or_more, with_defaults
 from ..latent import MADE
+from ..lenses import by_type
+from ..usual import CORRECTION, ROTARY_BUFFERS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import deepseek_v3, youtu
-from .glm4_moe import CORRECTION
-from .llama import LLAMA_DROPPED, B, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 _NORM = T + "post_mlp_layernorm"
 _FIELDS = with_defaults(
@@ -37,7 +37,7 @@ _DECODER = replace(
     kv_heads=64,
     mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1)), normed=True),
 )
-_MODULES = {**ROUTED, **shared("shared_experts"), _NORM: B + "feed_forward_output_norm"}
+_MODULES = {**ROUTED, **shared_expert("shared_experts"), _NORM: B + "feed_forward_output_norm"}
 _HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (_NORM + ".weight",)))
 
 _AXK1 = _DECODER.architecture(
@@ -47,8 +47,8 @@ _AXK1 = _DECODER.architecture(
     released="2026-01",
     token_ids={"bos_token_id": 163691, "eos_token_id": 163691},
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    dropped=(*LLAMA_DROPPED, _NORM + ".weight"),
+    dropped=(*ROTARY_BUFFERS, _NORM + ".weight"),
     stacked=_HELD,
-    irrelevant={**MADE, **OF_ROUTERS, **deepseek_v3.TRAINING},
+    irrelevant={**MADE, **deepseek_v3.TRAINING},
     refused=deepseek_v3.DEEPSEEK_V3.refused,
 )

@@ -13,11 +13,13 @@ from ...components import Attention, Mamba2, ModelSpec, RMSNorm, Rotary
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, one_of, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
 from ..layout import Layout
+from ..lenses import one_of
 from ..obstacles import of_kind
 from ..rope import PART, RotaryKind, write_rotaries
-from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, B, T
+from ..usual import ATTENTION, EMBEDDING, B, T
 
 LINEAR = "linear_attention"
 _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
@@ -142,8 +144,8 @@ _DECODER = Decoder(
             max_position_embeddings=262144,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
     recurrent=_recurrences,
@@ -187,7 +189,6 @@ _BAMBA = _DECODER.architecture(
     released="2024-12",
     kinds=_DECODER.kinds | {Mamba2},
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
     stated={"attn_layer_indices": [9, 18, 27]},
     irrelevant={
         "num_logits_to_keep": "for which tokens of a prompt logits are computed",

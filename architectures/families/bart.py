@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
+from ..fields import BIASED, SUM_NORMS, Field
 from ..layout import Layout
 from .biogpt import is_scaled, root_of
-from .opt import POST
 
 BASE = "BartModel"
 
@@ -36,7 +36,7 @@ def stack(
         "attention.causal": not encoder,
         "attention.lie": "as projected" if encoder else "as cached",
         "attention.softmax": "input",
-        "final_norm": other.get("norms", POST) is not POST,
+        "final_norm": other.get("norms", SUM_NORMS) is not SUM_NORMS,
         **{f"positions.{field}": value for field, value in positions.items()},
     }
     usual: dict[str, Any] = {
@@ -53,7 +53,7 @@ def stack(
         },
         "norm": LayerNorm,
         "inner": FeedForward,
-        "norms": POST,
+        "norms": SUM_NORMS,
         "rotary": None,
         "learned": True,
         "fixed": fixed,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, Field
 
 
 def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:

@@ -9,9 +9,10 @@ from typing import Any
 from ...components import RMSNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 
 def _norm_of(values: dict[str, Any], size: int) -> RMSNorm:
@@ -32,7 +33,7 @@ _DECODER = Decoder(
             rms_norm_eps=1e-5,
         ),
         "num_key_value_heads": Field("kv_heads", 5, ConfigReader.optional_integer),  # null: as many as heads
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
     },
     fixed={
         "attention.mixed_norm": lambda values: _norm_of(values, values["hidden"]),
@@ -58,5 +59,4 @@ _BITNET = _DECODER.architecture(
     ),
     released="2025-04",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    dropped=LLAMA_DROPPED,
 )

@@ -9,14 +9,9 @@ import math
 from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
-from ..layout import Layout
-
-GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
-"""Every key-value head's queries, then its key, then its value. With a group of one this is BLOOM's [heads, 3,
-head_dim]; with one key-value head it is MQA's q … q, k, v."""
-
-GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
+from ..decoder import Decoder
+from ..fields import BIASED, Field
+from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 
 
 def _read_residual(config: ConfigReader, name: str, default: bool) -> str:

@@ -5,10 +5,11 @@ Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
-from ..decoder import PRE, USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, PRE, USUAL, Field, with_defaults
 from ..layout import Layout
 from ..rope import RotaryKind
-from .llama import BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 
 _FIELDS = with_defaults(
     USUAL,
@@ -27,7 +28,7 @@ DECODER = Decoder(
     {
         **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},
         "layer_norm_eps": Field("eps", 1e-5),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "logit_scale": Field("head.multiplier", 0.0625),
         "use_qk_norm": Field("head_norms", False),
     },
@@ -54,5 +55,4 @@ _COHERE = DECODER.architecture(
     _LEAVES,
     released="2024-03",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
 )

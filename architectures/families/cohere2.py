@@ -6,9 +6,11 @@ Source: transformers models/cohere2/{configuration,modeling}_cohere2.py.
 
 from ...components import LayerNorm
 from ..base import leaves_of
-from ..decoder import PRE, Decoder, sliding, turned_in_windows, write_sliding
+from ..decoder import Decoder
+from ..fields import PRE
+from ..lenses import sliding, turned_in_windows, write_sliding
+from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import cohere
-from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 DECODER = Decoder(
     {name: each for name, each in cohere.DECODER.fields.items() if name != "use_qk_norm"},
@@ -29,5 +31,4 @@ _COHERE2 = DECODER.architecture(
     LEAVES,
     released="2024-12",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
 )

@@ -11,12 +11,13 @@ from typing import Any
 from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
 from ..base import Architecture
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, by_type, none_or_more, write_sliding
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, none_or_more
+from ..lenses import by_type, write_sliding
 from ..obstacles import of_kind
 from ..rope import read_rotary
+from ..usual import OF_ROUTERS, ROTARY_BUFFERS, ROUTED, STACKED, mixed_leaves, shared_expert
 from . import cohere, cohere2
-from .llama import LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 _ROTARY = cohere.ROTARY._replace(base=1e4)
 _MIXED = by_type(lambda config: none_or_more(config, "first_k_dense_replace", 0))
@@ -135,10 +136,10 @@ _COHERE2_MOE = Architecture(
     kinds=_DECODER.kinds | _RMS.kinds,
     read=_read,
     write=_write,
-    leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, cohere2.LEAVES),
+    leaves=mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, cohere2.LEAVES),
     prefix="model.",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
+    dropped=ROTARY_BUFFERS,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,
 )

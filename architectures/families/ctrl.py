@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, Field
 from .gpt2 import ALIASES, OF_GPT2
 
 _DECODER = Decoder(

@@ -4,9 +4,11 @@ Source: transformers models/cwm/{configuration,modeling}_cwm.py. Its config clas
 none are given.
 """
 
-from ..decoder import USUAL, Decoder, Field, sliding, with_defaults, write_sliding
+from ..decoder import Decoder
+from ..fields import MLP_BIAS, USUAL, with_defaults
+from ..lenses import sliding, write_sliding
 from ..rope import RotaryKind
-from .llama import LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
 _ROPE = {
     "rope_type": "llama3",
@@ -31,7 +33,7 @@ _DECODER = Decoder(
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,
         ),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "mlp_bias": MLP_BIAS,
     },
     fixed={"attention.output_bias": False},
     rotary=RotaryKind(1e6, usual=_ROPE),
@@ -46,5 +48,4 @@ _CWM = _DECODER.architecture(
     LEAVES,
     released="2025-09",
     token_ids={"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
-    dropped=LLAMA_DROPPED,
 )

@@ -12,9 +12,9 @@ from typing import Any
 from ...components import LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, activation_named, name_of
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, activation_named, name_of
 from ..layout import Layout
-from .qwen2_moe import OF_ROUTERS
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
 _EXPERT = _B + "feed_forward.experts.{expert}."
@@ -124,7 +124,6 @@ _DBRX = _DECODER.architecture(
     prefix="transformer.",
     stated={"attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0}},
     irrelevant={
-        **OF_ROUTERS,
         "attn_pdrop": "training only",
         "resid_pdrop": "training only",
         "emb_pdrop": "training only",

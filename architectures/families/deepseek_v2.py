@@ -11,14 +11,14 @@ from typing import Any
 from ...components import MixtureOfExperts, ModelSpec
 from ..base import Architecture
 from ..config import ConfigReader
-from ..decoder import Field, Mixtures, after, with_defaults
+from ..decoder import Mixtures
+from ..fields import MLP_BIAS, with_defaults
 from ..latent import KNOWN, LatentDecoder
+from ..lenses import after
 from ..rope import RotaryKind
+from ..usual import OF_DRAFTS, OF_ROUTERS, ROTARY_BUFFERS, ROUTED, STACKED, mixed_leaves, shared_expert
 from . import youtu
 from .deepseek_v3 import FIELDS, TRAINING
-from .glm4_moe import DRAFTS
-from .llama import LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 _GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
 _METHODS = {"greedy": False, "group_limited_greedy": True}
@@ -56,7 +56,7 @@ _DECODER = LatentDecoder(
             routed_scaling_factor=1.0,
             num_experts_per_tok=None,
         ),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "mlp_bias": MLP_BIAS,
     },
     fixed={"mixture.normalise": False, "mixture.routed_in": "float32", "mixture.in_order": False},
     turning=RotaryKind(rounding="complex"),
@@ -79,13 +79,13 @@ _DEEPSEEK_V2 = Architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
     write=_DECODER.write,
-    leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES),
+    leaves=mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, youtu.LEAVES),
     config_aliases={"n_routed_experts": ("num_experts",)},
     stated={"num_experts_per_tok": 6},
     prefix="model.",
-    dropped=LLAMA_DROPPED,
+    dropped=ROTARY_BUFFERS,
     stacked=STACKED,
-    irrelevant={**KNOWN, **OF_ROUTERS, **DRAFTS, **TRAINING},
+    irrelevant={**KNOWN, **OF_ROUTERS, **OF_DRAFTS, **TRAINING},
     refused={
         "moe_layer_freq": ((1, None), "transformers uses a mixture of experts in every layer after the dense ones"),
         "norm_topk_prob": ((False, None), "transformers' DeepSeek-V2 does not divide the expert weights by their sum"),

@@ -6,12 +6,12 @@ tokens (`layers.61`), is left out there, and carried along here.
 """
 
 from ..base import BEHIND
-from ..decoder import USUAL, Field, Mixtures, after, with_defaults
+from ..decoder import Mixtures
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
 from ..latent import LATENT, MADE, LatentDecoder
+from ..lenses import after
+from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 from . import youtu
-from .glm4_moe import CORRECTION, DRAFTS, GROUPED, ROUTER
-from .llama import LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 from .youtu import HEADS
 
 FIELDS = {
@@ -20,7 +20,7 @@ FIELDS = {
     "moe_intermediate_size": Field("expert_size", 2048),
     "n_shared_experts": Field("shared_experts", 1),
     "n_routed_experts": Field("mixture.experts", 256),
-    **with_defaults(GROUPED, n_group=8, topk_group=4, routed_scaling_factor=2.5),
+    **with_defaults(GROUPED_EXPERTS, n_group=8, topk_group=4, routed_scaling_factor=2.5),
 }
 
 DECODER = LatentDecoder(
@@ -33,12 +33,12 @@ DECODER = LatentDecoder(
         num_attention_heads=128,
         max_position_embeddings=4096,
     ),
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     kv_heads=128,
     tables=True,
     mixtures=Mixtures(**after("first_k_dense_replace", 3)),
 )
-LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
+LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
 
 TRAINING = {
     "aux_loss_alpha": "training only",
@@ -55,10 +55,8 @@ DEEPSEEK_V3 = DECODER.architecture(
     released="2024-12",
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
     carried=BEHIND,
-    stacked=STACKED,
-    irrelevant={**MADE, **OF_ROUTERS, **DRAFTS, **TRAINING},
+    irrelevant={**MADE, **OF_DRAFTS, **TRAINING},
     refused={
         "moe_layer_freq": ((1, None), "transformers uses a mixture of experts in every layer after the dense ones"),
         "scoring_func": (("sigmoid", None), "transformers' DeepSeek-V3 supports only sigmoid scores"),

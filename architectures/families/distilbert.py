@@ -4,8 +4,8 @@ Source: transformers models/distilbert/{configuration,modeling}_distilbert.py.
 """
 
 from ..base import leaves_of
-from ..decoder import BIASED, Field
 from ..encoder import BOTH_WAYS, OF_BERT, TASKS, Encoder
+from ..fields import BIASED, Field
 from .bert import renamed_norms
 
 _ENCODER = Encoder(

@@ -4,23 +4,23 @@ Source: transformers models/dots1/{configuration,modeling}_dots1.py. Its config 
 own, which every file states.
 """
 
-from ..decoder import USUAL, Decoder, Field, Mixtures, after, with_defaults
-from .glm4_moe import GROUPED, LEAVES, ROUTER
-from .llama import BIAS, LLAMA_DROPPED
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..lenses import after
+from .glm4_moe import LEAVES
 from .qwen2 import windows_from, write_windows
-from .qwen2_moe import OF_ROUTERS, STACKED
 
 _DECODER = Decoder(
     {
         **with_defaults(USUAL, vocab_size=152064, hidden_size=4608, intermediate_size=10944, num_hidden_layers=62),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "moe_intermediate_size": Field("expert_size", 1408),
         "n_shared_experts": Field("shared_experts", None),
         "n_routed_experts": Field("mixture.experts", None),
-        **with_defaults(GROUPED, norm_topk_prob=False, num_experts_per_tok=None),
+        **with_defaults(GROUPED_EXPERTS, norm_topk_prob=False, num_experts_per_tok=None),
     },
     head_norms="same",
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     layers=windows_from(62),
     mixtures=Mixtures(**after("first_k_dense_replace", 0)),
     written=write_windows,
@@ -33,7 +33,4 @@ _DOTS1 = _DECODER.architecture(
     released="2025-06",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     stated={"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

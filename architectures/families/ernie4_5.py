@@ -3,9 +3,10 @@
 Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
 """
 
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .llama import LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
 DECODER = Decoder(
     {
@@ -35,5 +36,4 @@ _ERNIE4_5 = DECODER.architecture(
     LEAVES,
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
 )

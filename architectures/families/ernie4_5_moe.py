@@ -9,11 +9,11 @@ from typing import Any
 
 from ..base import Stacked, by_name
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, none_or_more, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, none_or_more, with_defaults
 from ..layout import Layout
+from ..usual import ROUTED, STACKED, T, mixed_leaves, shared_expert
 from . import ernie4_5
-from .llama import LLAMA_DROPPED, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 
 def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
@@ -71,7 +71,7 @@ _ERNIE4_5_MOE = _DECODER.architecture(
     "Ernie4_5_MoeForCausalLM",
     by_name(
         mixed_leaves(
-            {**ROUTED, **shared("shared_experts")},
+            {**ROUTED, **shared_expert("shared_experts")},
             choice=_CORRECTION,
             layout=Layout("one experts", "(one experts)"),
             buffer=False,
@@ -81,9 +81,7 @@ _ERNIE4_5_MOE = _DECODER.architecture(
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
-    dropped=LLAMA_DROPPED,
     stacked=_HELD,
     carried={"mtp": ("model.mtp_",)},
-    irrelevant=OF_ROUTERS,
     refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},
 )

@@ -9,9 +9,10 @@ from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, sliding, turned_in_windows, with_defaults, write_sliding
+from ..decoder import Decoder
+from ..fields import OUTPUT_NORMS, USUAL, with_defaults
+from ..lenses import sliding, turned_in_windows, write_sliding
 from . import olmo2
-from .llama import LLAMA_DROPPED
 
 _WINDOW = 4096
 
@@ -38,17 +39,12 @@ def written(spec: ModelSpec) -> dict[str, Any]:
 
 _DECODER = Decoder(
     with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
-    norms=olmo2.POST,
+    norms=OUTPUT_NORMS,
     head_norms="same",
     layers=layers,
     written=written,
 )
 
 _EXAONE4 = _DECODER.architecture(
-    "exaone4",
-    "Exaone4ForCausalLM",
-    olmo2.LEAVES,
-    released="2025-07",
-    token_ids={"bos_token_id": 0, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
+    "exaone4", "Exaone4ForCausalLM", olmo2.LEAVES, released="2025-07", token_ids={"bos_token_id": 0, "eos_token_id": 2}
 )

@@ -7,16 +7,16 @@ there too.
 from dataclasses import replace
 
 from ..base import Stacked
-from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, none_or_more, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, none_or_more, with_defaults
+from ..lenses import by_type
+from ..usual import CORRECTION, ROUTED, STACKED, T, mixed_leaves, shared_expert
 from . import exaone4
-from .glm4_moe import CORRECTION, GROUPED, ROUTER
-from .llama import LLAMA_DROPPED, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 _STORED = T + "mlp.e_score_correction_bias"
 _LEAVES = tuple(  # where transformers' own name stands
     replace(leaf, checkpoint=_STORED) if leaf.checkpoint == CORRECTION else leaf
-    for leaf in mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
+    for leaf in mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, choice=CORRECTION)
 )
 
 _DECODER = Decoder(
@@ -25,10 +25,10 @@ _DECODER = Decoder(
         "moe_intermediate_size": Field("expert_size", 1024),
         "num_shared_experts": Field("shared_experts", 1),
         "num_experts": Field("mixture.experts", 64),
-        **with_defaults(GROUPED, routed_scaling_factor=2.5),
+        **with_defaults(GROUPED_EXPERTS, routed_scaling_factor=2.5),
     },
     head_norms="same",
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     layers=exaone4.layers,
     mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1))),
     written=exaone4.written,
@@ -40,8 +40,6 @@ _EXAONE_MOE = _DECODER.architecture(
     _LEAVES,
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
     stacked=(*STACKED, Stacked(CORRECTION, (_STORED,))),
     carried={"mtp": ("mtp.",)},
-    irrelevant=OF_ROUTERS,
 )

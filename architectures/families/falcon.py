@@ -14,10 +14,11 @@ from typing import Any
 from ...components import ALiBi, Attention, Biasing, Block, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import PRE, Decoder, Field
+from ..decoder import Decoder
+from ..fields import PRE, Field
 from ..obstacles import of_kind
 from ..rope import read_rotary, write_rotary
-from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 
 
 def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:

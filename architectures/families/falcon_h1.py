@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from ...components import Attention, GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field, with_defaults
 from ..obstacles import of_kind
+from ..usual import ATTENTION, EMBEDDING, ROTARY_BUFFERS, T
 from .bamba import ENDS, FEED_FORWARD, NORMS, mixer_leaves, sizes, write_mamba
-from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, T
 
 _BRANCHES = {  # the multipliers of what each mixer reads, and of what it gives
     "recurrence": ("ssm_in_multiplier", "ssm_out_multiplier"),
@@ -95,8 +96,8 @@ _DECODER = Decoder(
             USUAL, vocab_size=128000, intermediate_size=14336, max_position_embeddings=8192, rms_norm_eps=1e-5
         ),
         "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
         "embedding_multiplier": Field("embedding.multiplier", 1.0),
         "lm_head_multiplier": Field("head.multiplier", 1.0),
         "key_multiplier": Field("attention.key_multiplier", 1.0),
@@ -117,6 +118,6 @@ _FALCON_H1 = _DECODER.architecture(
     kinds=_DECODER.kinds | {Mamba2},
     read=_read,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    dropped=(*LLAMA_DROPPED, T + "mamba.mup_vector"),
+    dropped=(*ROTARY_BUFFERS, T + "mamba.mup_vector"),
     irrelevant={"num_logits_to_keep": "for which tokens of a prompt logits are computed"},
 )

@@ -3,23 +3,23 @@
 Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 """
 
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, ROUNDED_ROUTER, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .llama import BIAS, LLAMA_DROPPED
-from .olmo2 import FIXED, LEAVES, POST
-from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
+from ..usual import ROUTED, mixed_leaves
+from .olmo2 import FIXED, LEAVES
 
 _DECODER = Decoder(
     {
         **with_defaults(USUAL, vocab_size=100352, max_position_embeddings=4096),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "num_experts": Field("mixture.experts", 7),
         "num_experts_per_tok": Field("mixture.top_k", 5),
         "norm_topk_prob": Field("mixture.normalise", False),
     },
-    norms=POST,
+    norms=OUTPUT_NORMS,
     head_norms="whole",
-    fixed={**FIXED, **ROUTER},
+    fixed={**FIXED, **ROUNDED_ROUTER},
     rotary=RotaryKind(500_000.0, rounding="result"),
     mixtures=Mixtures(),
 )
@@ -31,7 +31,4 @@ _FLEX_OLMO = _DECODER.architecture(
     released="2025-07",
     token_ids={"eos_token_id": 100257, "pad_token_id": 100277},
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

@@ -11,10 +11,11 @@ from typing import Any
 
 from ..base import Leaf, Stacked
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, turned_in_windows, with_defaults, write_sliding
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, with_defaults
+from ..lenses import sparse_by_step, turned_in_windows, write_by_step, write_sliding
+from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import qwen3_moe
-from .llama import LEAVES, LLAMA_DROPPED, B, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared, sparse, written
 
 _FIELDS = with_defaults(
     {name: each for name, each in qwen3_moe.DECODER.fields.items() if name != "sliding_window"},
@@ -52,19 +53,17 @@ _DECODER = Decoder(
         "mixture.wide_router": True,
     },
     layers=turned_in_windows(_windows),
-    mixtures=Mixtures(partial(sparse, usual=_DENSE), written),
+    mixtures=Mixtures(partial(sparse_by_step, usual=_DENSE), write_by_step),
     written=write_sliding,
 )
 
 FLINT = _DECODER.architecture(
     "flint",
     "FlintForCausalLM",
-    mixed_leaves({**ROUTED, **shared("shared_expert")}, (*LEAVES, Leaf(_SINKS, B + "attention.sinks"))),
+    mixed_leaves({**ROUTED, **shared_expert("shared_expert")}, (*LEAVES, Leaf(_SINKS, B + "attention.sinks"))),
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
     stacked=(*STACKED, Stacked(T + "self_attn.sinks", (_SINKS,))),
-    irrelevant=OF_ROUTERS,
     reference=lambda _: ("eager",),
     reference_quirk="no fused kernel has sinks, and transformers has none for flint",
 )

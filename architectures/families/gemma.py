@@ -7,8 +7,9 @@ approximation, which the first releases meant.
 from typing import Any
 
 from ..config import ConfigReader
-from ..decoder import ACTIVATIONS, USUAL, Decoder, with_defaults
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, with_defaults
+from ..usual import LEAVES
 
 FIELDS = {
     **with_defaults(
@@ -24,7 +25,7 @@ FIELDS = {
         tie_word_embeddings=True,
         hidden_act="gelu_pytorch_tanh",
     ),
-    "attention_bias": BIAS,
+    "attention_bias": ATTENTION_BIAS,
 }
 FIXED: dict[str, Any] = {
     "norm.gain": "1 + weight",
@@ -51,7 +52,6 @@ GEMMA = _DECODER.architecture(
     LEAVES,
     released="2024-02",
     token_ids=GEMMA_IDS,
-    dropped=LLAMA_DROPPED,
     irrelevant={"hidden_activation": "transformers reads hidden_act instead"},
     refused=BIDIRECTIONAL,
 )

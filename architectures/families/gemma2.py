@@ -4,12 +4,13 @@ every second layer.
 Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has no sdpa path: none caps scores.
 """
 
-from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, sliding, with_defaults, write_sliding
+from ..decoder import Decoder
+from ..fields import AROUND, Field, with_defaults
+from ..lenses import sliding, write_sliding
+from ..usual import SANDWICH_LEAVES
 from . import gemma
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
-from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 
 def _read_scale(config: ConfigReader, name: str, default: int) -> float:
@@ -29,24 +30,16 @@ FIELDS = {
     "query_pre_attn_scalar": Field("attention.scale", 256, _read_scale, lambda scale: max(round(scale**-2), 1)),
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
 }
-NORMS = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
 
 DECODER = Decoder(
     {**FIELDS, "attn_logit_softcapping": Field("attention.cap", 50.0, ConfigReader.optional_number)},
-    norms=NORMS,
+    norms=AROUND,
     fixed=FIXED,
     layers=sliding(2),
     written=write_sliding,
     whole_heads=True,
 )
 
-SANDWICH = {
-    T + "input_layernorm": B + "attention_norm",
-    T + "post_attention_layernorm": B + "attention_output_norm",
-    T + "pre_feedforward_layernorm": B + "feed_forward_norm",
-    T + "post_feedforward_layernorm": B + "feed_forward_output_norm",
-}
-SANDWICH_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS})
 
 GEMMA2 = DECODER.architecture(
     "gemma2",
@@ -54,7 +47,6 @@ GEMMA2 = DECODER.architecture(
     SANDWICH_LEAVES,
     released="2024-06",
     token_ids=GEMMA_IDS,
-    dropped=LLAMA_DROPPED,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
     refused=BIDIRECTIONAL,
     reference=lambda _: ("eager",),

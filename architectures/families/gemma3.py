@@ -5,12 +5,13 @@ Source: transformers models/gemma3/{configuration,modeling}_gemma3.py. Of a chec
 model is read; what stands beside it is carried along.
 """
 
-from ..decoder import Decoder, sliding, turned_by_kind, with_defaults, write_by_kind
+from ..decoder import Decoder
+from ..fields import AROUND, with_defaults
+from ..lenses import sliding, turned_by_kind, write_by_kind
 from ..rope import RotaryKind
+from ..usual import SANDWICH_LEAVES
 from . import gemma2
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
-from .gemma2 import NORMS, SANDWICH_LEAVES
-from .llama import LLAMA_DROPPED
 
 _FIELDS = with_defaults(gemma2.FIELDS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None)
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
@@ -18,7 +19,7 @@ KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4,
 
 _DECODER = Decoder(
     _FIELDS,
-    norms=NORMS,
+    norms=AROUND,
     fixed=FIXED,
     rotary=None,
     head_norms="same",
@@ -44,7 +45,6 @@ GEMMA3 = _DECODER.architecture(
     carried={
         "vision": ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
     },
-    dropped=LLAMA_DROPPED,
     irrelevant={
         "cache_implementation": "generation",
         "hidden_act": "transformers reads hidden_activation instead",

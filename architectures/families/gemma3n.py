@@ -27,15 +27,16 @@ from ...components import (
 )
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, none_or_more, sliding, turned_by_kind, with_defaults, write_by_kind
+from ..decoder import Decoder
+from ..fields import AROUND, none_or_more, with_defaults
+from ..lenses import sliding, turned_by_kind, write_by_kind
 from ..obstacles import of_kind
 from ..rope import ROTARY
+from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
 from . import gemma2
 from .gemma import GEMMA_IDS
-from .gemma2 import NORMS, SANDWICH
 from .gemma3 import KINDS
 from .gemma4 import BEHIND, INPUTS, LATE, TOWERS, UNUSED
-from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 
 def _read_width(config: ConfigReader, name: str, default: int) -> int:
@@ -93,7 +94,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 _DECODER = Decoder(
     _FIELDS,
-    norms=NORMS,
+    norms=AROUND,
     fixed={
         "norm.cast": "after_weight",
         "attention.scale": 1.0,
@@ -207,7 +208,6 @@ GEMMA3N = _DECODER.architecture(
     part="text_config",
     renamed=(("model.language_model.", "model."),),
     carried={**TOWERS, "unused": UNUSED},
-    dropped=LLAMA_DROPPED,
     irrelevant={
         "altup_coef_clip": "about training, in which transformers clips numbers of the streams",
         **dict.fromkeys(

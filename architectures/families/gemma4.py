@@ -28,14 +28,15 @@ from ...components import (
 )
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, none_or_more, with_defaults, write_sliding
+from ..decoder import Decoder
+from ..fields import AROUND, Field, none_or_more, with_defaults
 from ..layout import Layout
+from ..lenses import write_sliding
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
+from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
 from . import gemma2
 from .gemma import GEMMA_IDS
-from .gemma2 import NORMS, SANDWICH
-from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _FIELDS = with_defaults(
@@ -153,7 +154,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
 _WIDTH = ("hidden_size_per_layer_input", 256)
 DECODER = Decoder(
     {**_FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
-    norms=NORMS,
+    norms=AROUND,
     fixed={
         "norm.cast": "after_weight",
         "attention.scale": 1.0,
@@ -339,7 +340,6 @@ GEMMA4 = DECODER.architecture(
     part="text_config",
     renamed=(("model.language_model.", "model."),),
     carried={**TOWERS, "unused": UNUSED},
-    dropped=LLAMA_DROPPED,
     irrelevant=OF_TOWERS,
     refused=CAUSAL,
 )

@@ -12,12 +12,11 @@ from typing import Any
 
 from ...components import BlockScale, ModelSpec
 from ..config import ConfigReader
-from ..decoder import with_defaults
+from ..fields import with_defaults
 from ..rope import ROTARY
 from . import gemma4
 from .gemma import GEMMA_IDS
 from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
-from .llama import LLAMA_DROPPED
 
 _OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
@@ -57,7 +56,6 @@ GEMMA4_UNIFIED = _DECODER.architecture(
         "audio": ("model.embed_audio.",),
         "unused": UNUSED,
     },
-    dropped=LLAMA_DROPPED,
     irrelevant=OF_TOWERS,
     refused=CAUSAL,
 )

@@ -5,10 +5,11 @@ Source: transformers models/glm/{configuration,modeling}_glm.py.
 """
 
 from ..base import Leaf, leaves_of
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..rope import PART, RotaryKind
-from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
 FIELDS = {
     **with_defaults(
@@ -44,5 +45,4 @@ _GLM = _DECODER.architecture(
     _LEAVES,
     released="2024-06",
     token_ids={"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
-    dropped=LLAMA_DROPPED,
 )

@@ -5,11 +5,11 @@ Source: transformers models/glm4/{configuration,modeling}_glm4.py.
 
 from ..base import leaves_of
 from ..decoder import Decoder
+from ..fields import AROUND
+from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
 from . import glm
-from .gemma2 import NORMS
-from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
 
-_DECODER = Decoder(glm.FIELDS, norms=NORMS, fixed=glm.FIXED, rotary=glm.ROTARY)
+_DECODER = Decoder(glm.FIELDS, norms=AROUND, fixed=glm.FIXED, rotary=glm.ROTARY)
 
 _SANDWICH = {
     T + "input_layernorm": B + "attention_norm",
@@ -25,5 +25,4 @@ _GLM4 = _DECODER.architecture(
     _LEAVES,
     released="2025-04",
     token_ids={"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
-    dropped=LLAMA_DROPPED,
 )

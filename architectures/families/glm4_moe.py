@@ -5,30 +5,12 @@ Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py. Layer
 are left out there too.
 """
 
-from typing import Any
-
 from ..base import BEHIND
-from ..decoder import USUAL, Decoder, Field, Fields, Mixtures, after, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..lenses import after
 from ..rope import PART, RotaryKind
-from .llama import LLAMA_DROPPED, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
-
-GROUPED: Fields = {
-    "n_group": Field("mixture.groups", 1),
-    "topk_group": Field("mixture.top_groups", 1),
-    "norm_topk_prob": Field("mixture.normalise", True),
-    "routed_scaling_factor": Field("mixture.multiplier", 1.0),
-    "num_experts_per_tok": Field("mixture.top_k", 8),
-}
-ROUTER: dict[str, Any] = {
-    "mixture.scores": "sigmoid",
-    "mixture.choice_bias": True,
-    "mixture.routed_in": "float32",
-    "mixture.in_order": False,
-    "mixture.wide_choice": True,
-}
-"""How DeepSeek-V3 and its followers choose experts."""
-CORRECTION = T + "mlp.gate.e_score_correction_bias"
+from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 
 _DECODER = Decoder(
     {
@@ -47,19 +29,15 @@ _DECODER = Decoder(
         "moe_intermediate_size": Field("expert_size", 1408),
         "n_shared_experts": Field("shared_experts", 1),
         "n_routed_experts": Field("mixture.experts", 128),
-        **GROUPED,
+        **GROUPED_EXPERTS,
     },
     head_norms="same",
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     rotary=RotaryKind(part=PART, whole=0.5),
     mixtures=Mixtures(**after("first_k_dense_replace", 1)),
 )
-LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
+LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, choice=CORRECTION)
 
-DRAFTS = dict.fromkeys(
-    ("num_nextn_predict_layers", "num_mtp_layers"),
-    "extra layers after the last one that draft tokens (multi-token prediction)",
-)
 
 _GLM4_MOE = _DECODER.architecture(
     "glm4_moe",
@@ -68,8 +46,6 @@ _GLM4_MOE = _DECODER.architecture(
     released="2025-07",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     stated={"head_dim": 128},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
     carried=BEHIND,
-    irrelevant={**OF_ROUTERS, **DRAFTS},
+    irrelevant={**OF_DRAFTS},
 )

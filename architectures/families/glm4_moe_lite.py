@@ -5,13 +5,13 @@ drafts tokens (`layers.47`), is left out there too.
 """
 
 from ..base import BEHIND
-from ..decoder import Mixtures, by_type, with_defaults
+from ..decoder import Mixtures
+from ..fields import SIGMOID_ROUTER, with_defaults
 from ..latent import MADE, LatentDecoder
+from ..lenses import by_type
 from ..rope import RotaryKind
+from ..usual import OF_DRAFTS
 from .deepseek_v3 import FIELDS, LEAVES
-from .glm4_moe import DRAFTS, ROUTER
-from .llama import LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, STACKED
 
 _DECODER = LatentDecoder(
     with_defaults(
@@ -33,7 +33,7 @@ _DECODER = LatentDecoder(
         num_experts_per_tok=4,
         routed_scaling_factor=1.8,
     ),
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     kv_heads=20,
     turning=RotaryKind(entire=True),
     mixtures=Mixtures(**by_type(lambda config: config.layers("first_k_dense_replace", 1))),
@@ -46,8 +46,6 @@ _GLM4_MOE_LITE = _DECODER.architecture(
     released="2026-01",
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
-    dropped=LLAMA_DROPPED,
     carried=BEHIND,
-    stacked=STACKED,
-    irrelevant={**MADE, **OF_ROUTERS, **DRAFTS},
+    irrelevant={**MADE, **OF_DRAFTS},
 )

@@ -11,7 +11,8 @@ from typing import Any
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import SUMMARIES, ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, Field
 from ..layout import Layout
 from ..obstacles import of_kind
 

@@ -10,9 +10,10 @@ from typing import Any
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, Field
 from ..obstacles import of_kind
-from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 from .gpt2 import ALIASES, FIELDS, OF_GPT2
 
 

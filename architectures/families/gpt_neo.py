@@ -10,7 +10,8 @@ from typing import Any
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import leaves_of
 from ..config import SUMMARIES, ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import Decoder
+from ..fields import Field
 
 _GLOBAL, _LOCAL = "global", "local"
 

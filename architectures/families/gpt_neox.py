@@ -6,9 +6,10 @@ Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, by_name, leaves_of, qkv
-from ..decoder import Decoder, Field
+from ..decoder import Decoder
+from ..fields import Field
 from ..rope import RotaryKind
-from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 
 _DECODER = Decoder(
     {

@@ -11,10 +11,11 @@ from ...components import FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import Decoder
+from ..fields import Field
 from ..obstacles import of_kind
 from ..rope import RotaryKind
-from .bloom import GROUPED_WEIGHT
+from ..usual import GROUPED_WEIGHT
 
 
 def _layers(_config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:

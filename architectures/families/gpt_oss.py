@@ -8,11 +8,12 @@ and up in turns. The released files have experts in MXFP4, which `converter.quan
 from typing import Any
 
 from ..base import Leaf, leaves_of
-from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, with_defaults, write_sliding
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..layout import Layout
+from ..lenses import sliding, write_sliding
 from ..rope import RotaryKind
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
-from .qwen2_moe import OF_ROUTERS
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
 _FIELDS = with_defaults(
     USUAL,
@@ -38,7 +39,7 @@ _YARN = {
 _DECODER = Decoder(
     {
         **{name: field for name, field in _FIELDS.items() if name != "hidden_act"},
-        "attention_bias": BIAS._replace(default=True),
+        "attention_bias": ATTENTION_BIAS._replace(default=True),
         "swiglu_limit": Field("feed_forward.limit", 7.0),
         "num_local_experts": Field("mixture.experts", 128),
         "num_experts_per_tok": Field("mixture.top_k", 4),
@@ -96,9 +97,7 @@ _GPT_OSS = _DECODER.architecture(
     _LEAVES,
     released="2025-08",
     config_aliases={"num_local_experts": ("num_experts",)},
-    dropped=LLAMA_DROPPED,
     irrelevant={
-        **OF_ROUTERS,
         "hidden_act": "transformers ignores this field and computes gate · σ(1.702 · gate)",
         "experts_per_token": "a copy of num_experts_per_tok, which transformers reads",
         "initial_context_length": "a copy of what rope_scaling says",

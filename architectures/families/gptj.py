@@ -11,7 +11,9 @@ from typing import Any, Literal
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..decoder import PRE, Decoder, Field, Layers
+from ..decoder import Decoder
+from ..fields import PRE, Field
+from ..lenses import Layers
 from ..obstacles import Kinds, of_kind
 from .gpt2 import ALIASES, OF_GPT2
 

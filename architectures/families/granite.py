@@ -4,8 +4,9 @@ Source: transformers models/granite/{configuration,modeling}_granite.py.
 """
 
 from ..config import FLOAT32_MAX, ConfigReader
-from ..decoder import USUAL, Decoder, Field
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field
+from ..usual import LEAVES
 
 
 def _inverse(config: ConfigReader, name: str, default: float) -> float:
@@ -19,8 +20,8 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
 DECODER = Decoder(
     {
         **USUAL,
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
         "embedding_multiplier": Field("embedding.multiplier", 1.0),
         "attention_multiplier": Field("attention.scale", 1.0),
         "residual_multiplier": Field("branch.multiplier", 1.0),
@@ -30,10 +31,5 @@ DECODER = Decoder(
 )
 
 _GRANITE = DECODER.architecture(
-    "granite",
-    "GraniteForCausalLM",
-    LEAVES,
-    released="2024-10",
-    token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
+    "granite", "GraniteForCausalLM", LEAVES, released="2024-10", token_ids={"bos_token_id": 1, "eos_token_id": 2}
 )

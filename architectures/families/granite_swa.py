@@ -13,11 +13,13 @@ import msgspec
 from ...components import Attention, ModelSpec, Rotary
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Layers, sliding, with_defaults, write_sliding
+from ..decoder import Decoder
+from ..fields import with_defaults
+from ..lenses import Layers, sliding, write_sliding
 from ..obstacles import of_kind
 from ..rope import read_rotary
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 from . import granite
-from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
 _BASES = "layer_rope_theta"
 SINKS = {"attention.sinks": True, "attention.sunk": "behind it"}
@@ -72,7 +74,6 @@ _GRANITE_SWA = _DECODER.architecture(
     (*leaves_of(EMBEDDING), *SUNK, *leaves_of({**ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})),
     released="2026",
     token_ids={"bos_token_id": 100257, "eos_token_id": 100257},
-    dropped=LLAMA_DROPPED,
     reference=lambda _: ("eager",),
     reference_quirk="transformers' granite_swa has no sdpa path",
 )

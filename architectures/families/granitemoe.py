@@ -7,11 +7,11 @@ experts, and one what writes the stream.
 from typing import Any
 
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..decoder import Decoder, Field, Mixtures
+from ..decoder import Decoder, Mixtures
+from ..fields import Field
 from ..layout import Layout
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 from . import granite
-from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
-from .qwen2_moe import OF_ROUTERS
 
 FIELDS = {
     **{name: field for name, field in granite.DECODER.fields.items() if name != "mlp_bias"},
@@ -44,9 +44,7 @@ GRANITEMOE = _DECODER.architecture(
     "granitemoe",
     "GraniteMoeForCausalLM",
     LEAVES,
+    stacked=STACKED,
     released="2024-10",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

@@ -6,9 +6,8 @@ Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_s
 from dataclasses import replace
 
 from ..base import leaves_of
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS
 from . import granite_swa, granitemoe, granitemoeshared
-from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS
-from .qwen2_moe import OF_ROUTERS
 
 _DECODER = replace(
     granitemoeshared.DECODER,
@@ -34,8 +33,6 @@ _GRANITEMOE_SWA = _DECODER.architecture(
     ),
     released="2026",
     token_ids=granitemoe.GRANITEMOE.token_ids,
-    dropped=LLAMA_DROPPED,
-    irrelevant=OF_ROUTERS,
     reference=lambda _: ("eager",),
     reference_quirk="transformers' granitemoe_swa has no sdpa path",
 )

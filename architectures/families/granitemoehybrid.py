@@ -11,13 +11,14 @@ from ...components import Attention, Mamba2, ModelSpec
 from ...components.mixture import MOST_EXPERTS
 from ..base import Leaf, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, none_or_more, one_of
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, none_or_more
 from ..layout import Layout
+from ..lenses import one_of
 from ..obstacles import of_kind
+from ..usual import B, T
 from .bamba import LINEAR, mamba, mixer_leaves, written_by
 from .granitemoe import FIELDS, FIXED, LEAVES, STACKED
-from .llama import LLAMA_DROPPED, B, T
-from .qwen2_moe import OF_ROUTERS
 
 
 def _some(config: ConfigReader, name: str, default: int) -> int | None:
@@ -96,12 +97,10 @@ _GRANITEMOEHYBRID = _DECODER.architecture(
         ),
         STACKED,
     ),
+    stacked=STACKED,
     released="2025-05",
     kinds=_DECODER.kinds | {Mamba2},
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
     stated={"layer_types": ["linear_attention", "full_attention"] * 16},
     config_aliases={"layer_types": ("layers_block_type",)},
-    irrelevant=OF_ROUTERS,
 )

@@ -4,12 +4,12 @@ Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoe
 """
 
 from ..base import Leaf, by_name
-from ..decoder import Decoder, Field, Mixtures, none_or_more
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, none_or_more
 from ..layout import Layout
+from ..usual import B, T
 from . import granitemoe
 from .granitemoe import FIELDS, FIXED, LEAVES, STACKED
-from .llama import LLAMA_DROPPED, B, T
-from .qwen2_moe import OF_ROUTERS
 
 DECODER = Decoder(
     {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
@@ -33,9 +33,7 @@ GRANITEMOESHARED = DECODER.architecture(
         ),
         STACKED,
     ),
+    stacked=STACKED,
     released="2025-02",
     token_ids=granitemoe.GRANITEMOE.token_ids,
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

@@ -5,9 +5,10 @@ Source: transformers models/helium/{configuration,modeling}_helium.py.
 
 import math
 
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import MLP_BIAS, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .llama import LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
 _DECODER = Decoder(
     {
@@ -24,7 +25,7 @@ _DECODER = Decoder(
             rms_norm_eps=1e-8,
         ),
         "attention_bias": Field("attention.qkv_bias", False),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "mlp_bias": MLP_BIAS,
     },
     fixed={"norm.cast": "after_weight", "attention.scale": lambda values: 1 / math.sqrt(values["head_dim"])},
     rotary=RotaryKind(100_000.0, pairs="adjacent"),
@@ -37,5 +38,4 @@ _HELIUM = _DECODER.architecture(
     LEAVES,
     released="2025-01",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
-    dropped=LLAMA_DROPPED,
 )

@@ -4,11 +4,12 @@ Source: transformers models/hunyuan_v1_dense/{configuration,modeling}_hunyuan_v1
 """
 
 from ..base import leaves_of
-from ..decoder import USUAL, Decoder, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, USUAL, with_defaults
 from ..rope import RotaryKind
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
-FIELDS = {**with_defaults(USUAL, vocab_size=290943, rms_norm_eps=1e-5), "attention_bias": BIAS}
+FIELDS = {**with_defaults(USUAL, vocab_size=290943, rms_norm_eps=1e-5), "attention_bias": ATTENTION_BIAS}
 ROTARY = RotaryKind(alpha=True)
 FIXED = {"attention.norm_order": "after"}
 _DECODER = Decoder(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)
@@ -26,6 +27,5 @@ _HUNYUAN_V1_DENSE = _DECODER.architecture(
     LEAVES,
     released="2025-07",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    dropped=LLAMA_DROPPED,
     irrelevant={"eod_token_id": "generation"},
 )

@@ -6,10 +6,10 @@ by layer; here all layers have as many.
 """
 
 from ..config import ConfigReader
-from ..decoder import READERS, Decoder, Field, Mixtures
+from ..decoder import Decoder, Mixtures
+from ..fields import READERS, Field
+from ..usual import PROJECTIONS, B, T, mixed_leaves, shared_expert
 from . import hunyuan_v1_dense as dense
-from .llama import LLAMA_DROPPED, B, T
-from .qwen2_moe import NAMES, OF_ROUTERS, STACKED, mixed_leaves, shared
 
 
 def _alike(config: ConfigReader, name: str, default: int) -> int:
@@ -24,8 +24,8 @@ def _alike(config: ConfigReader, name: str, default: int) -> int:
 
 _MODULES = {
     T + "mlp.gate.wg": B + "feed_forward.router",
-    **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in NAMES},
-    **shared("shared_mlp"),
+    **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS},
+    **shared_expert("shared_mlp"),
 }
 _DECODER = Decoder(
     {
@@ -47,7 +47,5 @@ _HUNYUAN_V1_MOE = _DECODER.architecture(
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant={**OF_ROUTERS, "eod_token_id": "generation", "sep_token_id": "generation"},
+    irrelevant={"eod_token_id": "generation", "sep_token_id": "generation"},
 )

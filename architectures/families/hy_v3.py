@@ -6,11 +6,11 @@ fp32 and rounded once, as every sum of two numbers is.
 """
 
 from ..base import BEHIND, Stacked
-from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, MLP_BIAS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..lenses import by_type
 from ..rope import RotaryKind
-from .glm4_moe import ROUTER
-from .llama import BIAS, LLAMA_DROPPED, B, T
-from .qwen2_moe import OF_ROUTERS, STACKED, mixed_leaves, shared
+from ..usual import STACKED, B, T, mixed_leaves, shared_expert
 
 _MODULES = {
     T + "mlp.router.gate": B + "feed_forward.router",
@@ -18,7 +18,7 @@ _MODULES = {
         f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}"
         for name in ("down_proj", "gate_proj", "up_proj")
     },
-    **shared("shared_mlp"),
+    **shared_expert("shared_mlp"),
 }
 _DECODER = Decoder(
     {
@@ -33,8 +33,8 @@ _DECODER = Decoder(
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
         "moe_intermediate_size": Field("expert_size", 1536),
         "num_shared_experts": Field("shared_experts", 1),
         "num_experts": Field("mixture.experts", 192),
@@ -42,7 +42,7 @@ _DECODER = Decoder(
         "router_scaling_factor": Field("mixture.multiplier", 2.826),
     },
     head_norms="same",
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     rotary=RotaryKind(11_158_840.0),
     mixtures=Mixtures(**by_type(lambda _: 1), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
@@ -63,8 +63,7 @@ _HY_V3 = _DECODER.architecture(
     mixed_leaves(_MODULES, choice=T + "mlp.expert_bias"),
     released="2026-03",
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
     stacked=(*STACKED, *_RENAMED),
     carried=BEHIND,
-    irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
+    irrelevant={"enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
 )

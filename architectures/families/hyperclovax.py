@@ -5,10 +5,10 @@ Source: transformers models/hyperclovax/{configuration,modeling}_hyperclovax.py.
 
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import PRE, Decoder, Field
+from ..decoder import Decoder
+from ..fields import AROUND, PRE, Field
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import granite
-from .gemma2 import NORMS
-from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 _DECODER = Decoder(
     {
@@ -17,7 +17,7 @@ _DECODER = Decoder(
         "logits_scaling": Field("head.multiplier", 1.0),
         "use_post_norm": Field("output_norms", True),
     },
-    norms=lambda values: NORMS if values["output_norms"] else PRE,
+    norms=lambda values: AROUND if values["output_norms"] else PRE,
     whole_heads=True,
 )
 _SANDWICH = {
@@ -33,5 +33,4 @@ _HYPERCLOVAX = _DECODER.architecture(
     leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_SANDWICH, **ENDS}),
     released="2025-07",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
 )

@@ -5,9 +5,10 @@ Source: transformers models/internlm3/configuration_internlm3.py; its model is L
 
 from ...components import Attention, ModelSpec
 from ...errors import CannotExpress
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
 from ..obstacles import of_kind
-from .llama import LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
 
 def _written(spec: ModelSpec) -> dict[str, bool]:
@@ -33,8 +34,8 @@ _DECODER = Decoder(
             max_position_embeddings=32768,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": Field("attention.qkv_bias attention.output_bias", False),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
     },
     whole_heads=True,
     written=_written,
@@ -47,6 +48,5 @@ _INTERNLM3 = _DECODER.architecture(
     released="2025-01",
     hf_config="InternLM3Config",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
-    dropped=LLAMA_DROPPED,
     config_aliases={"attention_bias": ("qkv_bias",), "mlp_bias": ("bias",)},
 )

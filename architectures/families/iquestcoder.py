@@ -3,7 +3,9 @@
 Source: transformers models/iquestcoder/configuration_iquestcoder.py; the model is its LlamaForCausalLM.
 """
 
-from ..decoder import Decoder, with_defaults
+from ..decoder import Decoder
+from ..fields import with_defaults
+from ..usual import LEAVES
 from . import llama
 
 _DECODER = Decoder(
@@ -25,11 +27,10 @@ _DECODER = Decoder(
 _IQUESTCODER = _DECODER.architecture(
     "iquestcoder",
     "LlamaForCausalLM",
-    llama.LEAVES,
+    LEAVES,
     released="2026-01",
     hf_config="IQuestCoderConfig",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=llama.LLAMA_DROPPED,
     refused={
         "clip_qkv": ((None,), "transformers refuses it"),
         "use_sliding_window": ((None, False), "transformers refuses it"),

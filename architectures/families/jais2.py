@@ -4,8 +4,9 @@ Source: transformers models/jais2/{configuration,modeling}_jais2.py.
 """
 
 from ...components import FeedForward, LayerNorm
-from ..decoder import USUAL, Decoder, Field, with_defaults
-from .llama import LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
+from ..usual import LEAVES
 
 _FIELDS = with_defaults(
     USUAL,
@@ -29,10 +30,5 @@ _DECODER = Decoder(
 )
 
 _JAIS2 = _DECODER.architecture(
-    "jais2",
-    "Jais2ForCausalLM",
-    LEAVES,
-    released="2025-12",
-    token_ids={"bos_token_id": 0, "eos_token_id": 150024},
-    dropped=LLAMA_DROPPED,
+    "jais2", "Jais2ForCausalLM", LEAVES, released="2025-12", token_ids={"bos_token_id": 0, "eos_token_id": 150024}
 )

@@ -11,12 +11,12 @@ from ...components import Mamba, ModelSpec
 from ...components.mixture import MOST_EXPERTS
 from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import USUAL, Field, with_defaults
 from ..obstacles import of_kind
+from ..usual import ATTENTION, EMBEDDING, PROJECTIONS, B, T
 from .bamba import ENDS, FEED_FORWARD, LINEAR, NORMS
-from .llama import ATTENTION, EMBEDDING, B, T
 from .mamba import channels_of, mixer_leaves, norms_of, steps_of_rank, width_of
-from .qwen2_moe import NAMES, OF_ROUTERS
 
 
 def _every(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
@@ -105,7 +105,7 @@ _DECODER = Decoder(
 _F = T + "feed_forward."
 _EXPERT = _F + "experts.{expert}."
 _STACKED = (
-    Stacked(_F + "experts.gate_up_proj", tuple(f"{_EXPERT}{name}.weight" for name in NAMES[1:])),
+    Stacked(_F + "experts.gate_up_proj", tuple(f"{_EXPERT}{name}.weight" for name in PROJECTIONS[1:])),
     Stacked(_F + "experts.down_proj", (_EXPERT + "down_proj.weight",)),
 )
 
@@ -116,7 +116,7 @@ _JAMBA = _DECODER.architecture(
         (
             *leaves_of({**EMBEDDING, **FEED_FORWARD, **NORMS}),
             *leaves_of({_F + "router": B + "feed_forward.router"}),
-            *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in NAMES}),
+            *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS}),
             *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
             *mixer_leaves(T + "mamba."),
             *leaves_of({f"{T}mamba.{name}_layernorm": f"{B}recurrence.{name}_norm" for name in ("dt", "b", "c")}),
@@ -131,7 +131,6 @@ _JAMBA = _DECODER.architecture(
     config_aliases={"num_experts": ("num_local_experts",)},
     stated={"attn_layer_period": 2, "attn_layer_offset": 1},
     irrelevant={
-        **OF_ROUTERS,
         **dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan"), "which kernels compute it"),
         **dict.fromkeys(("layers_block_type", "layers_num_experts"), "made of periods and offsets"),
         "num_logits_to_keep": "for which tokens of a prompt logits are computed",

@@ -10,12 +10,10 @@ from typing import Any
 
 from ..base import Stacked, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, turned_in_windows, with_defaults, write_sliding
-from .gemma2 import NORMS
-from .glm4_moe import CORRECTION
-from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
-from .llama import NORMS as BEFORE
-from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+from ..decoder import Decoder, Mixtures
+from ..fields import AROUND, USUAL, Field, with_defaults
+from ..lenses import sliding, turned_in_windows, write_sliding
+from ..usual import ATTENTION, CORRECTION, EMBEDDING, ENDS, NORMS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 
 _WINDOW = 513
 
@@ -47,7 +45,7 @@ _DECODER = Decoder(
         "num_experts_per_tok": Field("mixture.top_k", 6),
         "norm_topk_prob": Field("mixture.normalise", False),
     },
-    norms=NORMS,
+    norms=AROUND,
     head_norms="same",
     fixed={
         "mixture.scores": "sigmoid",
@@ -73,14 +71,13 @@ _KOLIBRI1 = _DECODER.architecture(
     "kolibri1",
     "Kolibri1ForCausalLM",
     mixed_leaves(
-        {**ROUTED, **shared("shared_experts")},
-        leaves_of({**EMBEDDING, **ATTENTION, **BEFORE, **_BEHIND, **ENDS}),
+        {**ROUTED, **shared_expert("shared_experts")},
+        leaves_of({**EMBEDDING, **ATTENTION, **NORMS, **_BEHIND, **ENDS}),
         _HELD,
         choice=_BIAS,
     ),
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
     stacked=_HELD,
-    irrelevant={**OF_ROUTERS, "intermediate_size": "only for dense layers, and this model has none"},
+    irrelevant={"intermediate_size": "only for dense layers, and this model has none"},
 )

@@ -10,11 +10,13 @@ from typing import Any
 from ...components import ModelSpec, ShortConvolution
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, one_of, with_defaults
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
+from ..lenses import one_of
 from ..obstacles import of_kind
 from ..rope import RotaryKind
-from .llama import ATTENTION, EMBEDDING, B, T
+from ..usual import ATTENTION, EMBEDDING, B, T
 
 CONV = "conv"
 

@@ -10,10 +10,11 @@ from typing import Any
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, none_or_more, one_of, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import USUAL, Field, none_or_more, with_defaults
+from ..lenses import one_of
+from ..usual import EMBEDDING, B, T
 from . import lfm2
-from .llama import EMBEDDING, B, T
-from .qwen2_moe import OF_ROUTERS
 
 
 def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
@@ -91,8 +92,5 @@ _LFM2_MOE = _DECODER.architecture(
     config_aliases={"tie_word_embeddings": ("tie_embedding",)},
     stacked=_STACKED,
     stated={"layer_types": ["conv", "full_attention"] * 16},
-    irrelevant={
-        "output_router_logits": OF_ROUTERS["output_router_logits"],
-        "full_attn_idxs": "transformers reads layer_types instead",
-    },
+    irrelevant={"full_attn_idxs": "transformers reads layer_types instead"},
 )

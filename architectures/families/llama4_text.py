@@ -13,12 +13,12 @@ from typing import Any
 from ...components import Attention, ModelSpec, RMSNorm, Temperature
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..rope import RotaryKind
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
-from .qwen2_moe import OF_ROUTERS
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
 _CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
 
@@ -84,7 +84,7 @@ _DECODER = Decoder(
         ),
         "intermediate_size": Field("expert_size shared_size", 8192),
         "intermediate_size_mlp": Field("intermediate", 16384),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "num_local_experts": Field("mixture.experts", 16),
         "num_experts_per_tok": Field("mixture.top_k", 1),
     },
@@ -145,9 +145,7 @@ _LLAMA4_TEXT = _DECODER.architecture(
     part="text_config",
     renamed=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
     carried={"vision": ("vision_model.", "multi_modal_projector.")},
-    dropped=LLAMA_DROPPED,
     irrelevant={
-        **OF_ROUTERS,
         "router_jitter_noise": "training only",
         "for_llm_compressor": "how a quantised file is made",
         **dict.fromkeys(

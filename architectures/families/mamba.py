@@ -10,11 +10,11 @@ from ...components import Block, Embedding, Head, Mamba, Mamba2, ModelSpec, RMSN
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import activation_named, name_of
+from ..fields import activation_named, name_of
 from ..layout import Layout
 from ..obstacles import of_kind
+from ..usual import B
 from .bamba import LINEAR
-from .llama import B
 
 
 def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:

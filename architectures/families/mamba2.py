@@ -9,10 +9,10 @@ from ...components import Mamba2, ModelSpec, RMSNorm
 from ...errors import CannotExpress
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..decoder import activation_named, name_of
+from ..fields import activation_named, name_of
 from ..obstacles import of_kind
+from ..usual import B
 from .bamba import limits, mixer_leaves, write_limits
-from .llama import B
 from .mamba import alone
 
 _SIZES = {"state_size": ("state_size", 128), "conv_kernel": ("kernel", 4), "chunk_size": ("chunk", 256)}

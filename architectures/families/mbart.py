@@ -3,8 +3,8 @@
 Source: transformers models/mbart/{configuration,modeling}_mbart.py.
 """
 
-from ..decoder import PRE
 from ..encoder_decoder import OF_BOTH, EncoderDecoder
+from ..fields import PRE
 from .bart import OF_BART, leaves, stack, with_bias, without_bias
 
 BASE = "MBartModel"

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, sliding, turned_by_kind, with_defaults, write_by_kind
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
+from ..lenses import by_type, sliding, turned_by_kind, write_by_kind
 from ..rope import RotaryKind
-from .llama import BIAS, LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
+from ..usual import ROUTED, mixed_leaves
 
 _FIELDS = {
     **with_defaults(
@@ -25,7 +26,7 @@ _FIELDS = {
         head_dim=128,
         max_position_embeddings=131072,
     ),
-    "attention_bias": BIAS,
+    "attention_bias": ATTENTION_BIAS,
     "moe_intermediate_size": Field("expert_size", 896),
     "num_experts": Field("mixture.experts", 64),
     "num_experts_per_tok": Field("mixture.top_k", 8),
@@ -44,7 +45,7 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
 _DECODER = Decoder(
     _FIELDS,
     head_norms="same",
-    fixed=ROUTER,
+    fixed=ROUNDED_ROUTER,
     rotary=None,
     layers=_layers,
     mixtures=Mixtures(**by_type(lambda _: 0)),
@@ -57,14 +58,11 @@ _MELLUM = _DECODER.architecture(
     mixed_leaves(ROUTED),
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
     carried={"mtp": ("mtp.",)},
     irrelevant={
-        **OF_ROUTERS,
         **dict.fromkeys(
             ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
             "extra layers after the last one that draft tokens (multi-token prediction)",
-        ),
+        )
     },
 )

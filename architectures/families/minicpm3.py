@@ -11,9 +11,9 @@ from typing import Any
 from ...components import ModelSpec
 from ..base import Architecture
 from ..config import ConfigReader
-from ..decoder import Field, with_defaults
+from ..fields import MLP_BIAS, Field, with_defaults
 from ..latent import KNOWN, LatentDecoder
-from .llama import LLAMA_DROPPED
+from ..usual import ROTARY_BUFFERS
 from .youtu import FIELDS, LEAVES
 
 
@@ -64,7 +64,7 @@ _DECODER = LatentDecoder(
             qk_rope_head_dim=32,
         ),
         "scale_emb": Field("embedding.multiplier", 12.0),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "mlp_bias": MLP_BIAS,
     },
     fixed={"embedding.scaling": "rounded", "head.scaling": "divide states"},
     kv_heads=40,
@@ -85,6 +85,6 @@ _MINICPM3 = Architecture(
     write=_DECODER.write,
     leaves=LEAVES,
     prefix="model.",
-    dropped=LLAMA_DROPPED,
+    dropped=ROTARY_BUFFERS,
     irrelevant={**KNOWN, "logits_scaling": "made of hidden_size and dim_model_base"},
 )

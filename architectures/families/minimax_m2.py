@@ -5,12 +5,12 @@ Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. I
 """
 
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import USUAL, Field, with_defaults
 from ..rope import PART, RotaryKind
+from ..usual import ATTENTION, B, T
 from . import mixtral
-from .llama import ATTENTION, LLAMA_DROPPED, B, T
 from .mixtral import MOE
-from .qwen2_moe import OF_ROUTERS
 
 _DECODER = Decoder(
     {
@@ -46,10 +46,8 @@ _MINIMAX_M2 = _DECODER.architecture(
     released="2025-10",
     token_ids={"bos_token_id": 200034, "eos_token_id": 200020},
     config_aliases={"num_local_experts": ("num_experts",)},
-    dropped=LLAMA_DROPPED,
     stacked=_HELD,
     irrelevant={
-        **OF_ROUTERS,
         "router_jitter_noise": "training only",
         "use_mtp": "extra layers after the last one that draft tokens (multi-token prediction)",
         "num_mtp_modules": "extra layers after the last one that draft tokens (multi-token prediction)",

@@ -3,9 +3,10 @@
 Source: transformers models/ministral/{configuration,modeling}_ministral.py.
 """
 
-from ..decoder import Decoder, sliding, write_sliding
+from ..decoder import Decoder
+from ..lenses import sliding, write_sliding
+from ..usual import LEAVES
 from . import mistral
-from .llama import LEAVES, LLAMA_DROPPED
 
 _DECODER = Decoder(
     {name: each for name, each in mistral.FIELDS.items() if name != "sliding_window"},
@@ -14,10 +15,5 @@ _DECODER = Decoder(
 )
 
 _MINISTRAL = _DECODER.architecture(
-    "ministral",
-    "MinistralForCausalLM",
-    LEAVES,
-    released="2024-10",
-    token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
+    "ministral", "MinistralForCausalLM", LEAVES, released="2024-10", token_ids={"bos_token_id": 1, "eos_token_id": 2}
 )

@@ -9,11 +9,12 @@ from typing import Any
 
 from ...components import Attention, ModelSpec, Temperature
 from ..config import ConfigReader
-from ..decoder import Decoder, with_defaults
+from ..decoder import Decoder
+from ..fields import with_defaults
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind
+from ..usual import LEAVES
 from . import mistral
-from .llama import LEAVES, LLAMA_DROPPED
 
 _GROWTH = "llama_4_scaling_beta"
 _YARN = {
@@ -73,5 +74,4 @@ _MINISTRAL3 = _DECODER.architecture(
     kinds=_DECODER.kinds | {Temperature},
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},
-    dropped=LLAMA_DROPPED,
 )

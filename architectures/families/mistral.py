@@ -5,8 +5,9 @@ null means none.
 """
 
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
-from .llama import LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
+from ..usual import LEAVES
 
 FIELDS = {
     **with_defaults(USUAL, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
@@ -20,6 +21,5 @@ _MISTRAL = _DECODER.architecture(
     LEAVES,
     released="2023-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
     refused={"layer_types": ((None,), "transformers reads a mistral with layer_types as a ministral")},
 )

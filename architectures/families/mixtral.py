@@ -6,10 +6,11 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 """
 
 from ..base import Leaf, Stacked
-from ..decoder import Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, with_defaults
 from ..rope import RotaryKind
+from ..usual import B, T
 from . import mistral
-from .llama import LLAMA_DROPPED, B, T
 
 _DECODER = Decoder(
     {
@@ -49,11 +50,10 @@ _MIXTRAL = _DECODER.architecture(
     "mixtral",
     "MixtralForCausalLM",
     LEAVES,
+    stacked=STACKED,
     released="2023-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     config_aliases={"num_local_experts": ("num_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
     irrelevant={
         "output_router_logits": "output format",
         "router_aux_loss_coef": "training only",

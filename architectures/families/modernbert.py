@@ -12,9 +12,10 @@ from msgspec import structs
 from ...components import GatedFeedForward, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import PRE, Field, activation_named, name_of, turned_by_kind, write_by_kind
 from ..encoder import BOTH_WAYS, Encoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, PRE, Field, activation_named, name_of
 from ..layout import Layout
+from ..lenses import turned_by_kind, write_by_kind
 from ..rope import ROTARY, RotaryKind
 
 _CONTEXT = Field("context", 8192)
@@ -60,8 +61,8 @@ _ENCODER = Encoder(
         "max_position_embeddings": _CONTEXT,
         "norm_eps": Field("eps", 1e-5),
         "norm_bias": Field("norm.bias", False),
-        "attention_bias": Field("attention.qkv_bias attention.output_bias", False),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
         "decoder_bias": Field("head.bias", True),
         "tie_word_embeddings": Field("tied", True),
     },

@@ -11,7 +11,8 @@ from typing import Any
 from ...components import ALiBi, Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import COMMON_REFUSED, ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import Decoder
+from ..fields import Field
 from ..layout import Layout
 from ..obstacles import of_kind
 

@@ -7,9 +7,10 @@ Source: transformers models/nanochat/{configuration,modeling}_nanochat.py.
 from ...components import FeedForward
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, B, T
+from ..usual import ATTENTION, EMBEDDING, B, T
 
 _DECODER = Decoder(
     {
@@ -23,7 +24,7 @@ _DECODER = Decoder(
             hidden_act="relu2",
         ),
         "final_logit_softcapping": Field("head.cap", 15.0, ConfigReader.optional_number),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
     },
     inner=FeedForward,
     head_norms="same",
@@ -44,5 +45,4 @@ _NANOCHAT = _DECODER.architecture(
     leaves_of({**EMBEDDING, **ATTENTION, **_FEED_FORWARD, "lm_head": "head"}),
     released="2025-10",
     token_ids={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
-    dropped=LLAMA_DROPPED,
 )

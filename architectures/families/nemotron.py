@@ -5,9 +5,10 @@ Source: transformers models/nemotron/{configuration,modeling}_nemotron.py.
 """
 
 from ...components import FeedForward, LayerNorm
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field, with_defaults
 from ..rope import PART, RotaryKind
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
 _FIELDS = with_defaults(
     USUAL,
@@ -22,8 +23,8 @@ _DECODER = Decoder(
     {
         **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},
         "norm_eps": Field("eps", 1e-5),
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
     },
     norm=LayerNorm,
     inner=FeedForward,
@@ -32,10 +33,5 @@ _DECODER = Decoder(
 )
 
 _NEMOTRON = _DECODER.architecture(
-    "nemotron",
-    "NemotronForCausalLM",
-    LEAVES,
-    released="2024-06",
-    token_ids={"bos_token_id": 2, "eos_token_id": 3},
-    dropped=LLAMA_DROPPED,
+    "nemotron", "NemotronForCausalLM", LEAVES, released="2024-06", token_ids={"bos_token_id": 2, "eos_token_id": 3}
 )

@@ -23,10 +23,10 @@ from ...components import (
 )
 from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..decoder import activation_named, name_of
+from ..fields import activation_named, name_of
 from ..obstacles import of_kind
+from ..usual import B
 from .bamba import LINEAR, mixer_leaves
-from .llama import B
 
 _KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # as older files write them, a letter a layer
 _SIZES = {

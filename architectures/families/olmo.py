@@ -5,11 +5,12 @@ Source: transformers models/olmo/{configuration,modeling}_olmo.py.
 
 from ...components import LayerNorm
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
-FIELDS = {**with_defaults(USUAL, vocab_size=50304), "attention_bias": BIAS}
+FIELDS = {**with_defaults(USUAL, vocab_size=50304), "attention_bias": ATTENTION_BIAS}
 
 _DECODER = Decoder(
     {
@@ -22,10 +23,5 @@ _DECODER = Decoder(
 )
 
 _OLMO = _DECODER.architecture(
-    "olmo",
-    "OlmoForCausalLM",
-    LEAVES,
-    released="2024-02",
-    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
-    dropped=LLAMA_DROPPED,
+    "olmo", "OlmoForCausalLM", LEAVES, released="2024-02", token_ids={"eos_token_id": 50279, "pad_token_id": 1}
 )

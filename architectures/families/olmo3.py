@@ -3,10 +3,11 @@
 Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
 """
 
-from ..decoder import Decoder, sliding, turned_by_kind, write_by_kind
+from ..decoder import Decoder
+from ..fields import OUTPUT_NORMS
+from ..lenses import sliding, turned_by_kind, write_by_kind
 from ..rope import RotaryKind
 from . import olmo2
-from .llama import LLAMA_DROPPED
 
 _KINDS = {
     "full_attention": RotaryKind(5e5, rounding="result"),
@@ -14,7 +15,7 @@ _KINDS = {
 }
 _DECODER = Decoder(
     olmo2.FIELDS,
-    norms=olmo2.POST,
+    norms=OUTPUT_NORMS,
     head_norms="whole",
     fixed=olmo2.FIXED,
     rotary=None,
@@ -23,10 +24,5 @@ _DECODER = Decoder(
 )
 
 _OLMO3 = _DECODER.architecture(
-    "olmo3",
-    "Olmo3ForCausalLM",
-    olmo2.LEAVES,
-    released="2025-11",
-    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
-    dropped=LLAMA_DROPPED,
+    "olmo3", "Olmo3ForCausalLM", olmo2.LEAVES, released="2025-11", token_ids={"eos_token_id": 50279, "pad_token_id": 1}
 )

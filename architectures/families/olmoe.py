@@ -6,9 +6,9 @@ norms, which are as wide as the hidden size says: it has no heads of another wid
 """
 
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
-from .llama import BIAS, LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
+from ..usual import ROUTED, mixed_leaves
 
 _DECODER = Decoder(
     {
@@ -22,14 +22,14 @@ _DECODER = Decoder(
             max_position_embeddings=4096,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
         "num_experts": Field("mixture.experts", 64),
         "num_experts_per_tok": Field("mixture.top_k", 8),
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     head_norms="whole",
-    fixed={**ROUTER, "attention.clip_normed": lambda values: values["attention.clip"] is not None},
+    fixed={**ROUNDED_ROUTER, "attention.clip_normed": lambda values: values["attention.clip"] is not None},
     mixtures=Mixtures(),
     square=True,
 )
@@ -41,7 +41,4 @@ _OLMOE = _DECODER.architecture(
     released="2024-09",
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

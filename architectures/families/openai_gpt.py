@@ -11,9 +11,9 @@ from ...components import Activation, FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, SUM_NORMS, Field
 from .gpt2 import ALIASES, ATTENTION, FEED_FORWARD, OF_GPT2
-from .opt import POST
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
 _NAMES = {ours: name for name, ours in reversed(list(_ACT_FNS.items()))}
@@ -45,7 +45,7 @@ _DECODER = Decoder(
     },
     norm=LayerNorm,
     inner=FeedForward,
-    norms=POST,
+    norms=SUM_NORMS,
     fixed={
         **BIASED,
         "final_norm": False,

@@ -10,10 +10,8 @@ from typing import Any
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..decoder import PRE, Decoder, Field
-
-POST = ("attention_sum_norm", "feed_forward_sum_norm")
-"""Where a block has its norms: behind the sum of each sub-layer and what it read."""
+from ..decoder import Decoder
+from ..fields import PRE, SUM_NORMS, Field
 
 
 def _read_width(config: ConfigReader, name: str, default: int | None) -> int | None:
@@ -56,7 +54,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     before = config.boolean("do_layer_norm_before", True)
     removed = config.boolean("_remove_final_layer_norm", False)
-    return replace(_DECODER, norms=PRE if before else POST).read(config, final_norm=before and not removed)
+    return replace(_DECODER, norms=PRE if before else SUM_NORMS).read(config, final_norm=before and not removed)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

@@ -6,10 +6,10 @@ Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, Field
 from ..rope import PART, RotaryKind
-from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
-from .llama import EMBEDDING, LLAMA_DROPPED, NORMS, B, T
+from ..usual import EMBEDDING, GROUPED_BIAS, GROUPED_WEIGHT, NORMS, B, T
 
 _DECODER = Decoder(
     {
@@ -53,6 +53,5 @@ _PERSIMMON = _DECODER.architecture(
     ),
     released="2023-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
     refused={"head_dim": ((None,), "transformers' RoPE would have a different width than the heads")},
 )

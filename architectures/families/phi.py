@@ -6,9 +6,10 @@ Source: transformers models/phi/{configuration,modeling}_phi.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
-from ..decoder import BIASED, PRE, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, PRE, Field
 from ..rope import PART, RotaryKind
-from .llama import EMBEDDING, LLAMA_DROPPED, B, T
+from ..usual import EMBEDDING, B, T
 
 _DECODER = Decoder(
     {
@@ -53,6 +54,5 @@ _PHI = _DECODER.architecture(
     leaves_of(_MODULES),
     released="2023-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
     irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
 )

@@ -9,11 +9,12 @@ from typing import Any
 from ...components import Attention, GatedFeedForward, LongRopeScaling, ModelSpec, RMSNorm, Rotary
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, PART, RotaryKind
-from .llama import EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from ..usual import EMBEDDING, ENDS, NORMS, ROTARY_BUFFERS, B, T
 
 _QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
 _GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
@@ -68,6 +69,6 @@ _PHI3 = Architecture(
         *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj", **NORMS, **ENDS}),
     ),
     prefix="model.",
-    dropped=LLAMA_DROPPED,
+    dropped=ROTARY_BUFFERS,
     irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
 )

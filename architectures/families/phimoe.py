@@ -14,13 +14,13 @@ import msgspec
 from ...components import Attention, LayerNorm, LongRopeScaling, ModelSpec, Rotary
 from ..base import Leaf, Stacked, by_name
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind, read_rotary
+from ..usual import B, T
 from . import mixtral
-from .llama import BIAS, LLAMA_DROPPED, B, T
 from .mixtral import MOE
-from .qwen2_moe import OF_ROUTERS
 
 _ROTARY = RotaryKind(1e6, entire=True, renewed=True, types={"default": "default", "longrope": "longrope"})
 _FACTORS = ("short_mscale", "long_mscale")
@@ -60,7 +60,7 @@ _DECODER = Decoder(
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "lm_head_bias": Field("head.bias", False),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
         "num_local_experts": Field("mixture.experts", 16),
@@ -102,7 +102,6 @@ _PHIMOE = _DECODER.architecture(
     write=_write,
     released="2024-08",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    dropped=LLAMA_DROPPED,
     stacked=_HELD,
-    irrelevant={**OF_ROUTERS, "input_jitter_noise": "training only"},
+    irrelevant={"input_jitter_noise": "training only"},
 )

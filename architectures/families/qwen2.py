@@ -8,8 +8,10 @@ from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Layers, with_defaults
-from .llama import LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import USUAL, with_defaults
+from ..lenses import Layers
+from ..usual import LEAVES
 
 FIELDS = with_defaults(
     USUAL, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
@@ -78,7 +80,6 @@ _QWEN2 = _DECODER.architecture(
     "Qwen2ForCausalLM",
     LEAVES,
     released="2024-01",
-    dropped=LLAMA_DROPPED,
     texts=dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _VISION),
     irrelevant={"use_mrope": "multimodal positions, off in text models"},
 )

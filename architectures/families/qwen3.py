@@ -3,12 +3,13 @@
 Source: transformers models/qwen3/{configuration,modeling}_qwen3.py.
 """
 
-from ..decoder import Decoder, with_defaults
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, with_defaults
+from ..usual import LEAVES
 from .qwen2 import FIELDS, windows, write_windows
 
 _DECODER = Decoder(
-    {**with_defaults(FIELDS, head_dim=128), "attention_bias": BIAS},
+    {**with_defaults(FIELDS, head_dim=128), "attention_bias": ATTENTION_BIAS},
     head_norms="same",
     layers=windows,
     written=write_windows,
@@ -19,7 +20,6 @@ _QWEN3 = _DECODER.architecture(
     "Qwen3ForCausalLM",
     LEAVES,
     released="2025-04",
-    dropped=LLAMA_DROPPED,
     texts={
         "qwen3_vl_text": {
             "max_position_embeddings": 128000,

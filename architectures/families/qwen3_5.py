@@ -10,9 +10,10 @@ from typing import Any
 
 from ...components import GatedDeltaNet
 from ..base import leaves_of
-from ..decoder import Decoder, with_defaults
+from ..decoder import Decoder
+from ..fields import with_defaults
+from ..usual import EMBEDDING, ROTARY_BUFFERS
 from . import qwen2
-from .llama import EMBEDDING, LLAMA_DROPPED
 from .qwen3_next import (
     BIASES,
     DELTA,
@@ -44,7 +45,7 @@ COMPOSITE: dict[str, Any] = {
     "part": "text_config",
     "renamed": (("model.language_model.", "model."),),
     "carried": {"mtp": ("mtp.",), "vision": ("model.visual.", "visual.")},
-    "dropped": LLAMA_DROPPED,
+    "dropped": ROTARY_BUFFERS,
 }
 UNREAD = {
     **dict.fromkeys(

@@ -5,10 +5,10 @@ Source: transformers models/qwen3_5_moe/{configuration,modeling}_qwen3_5_moe.py.
 
 from ...components import GatedDeltaNet
 from ..base import leaves_of
-from ..decoder import Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ROUNDED_ROUTER, Field, with_defaults
+from ..usual import EMBEDDING, mixed_leaves
 from . import qwen3_5
-from .llama import EMBEDDING
-from .qwen2_moe import OF_ROUTERS, ROUTER, STACKED, mixed_leaves
 from .qwen3_5 import COMPOSITE, UNREAD
 from .qwen3_next import (
     DELTA,
@@ -33,7 +33,7 @@ _DECODER = Decoder(
         "num_experts_per_tok": Field("mixture.top_k", 8),
     },
     head_norms="same",
-    fixed={**GATED, **ROUTER, "mixture.shared_gate": True, "mixture.normalise": True},
+    fixed={**GATED, **ROUNDED_ROUTER, "mixture.shared_gate": True, "mixture.normalise": True},
     rotary=PARTLY,
     recurrent=recurrences("by part"),
     mixtures=Mixtures(),
@@ -48,7 +48,6 @@ _QWEN3_5_MOE = _DECODER.architecture(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hf_config="Qwen3_5MoeTextConfig",
     kinds=_DECODER.kinds | {GatedDeltaNet},
-    stacked=STACKED,
-    irrelevant={**OF_ROUTERS, **UNREAD},
+    irrelevant={**UNREAD},
     **COMPOSITE,
 )

@@ -4,10 +4,11 @@ Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 """
 
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, with_defaults
+from ..lenses import sparse_by_step, write_by_step
+from ..usual import ROUTED, mixed_leaves
 from . import qwen2_moe
-from .llama import BIAS, LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves, sparse, written
 
 
 def _window(config: ConfigReader, name: str, default: int) -> int | None:
@@ -19,7 +20,7 @@ def _window(config: ConfigReader, name: str, default: int) -> int | None:
 DECODER = Decoder(
     {
         **with_defaults(qwen2_moe.FIELDS, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4),
-        "attention_bias": BIAS,
+        "attention_bias": ATTENTION_BIAS,
         "sliding_window": Field("attention.window", 4096, _window),
         "moe_intermediate_size": Field("expert_size", 768),
         "num_experts": Field("mixture.experts", 128),
@@ -27,8 +28,8 @@ DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     head_norms="same",
-    fixed=ROUTER,
-    mixtures=Mixtures(sparse, written),
+    fixed=ROUNDED_ROUTER,
+    mixtures=Mixtures(sparse_by_step, write_by_step),
     written=lambda spec: {"use_sliding_window": spec.blocks[0].attention.window is not None},
 )
 
@@ -38,7 +39,5 @@ _QWEN3_MOE = DECODER.architecture(
     mixed_leaves(ROUTED),
     released="2025-04",
     config_aliases={"num_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant={**OF_ROUTERS, "max_window_layers": "not read by transformers: all layers have the window, or none"},
+    irrelevant={"max_window_layers": "not read by transformers: all layers have the window, or none"},
 )

@@ -11,13 +11,14 @@ from typing import Any
 from ...components import GatedDeltaNet, ModelSpec, RMSNorm
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, one_of, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, with_defaults
 from ..layout import Layout
+from ..lenses import one_of, sparse_by_step, write_by_step
 from ..obstacles import of_kind
 from ..rope import PART, RotaryKind
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, mixed_leaves, shared_expert
 from . import qwen2_moe
-from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
-from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves, shared, sparse, written
 
 LINEAR = "linear_attention"
 _SIZES = {
@@ -61,7 +62,7 @@ GATED: dict[str, Any] = {
     "attention.gated": True,
     "attention.gate": "with queries",
 }
-BIASES = BIAS._replace(role=f"{BIAS.role} attention.gate_bias")
+BIASES = ATTENTION_BIAS._replace(role=f"{ATTENTION_BIAS.role} attention.gate_bias")
 PARTLY = RotaryKind(part=PART, whole=0.25)
 
 _DECODER = Decoder(
@@ -75,10 +76,10 @@ _DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", True),
     },
     head_norms="same",
-    fixed={**GATED, **ROUTER, "mixture.shared_gate": True},
+    fixed={**GATED, **ROUNDED_ROUTER, "mixture.shared_gate": True},
     rotary=PARTLY,
     recurrent=recurrences("by head"),
-    mixtures=Mixtures(sparse, written),
+    mixtures=Mixtures(sparse_by_step, write_by_step),
     written=write_recurrences,
 )
 
@@ -137,7 +138,7 @@ SPLIT_PROJECTIONS = (
 
 REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}), *leaves_of({**NORMS, **ENDS}))
 """What stands behind the mixers."""
-MIXTURE = {**ROUTED, **shared("shared_expert"), T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate"}
+MIXTURE = {**ROUTED, **shared_expert("shared_expert"), T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate"}
 
 _QWEN3_NEXT = _DECODER.architecture(
     "qwen3_next",
@@ -146,7 +147,4 @@ _QWEN3_NEXT = _DECODER.architecture(
     released="2025-09",
     kinds=_DECODER.kinds | {GatedDeltaNet},
     carried={"mtp": ("mtp.",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

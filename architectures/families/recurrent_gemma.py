@@ -13,13 +13,14 @@ from ...components import RGLRU, Attention, ModelSpec
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..rope import PART, RotaryKind
+from ..usual import EMBEDDING, B, T
 from .bamba import LINEAR
 from .gemma import GEMMA_IDS
-from .llama import EMBEDDING, B, T
 
 _RECURRENT, _WHOLE = "recurrent", "attention"
 

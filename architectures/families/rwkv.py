@@ -16,7 +16,7 @@ from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
 from ..layout import Layout
 from ..obstacles import of_kind
-from .llama import B
+from ..usual import B
 
 _EPS = 1e-5  # of the last norm, whatever config.json says
 

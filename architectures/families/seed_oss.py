@@ -3,8 +3,9 @@
 Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 """
 
-from ..decoder import USUAL, Decoder, Field, with_defaults
-from .llama import LEAVES, LLAMA_DROPPED
+from ..decoder import Decoder
+from ..fields import MLP_BIAS, USUAL, Field, with_defaults
+from ..usual import LEAVES
 
 _DECODER = Decoder(
     {
@@ -20,7 +21,7 @@ _DECODER = Decoder(
         ),
         "attention_bias": Field("attention.qkv_bias", True),
         "attention_out_bias": Field("attention.output_bias", False),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "mlp_bias": MLP_BIAS,
     }
 )
 
@@ -30,6 +31,5 @@ _SEED_OSS = _DECODER.architecture(
     LEAVES,
     released="2025-08",
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
-    dropped=LLAMA_DROPPED,
     irrelevant={"residual_dropout": "training only"},
 )

@@ -8,10 +8,11 @@ from typing import Any
 
 from ...components import Attention, ModelSpec
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import Decoder
+from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
 from ..obstacles import of_kind
 from ..rope import RotaryKind
-from .llama import BIAS, LEAVES, LLAMA_DROPPED
+from ..usual import LEAVES
 
 
 def _layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
@@ -58,8 +59,8 @@ _DECODER = Decoder(
             max_position_embeddings=32768,
             tie_word_embeddings=True,
         ),
-        "attention_bias": BIAS,
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
     },
     rotary=RotaryKind(2e6),
     layers=_layers,
@@ -72,5 +73,4 @@ _SMOLLM3 = _DECODER.architecture(
     LEAVES,
     released="2025-07",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
-    dropped=LLAMA_DROPPED,
 )

@@ -3,11 +3,10 @@
 Source: transformers models/solar_open/{configuration,modeling}_solar_open.py.
 """
 
-from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..decoder import Decoder, Mixtures
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from .glm4_moe import GROUPED, LEAVES, ROUTER
-from .llama import LLAMA_DROPPED
-from .qwen2_moe import OF_ROUTERS, STACKED
+from .glm4_moe import LEAVES
 
 _FIELDS = with_defaults(
     USUAL,
@@ -27,9 +26,9 @@ _DECODER = Decoder(
         "moe_intermediate_size": Field("expert_size", 1280),
         "n_shared_experts": Field("shared_experts", 1),
         "n_routed_experts": Field("mixture.experts", 128),
-        **GROUPED,
+        **GROUPED_EXPERTS,
     },
-    fixed=ROUTER,
+    fixed=SIGMOID_ROUTER,
     rotary=RotaryKind(1e6, entire=True),
     mixtures=Mixtures(),
 )
@@ -40,7 +39,5 @@ _SOLAR_OPEN = _DECODER.architecture(
     LEAVES,
     released="2025-12",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    dropped=LLAMA_DROPPED,
-    stacked=STACKED,
-    irrelevant={**OF_ROUTERS, "intermediate_size": "only for dense layers, and this family has none"},
+    irrelevant={"intermediate_size": "only for dense layers, and this family has none"},
 )

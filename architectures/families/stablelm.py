@@ -7,9 +7,10 @@ its own, each a tensor.
 
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
-from ..decoder import PRE, Decoder, Field
+from ..decoder import Decoder
+from ..fields import PRE, Field
 from ..rope import PART, RotaryKind
-from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 _DECODER = Decoder(
     {
@@ -47,6 +48,5 @@ _STABLELM = _DECODER.architecture(
     _LEAVES,
     released="2023-04",
     token_ids={"bos_token_id": 0, "eos_token_id": 0},
-    dropped=LLAMA_DROPPED,
     irrelevant={"hidden_dropout": "training only"},
 )

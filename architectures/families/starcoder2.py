@@ -6,8 +6,9 @@ Source: transformers models/starcoder2/{configuration,modeling}_starcoder2.py.
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field
-from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from ..decoder import Decoder
+from ..fields import Field
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
 _DECODER = Decoder(
     {
@@ -37,6 +38,5 @@ _STARCODER2 = _DECODER.architecture(
     _LEAVES,
     released="2024-02",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    dropped=LLAMA_DROPPED,
     irrelevant={"residual_dropout": "training only", "embedding_dropout": "training only"},
 )

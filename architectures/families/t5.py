@@ -11,8 +11,9 @@ from ...components import Block, Buckets, FeedForward, GatedFeedForward, ModelSp
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import ACTIVATIONS, Decoder, Field, name_of
+from ..decoder import Decoder
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
+from ..fields import ACTIVATIONS, Field, name_of
 from ..obstacles import of_kind
 
 

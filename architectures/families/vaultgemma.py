@@ -4,10 +4,12 @@ Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
 """
 
 from ..base import leaves_of
-from ..decoder import PRE, Decoder, sliding, write_sliding
+from ..decoder import Decoder
+from ..fields import PRE
+from ..lenses import sliding, write_sliding
+from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import gemma2
 from .gemma import FIXED, GEMMA_IDS
-from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 _DECODER = Decoder(
     gemma2.DECODER.fields, norms=PRE, fixed=FIXED, layers=sliding(2), written=write_sliding, whole_heads=True
@@ -20,7 +22,6 @@ VAULTGEMMA = _DECODER.architecture(
     leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_NORMS, **ENDS}),
     released="2025-09",
     token_ids=GEMMA_IDS,
-    dropped=LLAMA_DROPPED,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
     reference=lambda _: ("eager",),
     reference_quirk="no fused kernel caps scores, and transformers has none for vaultgemma",

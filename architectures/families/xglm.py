@@ -8,7 +8,8 @@ they meet keys.
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import BIASED, Decoder, Field
+from ..decoder import Decoder
+from ..fields import BIASED, Field
 from .biogpt import fairseq, is_scaled, root_of
 
 _DECODER = Decoder(

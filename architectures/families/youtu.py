@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from ...components import ModelSpec
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, with_defaults
+from ..fields import USUAL, with_defaults
 from ..latent import LATENT, MADE, LatentDecoder, latent_leaves
-from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+from ..usual import EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
 FIELDS = {**{name: field for name, field in USUAL.items() if name not in HEADS}, **LATENT}
@@ -58,6 +58,5 @@ _YOUTU = _DECODER.architecture(
     read=_read,
     write=_write,
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    dropped=LLAMA_DROPPED,
     irrelevant={**MADE, "pad_token_id": None, "embedding_initializer_range": "training only"},
 )

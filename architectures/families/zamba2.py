@@ -14,12 +14,12 @@ from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, Ro
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..decoder import activation_named, name_of
+from ..fields import activation_named, name_of
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, PART, ROTARY, read_rotary, write_rotary
+from ..usual import EMBEDDING, B, T
 from .bamba import ENDS, LINEAR, mixer_leaves
-from .llama import EMBEDDING, B, T
 
 _HYBRID = "hybrid"
 _USUAL = [LINEAR] * 6 + [_HYBRID] + ([LINEAR] * 5 + [_HYBRID]) * 6 + [LINEAR] * 4 + [_HYBRID]

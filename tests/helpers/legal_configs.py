@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from gptkit.architectures import ARCHITECTURES
-from gptkit.architectures.decoder import ACTIVATIONS, Decoder
+from gptkit.architectures.decoder import Decoder
+from gptkit.architectures.fields import ACTIVATIONS
 from helpers.families import VOCAB, hf_config
 
 Config = dict[str, Any]

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 
 from gptkit.architectures import architecture_of
-from gptkit.architectures.decoder import ACTIVATIONS as CONFIG_NAMES
+from gptkit.architectures.fields import ACTIVATIONS as CONFIG_NAMES
 from gptkit.components import FACTS, LEARNT, Activation, LayerNorm, ModelSpec, RMSNorm, function_of
 from gptkit.modules import Decoder
 from gptkit.modules.layers import ACTIVATIONS, FusedLinears, LayerNormModule, Linear, RMSNormModule, multiply

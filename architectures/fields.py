@@ -1,0 +1,165 @@
+"""Config fields: what each says of a tree, how it is read, and how it is written.
+
+A table maps the name of a field in config.json to a `Field`. `USUAL` has those of LlamaConfig; a family's table is
+`USUAL` with other defaults and with further fields.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, get_args
+
+from ..components import LEARNT, MOST_EXPERTS, Activation
+from ..errors import CannotExpress
+from .config import ConfigReader
+
+ACTIVATIONS: dict[str, Activation] = {
+    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
+    "gelu_accurate": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "swish": "silu",
+}
+"""transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
+parameters of their own: prelu, and xielu, which a family names where it has it."""
+
+
+_ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+
+
+def name_of(activation: Activation) -> str:
+    """transformers' name of an activation. Raises CannotExpress: it has none."""
+    if activation not in _ACTIVATION_NAMES:
+        raise CannotExpress(f"transformers has no name for the activation {activation!r}")
+    return _ACTIVATION_NAMES[activation]
+
+
+def activation_named(config: ConfigReader, name: str, default: str) -> Activation:
+    """The activation that a field names."""
+    found: Activation = config.choice(name, default, ACTIVATIONS)
+    return found
+
+
+def same(value: Any) -> Any:
+    """The value, which is written as it is."""
+    return value
+
+
+class Field(NamedTuple):
+    """What a field of config.json says.
+
+    role: see the module's docstring; several are apart by spaces, and all have the one value. default: what the
+    family's config class takes where it is absent. read: `read(config, name, default)`, chosen by the role and the
+    default where it is None. write: the value in the tree -> the value in the file.
+    """
+
+    role: str
+    default: Any = None
+    read: Callable[[ConfigReader, str, Any], Any] | None = None
+    write: Callable[[Any], Any] = same
+
+    def value(self, config: ConfigReader, name: str) -> Any:
+        """What the file says, or the default; of the name "inner.name" what the object in the field `inner` says."""
+        outer, _, name = name.rpartition(".")
+        config = config.inner(outer) if outer else config
+        read = self.read or READERS.get(self.role)
+        if read is None:
+            read = next((each for kind, each in _BY_DEFAULT if isinstance(self.default, kind)), None)
+        if read is None:
+            read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
+        return read(config, name, self.default)
+
+
+Fields = Mapping[str, Field]
+
+
+def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
+    """As many as a tree may have; None where it is null or absent, which is wrong where there is a mixture."""
+    return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
+
+
+def none_or_more(config: ConfigReader, name: str, default: int) -> int:
+    """A number that may be 0."""
+    value = config.raw(name, default)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise config.fail(name, value, "an integer from 0")
+    return value
+
+
+READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
+    "layers": ConfigReader.layers,
+    "mixture.experts": _number_of_experts,
+    "mixture.top_k": ConfigReader.optional_integer,
+    "eps": ConfigReader.number,
+    "activation": activation_named,
+}
+
+
+_BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = (
+    (bool, ConfigReader.boolean),
+    (int, ConfigReader.integer),
+    (float, ConfigReader.number),
+)
+
+
+def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
+    """The table with other defaults, by the fields' names."""
+    return {**fields, **{name: fields[name]._replace(default=value) for name, value in defaults.items()}}
+
+
+USUAL: Fields = {
+    "vocab_size": Field("vocab", 32000),
+    "hidden_size": Field("hidden", 4096),
+    "intermediate_size": Field("intermediate", 11008),
+    "num_hidden_layers": Field("layers", 32),
+    "num_attention_heads": Field("heads", 32),
+    "num_key_value_heads": Field("kv_heads"),
+    "head_dim": Field("head_dim"),
+    "hidden_act": Field("activation", "silu"),
+    "max_position_embeddings": Field("context", 2048),
+    "rms_norm_eps": Field("eps", 1e-6),
+    "tie_word_embeddings": Field("tied", False),
+}
+"""The fields of LlamaConfig, which most config classes have."""
+
+
+BIASED = dict.fromkeys(
+    ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
+)
+"""`Decoder.fixed` of families whose linears in layers all have biases."""
+
+
+PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: before each sub-layer
+
+
+ATTENTION_BIAS = Field("attention.qkv_bias attention.output_bias", False)
+MLP_BIAS = Field("feed_forward.up_bias feed_forward.down_bias", False)
+WINDOW = Field("attention.window", 4096, ConfigReader.optional_integer)
+"""A sliding window of all layers; absent means the default, and null means none."""
+GROUPED_EXPERTS: Fields = {
+    "n_group": Field("mixture.groups", 1),
+    "topk_group": Field("mixture.top_groups", 1),
+    "norm_topk_prob": Field("mixture.normalise", True),
+    "routed_scaling_factor": Field("mixture.multiplier", 1.0),
+    "num_experts_per_tok": Field("mixture.top_k", 8),
+}
+"""The fields of DeepSeek-V3 about the choice of experts."""
+
+# --- values of roles that no field says: `Decoder.fixed` ---
+
+ROUNDED_ROUTER: dict[str, Any] = {"mixture.rounded": True}
+SIGMOID_ROUTER: dict[str, Any] = {
+    "mixture.scores": "sigmoid",
+    "mixture.choice_bias": True,
+    "mixture.routed_in": "float32",
+    "mixture.in_order": False,
+    "mixture.wide_choice": True,
+}
+"""How DeepSeek-V3 and its followers choose experts."""
+
+# --- where a block has its norms: `Decoder.norms` ---
+
+OUTPUT_NORMS = ("attention_output_norm", "feed_forward_output_norm")
+"""Each sub-layer's output is normalised before it is added to the residual stream (OLMo 2)."""
+AROUND = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
+"""A norm before each sub-layer and one on its output (Gemma 2)."""
+SUM_NORMS = ("attention_sum_norm", "feed_forward_sum_norm")
+"""Post-norm: the sum of each sub-layer's input and output is normalised (BERT)."""

@@ -1,0 +1,93 @@
+"""The tensor names and layouts that most families share, as llama introduced them.
+
+A family's file names its tensors with the tables here and imports none of them from another family. `B` begins the
+shared names of a layer, and `T` begins the names of a layer in files.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from .base import Leaf, Stacked, by_name, leaves_of
+from .layout import IDENTITY, Layout
+
+B, T = "blocks.{layer}.", "model.layers.{layer}."
+
+EMBEDDING = {"model.embed_tokens": "embedding"}
+
+ATTENTION = {
+    f"{T}self_attn.{name}": f"{B}attention.{name}"
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+}
+
+FEED_FORWARD = {f"{T}mlp.{name}": f"{B}feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+NORMS = {T + "input_layernorm": B + "attention_norm", T + "post_attention_layernorm": B + "feed_forward_norm"}
+
+ENDS = {"model.norm": "final_norm", "lm_head": "head"}
+
+LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})
+
+ROTARY_BUFFERS = (T + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+
+PROJECTIONS = ("down_proj", "gate_proj", "up_proj")
+
+ROUTED: dict[str, str] = {
+    T + "mlp.gate": B + "feed_forward.router",
+    **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS},
+}
+"""The modules of a mixture, by the names that most families have."""
+
+STACKED = (
+    Stacked(
+        T + "mlp.experts.gate_up_proj", tuple(f"{T}mlp.experts.{{expert}}.{name}.weight" for name in PROJECTIONS[1:])
+    ),
+    Stacked(T + "mlp.experts.down_proj", (T + "mlp.experts.{expert}.down_proj.weight",)),
+)
+
+OF_ROUTERS = {"output_router_logits": "output format", "router_aux_loss_coef": "training only"}
+"""Config fields about routers that change nothing that is computed."""
+
+
+def shared_expert(name: str) -> dict[str, str]:
+    """The modules of a shared expert of that name."""
+    return {f"{T}mlp.{name}.{each}": f"{B}feed_forward.shared.{each}" for each in PROJECTIONS}
+
+
+def mixed_leaves(
+    modules: Mapping[str, str],
+    leaves: Sequence[Leaf] = LEAVES,
+    stacked: Sequence[Stacked] = (),
+    *,
+    choice: str = "",
+    layout: Layout = IDENTITY,
+    buffer: bool = True,
+) -> tuple[Leaf, ...]:
+    """The leaves of a family that has those of dense layers, and such modules in the others; `choice` is the name of
+    what the choice of experts is biased with, `layout` how it lies, and `buffer` whether transformers' module has it as
+    a buffer. Where transformers' modules have other names than the files, `stacked` has them, since they decide the
+    order.
+    """
+    biased = (Leaf(choice, B + "feed_forward.choice.bias", layout, buffer=buffer),) if choice else ()
+    return by_name((*leaves, *leaves_of(modules), *biased), stacked)
+
+
+CORRECTION = T + "mlp.gate.e_score_correction_bias"
+
+OF_DRAFTS = dict.fromkeys(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    "extra layers after the last one that draft tokens (multi-token prediction)",
+)
+
+SANDWICH = {
+    T + "input_layernorm": B + "attention_norm",
+    T + "post_attention_layernorm": B + "attention_output_norm",
+    T + "pre_feedforward_layernorm": B + "feed_forward_norm",
+    T + "post_feedforward_layernorm": B + "feed_forward_output_norm",
+}
+
+SANDWICH_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS})
+
+GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
+"""Every key-value head's queries, then its key, then its value. With a group of one this is BLOOM's [heads, 3,
+head_dim]; with one key-value head it is MQA's q … q, k, v."""
+
+GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
