@@ -1,7 +1,7 @@
 """What is different around the weights: in the trees, in config.json, in the tokenizer's files. Small files alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,14 +163,51 @@ def _keys(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
         return text if len(text) <= 40 else text[:37] + "…"
 
     keys = [key for key in {**one, **other} if key not in one or key not in other or one[key] != other[key]]
-    return tuple(f"{key}: {short(one, key)} → {short(other, key)}" for key in keys)
+    spellings = []
+    for names, meaning in _SPELLINGS:
+        if meaning(one) == meaning(other) and any(key in names for key in keys):
+            ours, theirs = (" and ".join(key for key in names if key in side) or "nothing" for side in (one, other))
+            spellings.append(f"{ours} → {theirs}: another spelling of the same values")
+            keys = [key for key in keys if key not in names]
+    return (*(f"{key}: {short(one, key)} → {short(other, key)}" for key in keys), *spellings)
+
+
+def _rope(config: dict[str, Any]) -> Any:
+    """Return the rotary positions of a config.json in one spelling: that of transformers 5, `rope_parameters`."""
+    parts = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(part, dict) for part in parts):
+        return [config.get(name) for name in _ROPE]
+    # The same base may be written in both places, and of a scaling the old key of its type beside the new one.
+    found: dict[str, Any] = {"rope_type": "default"}
+    if "rope_theta" in config:
+        found["rope_theta"] = config["rope_theta"]
+    for part in parts:
+        found |= {"rope_type" if key == "type" else key: value for key, value in part.items()}
+    return found
+
+
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any]], Any]], ...] = (
+    (_ROPE, _rope),
+    (("torch_dtype", "dtype"), lambda config: config.get("dtype") or config.get("torch_dtype")),
+)
+"""Keys of a config.json that transformers 4 and 5 spell differently, and what they mean in one spelling."""
 
 
 def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
-    """Tokens that came, went, or have another id."""
+    """Return the tokens that came, went, or have another id, whether merges are equal, and which other parts differ."""
     x, y = _tokens(one), _tokens(other)
-    if x is None or y is None or x == y:
+    if x is None or y is None:
         return ()
+    merges = _merges(one) == _merges(other)
+    parts = _other_parts(one, other, x == y)
+    rest = [f"other parts that differ: {', '.join(parts)}"] if parts else []
+    if x == y:
+        agree = "token ids agree: the vocabulary and the merges are equal"
+        return (
+            agree if merges else "the vocabulary is equal, but merges differ: a text may get different token ids",
+            *rest,
+        )
     added, gone = [token for token in y if token not in x], [token for token in x if token not in y]
     moved = [token for token in x if token in y and x[token] != y[token]]
     lines = []
@@ -178,7 +215,27 @@ def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]
         shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:_TOLD])
         count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
         lines += [f"{count}: {shown}{', …' if len(tokens) > _TOLD else ''}"] if tokens else []
-    return tuple(lines)
+    return (*lines, "the merges are equal" if merges else "the merges differ", *rest)
+
+
+def _other_parts(one: dict[str, Any], other: dict[str, Any], same_ids: bool) -> list[str]:
+    """Return the parts of a tokenizer.json that differ, besides token ids and merges."""
+    known = {"model", "version"} if same_ids else {"model", "version", "added_tokens"}  # version: of the file's format
+    parts = [key for key in {**one, **other} if key not in known and one.get(key) != other.get(key)]
+    models = [data["model"] if isinstance(data.get("model"), dict) else {} for data in (one, other)]
+    scored = same_ids and isinstance(models[0].get("vocab"), list)  # a list has a score for every token
+    known = {"merges"} if scored else {"merges", "vocab"}
+    keys = [key for key in {**models[0], **models[1]} if key not in known]
+    return parts + [f"model.{key}" for key in keys if models[0].get(key) != models[1].get(key)]
+
+
+def _merges(data: dict[str, Any]) -> Any:
+    """Return the merges of a tokenizer.json, each as a pair. Files before tokenizers 0.20 write it as one string."""
+    model = data.get("model")
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(merges, list):
+        return merges
+    return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 
 def _tokens(data: dict[str, Any]) -> dict[str, int] | None:

@@ -18,6 +18,7 @@ from gptkit.converter.checkpoint import Checkpoint
 from gptkit.errors import InvalidInput
 from gptkit.parity.changes import Diff, TensorDiff
 from gptkit.parity.diff import diff
+from gptkit.parity.surroundings import what_differs
 
 WIDE = {**LLAMA, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
 FAMILIES = ("gpt2", "llama", "mixtral", "bloom", "falcon-40b")
@@ -272,10 +273,63 @@ def test_tokenizers(models: Path, tmp_path: Path) -> None:
         '1 token added: "w"',
         '1 token gone: "z"',
         '2 tokens with another id: "x", "y"',
+        "the merges are equal",
     )
     assert files["vocab.json"].only == "b" and files["merges.txt"].told == ()
     (tmp_path / "a" / "tokenizer.json").write_text("{")  # broken: bytes that differ
     assert {each.name: each.told for each in diff(tmp_path / "a", tmp_path / "b").files}["tokenizer.json"] == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data["model"].update(merges=["x y"]), "token ids agree: the vocabulary and the merges are equal"),
+        (
+            lambda data: data["model"].update(merges=[["y", "x"]]),
+            "the vocabulary is equal, but merges differ: a text may get different token ids",
+        ),
+        (lambda data: data.update(normalizer=None), "other parts that differ: normalizer"),
+        (lambda data: data["model"].update(byte_fallback=True), "other parts that differ: model.byte_fallback"),
+    ],
+)
+def test_a_tokenizer_with_other_bytes_says_whether_token_ids_agree(
+    change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    model = {"type": "BPE", "vocab": {"x": 0, "y": 1, "xy": 2, "yx": 3}, "merges": [["x", "y"]]}
+    data = {"model": model, "added_tokens": [], "normalizer": {"type": "NFC"}}
+    text = json.dumps(data).encode()
+    change(data)
+    told = what_differs("tokenizer.json", text, json.dumps(data).encode())
+    assert told is not None and told[-1] == said
+    assert told[0].startswith("token ids agree") != said.startswith("the vocabulary is equal")
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, True),
+        ({"rope_theta": 1e4, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 1e4}}, True),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_theta": 1e4, **LINEAR}},
+            True,
+        ),
+        ({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, False),
+        ({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 1e4, **LINEAR}}, False),
+        ({"rope_theta": 1e4}, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, False),
+        ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, True),
+        ({"torch_dtype": "bfloat16"}, {"dtype": "float32"}, False),
+    ],
+)
+def test_another_spelling_of_the_same_values_is_no_change(old: dict[str, Any], new: dict[str, Any], same: bool) -> None:
+    told = what_differs("config.json", json.dumps(old).encode(), json.dumps(new).encode())
+    if same:
+        assert told == (f"{' and '.join(old)} → {' and '.join(new)}: another spelling of the same values",)
+    else:
+        assert told is not None and len(told) == len(old) + len(new) and not any("spelling" in line for line in told)
 
 
 # --- without a place in the tree --------------------------------------------------------------------------------------
