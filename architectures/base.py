@@ -163,8 +163,8 @@ CARRIED = {
     "mtp": "draft tokens (multi-token prediction)",
     "vision": "read images",
     "audio": "read sound",
-    "unused": "are read by no layer",
-    "tasks": "are of heads for other tasks",
+    "unused": "no layer uses",
+    "tasks": "belong to heads for other tasks",
     "scales": "scale quantised weights",
 }
 """Groups of tensors that are carried along and not computed, and what they do, in words."""

@@ -141,7 +141,9 @@ def open_files(
         return open_checkpoint(reference, **how, **options)
     except (UnknownFamily, Quantised, OtherClass) as error:
         opened = open_tensors(reference, **how)
-        opened.notes.append(f"its tensors are told by their own names: {error.message}")
+        opened.notes.append(
+            f"tensors are listed by their names in the files, because gptkit cannot load the model: {error.message}"
+        )
         return opened
 
 
@@ -176,7 +178,7 @@ def open_tensors(
     )
 
 
-_FIRST_ONE = "Name the model that it was made from."
+_FIRST_ONE = "Use the model from which the quantised weights were made."
 
 
 def _usable(found: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec, Origin, list[str]]:
@@ -189,7 +191,7 @@ def _usable(found: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec,
         words, way = method
         what = _FIRST_ONE.rstrip(".") + (f", or dequantise it with {way}" if way is not None else "")
         message = f"{found.path}: the weights are quantised ({words}), and gptkit needs floating-point weights here"
-        raise Quantised(message, f"{what}. params, compare and show need no weights.")
+        raise Quantised(message, f"{what}. gptkit params, compare and show need no weights.")
     return spec, origin, unknown
 
 
@@ -223,7 +225,7 @@ def _read(
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
     if found.format == "tree":
-        hint = f"gptkit load --random {found.path} gives it random ones."
+        hint = f"To run the model with random weights: gptkit load --random {found.path}"
         raise InvalidInput(f"{found.path} describes only an architecture and has no weights", hint)
     spec, origin, unknown = check(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
@@ -236,7 +238,8 @@ def _read(
         notes.append(note)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
-            f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
+            f"{found.path} has only {len(weights.info)} tensors, but its config describes {len(spec.blocks)} layers",
+            "Put the config and the weight files of the same model into the folder.",
         )
     architecture = None if found.is_own or origin.family is None else named(origin.family)
     spec = spec if architecture is None else architecture.in_files(spec, weights.info)
@@ -260,18 +263,28 @@ def _match(
     if "scales" in made.carried and not stored:
         raise Quantised(
             f"{checkpoint.path}: the weights are quantised, and gptkit needs floating-point weights here",
-            _FIRST_ONE if architecture is not None else "convert --to hf, and then those files with --dtype bfloat16.",
+            _FIRST_ONE
+            if architecture is not None
+            else "Convert the model with --to hf first. Then convert the new folder with --dtype bfloat16.",
         )
     _refuse(checkpoint, made, architecture, allow_extra, partial)
     info, notes = weights.info, checkpoint.notes
     checkpoint._found = made.found
-    notes += [f"{made.stands_in} is there for the embedding it is tied to"] if made.stands_in else []
-    notes += [f"extra tensors left out: {_some(made.extra)}"] if made.extra and allow_extra else []
-    how = "repeats the embedding it is tied to: kept once"
+    notes += (
+        [f"the files have no embedding; {made.stands_in} is used instead, because config.json ties the two"]
+        if made.stands_in
+        else []
+    )
+    notes += (
+        [f"left out, because they are not part of the model: {_some(made.extra)}"] if made.extra and allow_extra else []
+    )
+    how = "is a copy of the embedding, to which it is tied: stored only once"
     if not checkpoint.fetched:
-        how = "is tied to the embedding: not compared, since no weight was fetched"
+        how = "is tied to the embedding; their values were not compared, because no weights were downloaded"
     notes += [f"{name} {how}" for name in made.heads]
-    notes += [f"{len(made.copies)} tensors of shared blocks are there again: kept once"] if made.copies else []
+    notes += (
+        [f"{len(made.copies)} tensors are copies of weights that layers share: stored only once"] if made.copies else []
+    )
     checkpoint.carried = {
         group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
         for group, names in made.carried.items()
@@ -279,7 +292,7 @@ def _match(
     missing = made.missing
     checkpoint._found.update(pair for group in made.carried.values() for pair in group.items())
     notes += checkpoint.told
-    notes += [f"buffers without weights left out: {_some(made.dropped)}"] if made.dropped else []
+    notes += [f"buffers that are not weights were left out: {_some(made.dropped)}"] if made.dropped else []
     if partial:
         notes += [_lacking(made)] if missing else []
         _as_they_are(checkpoint, made.declared, missing, [] if allow_extra else made.extra)
@@ -291,11 +304,14 @@ def _refuse_other_class(path: Path, made: Match, architecture: Architecture | No
     if made.missing not in ([], [head]) or own != made.extra or not (made.missing or own):
         return
     what = f"with {_some(own)} in the place of a language model's head" if own else f"without a head ({head})"
-    hint = "params, show, compare, diff and audit read it; to compute it, use transformers."
+    hint = "gptkit params, show, compare, diff and audit can read it. To run the model, use transformers."
     if not own:
-        hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
+        hint = (
+            'Set "tie_word_embeddings": true in config.json if the head is tied to the embedding. A base '
+            "model has no head."
+        )
     elif not made.missing:
-        hint = f"Pass --allow-extra to take the language model without {_some(own)}."
+        hint = f"Pass --allow-extra to read the language model and leave out {_some(own)}."
     raise OtherClass(f"{path} is a {name}, {what}, but gptkit supports only language models", hint)
 
 
@@ -330,31 +346,41 @@ def _refuse(
         for own in [made.found[name]]
     ]
     typed = [f"{name} is {info[name][0]}" for name in made.typed]
-    for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
+    for names, what in (
+        (shaped, ("tensors do not have the shape that config.json requires")),
+        (typed, "weights are not floating-point numbers"),
+    ):
         problems += [f"{len(names)} {what}: {_first(names)}"] if names else []
     hint = "Check that config.json belongs to these weights."
     if architecture is not None and missing == [architecture.head]:
-        hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
+        hint = (
+            'Set "tie_word_embeddings": true in config.json if the head is tied to the embedding. A base '
+            "model has no head."
+        )
     if made.untied:
         problems.append(f"config.json ties the head to the embedding, but {_first(made.untied)} has different values")
         if len(problems) == 1:
-            hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
+            hint = 'Set "tie_word_embeddings": false in config.json if the head has its own weights.'
     if made.altered:
         told = _first(made.altered)
-        problems.append(f"other values than the family computes with, which transformers would take: {told}")
+        problems.append(
+            f"transformers would load stored values that differ from those that follow from config.json: {told}"
+        )
         if len(problems) == 1:
-            hint = "No tree has both. Take these tensors out of the files if they are left over."
+            hint = "Remove these tensors from the files if they were left over from another model."
     if made.parted:
-        problems.append(f"some layers share weights, but {_first(made.parted)} differs from the shared values")
+        problems.append(
+            f"some layers share weights, but the files have different values for them: {_first(made.parted)}"
+        )
     if made.twice:
         names = [f"{name} and {other}" for name, other in made.twice]
-        problems.append(f"{len(names)} tensors are there under two names: {_first(names)}")
+        problems.append(f"{len(names)} tensors are stored under two names: {_first(names)}")
     if extra and not allow_extra and not partial:
         problems.append(f"{len(extra)} tensors have no place in the model: {_first(extra)}")
     if not problems:
         return
     if extra and not allow_extra and len(problems) == 1:
-        hint = "Pass --allow-extra to leave them out."
+        hint = "Pass --allow-extra to leave these tensors out."
     elif extra and missing:
         hint = renamed(extra) or hint
     raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
@@ -367,10 +393,12 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
     taken = {name for leaf in declared.values() for name in leaf.shared}
     known = [name for name in extra if info[name][0] in FLOATS + INTEGERS and name not in taken]
     if known:
-        checkpoint.notes.append(f"no place in the model, so compared by their own names: {_some(known)}")
+        checkpoint.notes.append(f"not part of the model, so compared by name: {_some(known)}")
     if len(known) < len(extra):
         left = [name for name in extra if name not in known]
-        checkpoint.notes.append(f"tensors without a place in the model that cannot be read left out: {_some(left)}")
+        checkpoint.notes.append(
+            f"left out, because they are not part of the model and gptkit cannot read their dtype: {_some(left)}"
+        )
     checkpoint.extra = tuple(own_leaves((name, info[name][1]) for name in known))
     checkpoint._found.update({name: name for name in known})
     checkpoint.leaves = [leaf for leaf in checkpoint.leaves if leaf.checkpoint not in missing] + [*checkpoint.extra]

@@ -40,17 +40,17 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
         raise CheckpointError(f"{where} is stored in {len(full):,} chunks, which gptkit does not support", hint)
     for offsets, stored in full:
         if len(offsets) != len(shape) or len(stored.shape) != len(shape):
-            raise CheckpointError(f"{where} has a chunk with a different number of dimensions", hint)
+            raise CheckpointError(f"{where} has chunks with a different number of dimensions than the tensor", hint)
         if any(o + s > whole for o, s, whole in zip(offsets, stored.shape, shape, strict=True)):
-            raise CheckpointError(f"{where} of shape {list(shape)} has a chunk outside of this shape", hint)
+            raise CheckpointError(f"{where} has a chunk that lies outside of its shape {list(shape)}", hint)
     count = sum(chunk.stored.count for chunk in full)
     begin = np.array([chunk.offsets for chunk in full], np.int64)
     end = begin + np.array([chunk.stored.shape for chunk in full], np.int64)
     if count != math.prod(shape) or any(
         bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(full) - 1)
     ):
-        what = f"{len(full)} chunks of {count:,}: some are missing or occur twice"
-        raise CheckpointError(f"{where} of {math.prod(shape):,} elements has {what}", hint)
+        what = f"{len(full)} chunks with {count:,} elements together: some chunks are missing or occur twice"
+        raise CheckpointError(f"{where} should have {math.prod(shape):,} elements, but has {what}", hint)
     return tuple(full)
 
 

@@ -94,8 +94,13 @@ def plan_output(
         return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
-        hint = "Use --to hf:auto for the first family that supports the model, or --to hf:FAMILY for a specific one."
-        raise UsageError("this model has no family", hint)
+        hint = (
+            "Use --to hf:auto for the first architecture that can express the model, or --to hf:NAME "
+            "(see gptkit families)."
+        )
+        raise UsageError(
+            "--to hf needs the name of a transformers architecture, because this model was not read from one", hint
+        )
     architecture = named(family)
     whole = not {*OUTSIDE}.isdisjoint(carried or ())
     quantised = "scales" in (carried or ())
@@ -125,7 +130,9 @@ def plan_output(
     if in_fp8:
         few = fp8.quantised_leaves(spec, leaves)
         if not few:
-            raise UsageError(f"{architecture.name} has no matrices that transformers can store as fp8")
+            raise UsageError(
+                f"{architecture.name} has no matrices that transformers can store as fp8", "Use --dtype bfloat16."
+            )
         settings = {"quantization_config": fp8.settings(leaves, few, architecture.head)}
         small[CONFIG] = json_bytes({**json.loads(small[CONFIG]), **settings})
         otherwise = {leaf.checkpoint: fp8.stored(leaf) for leaf in leaves if leaf.checkpoint in few}
@@ -186,11 +193,14 @@ def plan_conversion(
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
     if dtype is not None and dtype.lower() == "q8_0":
         raise UsageError(
-            f"--to {to} has no {dtype}", "Quantised types need --to gguf, for example --to gguf --dtype q8_0."
+            f"--to {to} cannot store the dtype {dtype}", "Only GGUF files can have this dtype: --to gguf --dtype q8_0"
         )
     in_fp8 = dtype is not None and dtype.lower() == "fp8"
     if in_fp8 and to.kind != "hf":
-        raise UsageError(f"--to {to} has no fp8", "fp8 needs --to hf.")
+        raise UsageError(
+            f"--to {to} cannot store the dtype fp8",
+            "Only Hugging Face checkpoints can have this dtype: --to hf --dtype fp8",
+        )
     dtype = None if in_fp8 else dtype
     dtypes, compute = source.shared_dtypes(dtype), source.dtype if dtype is None else parse_dtype(dtype)
     spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
@@ -282,7 +292,9 @@ def convert(
 
         staging.single = begins
     elif target.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
-        way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
+        way = f"Give the name of a folder, such as {target.with_suffix('')}" + (
+            ", or pass --to gguf." if target.suffix == ".gguf" else "."
+        )
         raise UsageError(f"{target} looks like a file name, but --to {form} writes a folder", way)
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
@@ -316,13 +328,22 @@ def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Chec
     groups to drop.
     """
     if unknown := [group for group in drop if group not in source.carried]:
-        there = f"there are {', '.join(source.carried)}" if source.carried else "every tensor is of the model itself"
-        raise UsageError(f"{source.reference} has no group {shown(unknown[0], 40)} of tensors to drop", there)
+        there = (
+            f"This checkpoint has: {', '.join(source.carried)}."
+            if source.carried
+            else "Leave --drop out: all tensors belong to the language model."
+        )
+        raise UsageError(f"--drop {shown(unknown[0], 40)}: {source.reference} has no tensors of this group", there)
     placed = to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family))
     kept = [leaf for group, leaves in source.carried.items() if placed and group not in drop for leaf in leaves]
     lost = [group for group in source.carried if group not in drop and not placed]
-    notes = [*source.notes, *(f"{to} has no place for tensors that {CARRIED[group]}: left out" for group in lost)]
-    notes += [f"tensors that {CARRIED[group]} are left out" for group in source.carried if group in drop]
+    notes = [
+        *source.notes,
+        *(f"left out, because {to} cannot store them: the tensors that {CARRIED[group]}" for group in lost),
+    ]
+    notes += [
+        f"left out by --drop {group}: the tensors that {CARRIED[group]}" for group in source.carried if group in drop
+    ]
     return replace(source, leaves=[*source.leaves, *kept], notes=notes)
 
 
@@ -339,7 +360,11 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
     if found is None or found.found is None:
         nearest = min(refused, key=lambda each: each.weight)
         unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
-        message = "Biases of zero are allowed, but no weights were fetched to check this." if unread else OWN_FORMAT
+        message = (
+            "gptkit can leave out biases that are all zero, but --dry-run does not read them. Leave --dry-run out."
+            if unread
+            else OWN_FORMAT
+        )
         raise nearest.refusal(message)
     family = families[len(refused)]
     return _as_tree(source, found.found, family), Target("hf", family.name)
@@ -364,12 +389,17 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
     leaves = own_leaves((name, zero.shape) for name, zero in zeros.items())
     notes = list(source.notes)
     if gained:
-        notes.append(f"{architecture.name} has {_kinds(zeros)}: added as zeros, which change nothing")
+        notes.append(f"added as zeros, which change nothing, because {architecture.name} needs them: {_kinds(zeros)}")
     if lost:
-        notes.append(f"{architecture.name} has no {_kinds(lost)}: left out, every value of them is zero")
+        notes.append(
+            f"left out, because they are all zero and {architecture.name} has no such parameters: {_kinds(lost)}"
+        )
     rounding = differences(spec, without_rounding(spec)) != differences(source.spec, without_rounding(source.spec))
     if rounding:
-        notes.append(f"the same function, rounded as {architecture.name} rounds: the last bits of logits may differ")
+        notes.append(
+            f"{architecture.name} computes the same function but rounds differently, so logits may differ "
+            "in their last bits"
+        )
     weights, names = source._weights.with_more(zeros), {**source._found, **{name: name for name in zeros}}
     return replace(source, spec=spec, leaves=[*source.leaves, *leaves], notes=notes, _weights=weights, _found=names)
 

@@ -110,7 +110,7 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
 
 def _not_met(error: Exception) -> GptkitError:
     """The error of processes that do not find one another."""
-    message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
+    message = f"the processes of this run could not connect to each other: {str(error).splitlines()[0]:.200}"
     return GptkitError(message, "Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.")
 
 
@@ -223,7 +223,7 @@ class _Team(_Alone):
     def check(self) -> None:
         """Raise Elsewhere where the run has failed."""
         if self.stop.is_set():
-            raise Elsewhere("another process of this run failed")
+            raise Elsewhere("another process of this run failed; its own message says why")
 
     def carry(self, plan: Plan, source: TensorFiles, staging: Staging, options: dict[str, Any]) -> Transferred:
         """Transfer this rank's share. Raises as `transfer`, and Elsewhere where the run failed meanwhile."""
@@ -290,7 +290,7 @@ class _Host(_Team):
         self.finish = finish
         if (idle := self.size - len(plan.shards)) > 0:
             source.notes.append(
-                f"{idle} of {self.size} processes had no file to write: a smaller --max-shard-size makes more"
+                f"{idle} of {self.size} processes had no file to write; a smaller --max-shard-size gives more files"
             )
         try:
             prepare(plan, staging)
@@ -404,8 +404,8 @@ class _Shared(Staging):
         path, finished, _ = self._guest.opened()
         self._path = Path(path)
         if not self._path.is_dir():
-            message = f"rank {self._guest.rank} does not see the folder that rank 0 writes into: {self._path}"
-            raise GptkitError(message, "Write to a file system that all machines share.")
+            message = f"rank {self._guest.rank} cannot access the folder into which rank 0 writes: {self._path}"
+            raise GptkitError(message, "Choose an output folder on a file system that all machines share.")
         self.finished = {name: FileRecord("") for name in finished}
         yield
 

@@ -128,7 +128,7 @@ def _to_bf16(single: Array, odd: int) -> Array:
 def _in_range(narrow: Array, dtype: str, odd: int) -> Array:
     """A rounded array; CheckpointError where more of its values are not finite than the `odd` ones before."""
     if lost := not_finite(narrow, dtype) - odd:
-        raise CheckpointError(f"{lost} values do not fit {HF_NAMES[dtype]}")
+        raise CheckpointError(f"{lost} values are too large for {HF_NAMES[dtype]}")
     return narrow
 
 

@@ -87,7 +87,9 @@ def _read(path: Path, most: int, flags: int) -> bytes:
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         if info.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {info.st_size:,} bytes, more than such a file has", str(path))
+            raise OSError(
+                errno.EFBIG, f"the file has {info.st_size:,} bytes, more than gptkit reads of such a file", str(path)
+            )
         return file.read(most)
 
 
@@ -120,7 +122,7 @@ def open_own(path: Path) -> io.BufferedReader:
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
         os.close(fd)
-        raise OSError(errno.EPERM, "not a plain file of this user's own", str(path))
+        raise OSError(errno.EPERM, "not a plain file that belongs to this user", str(path))
     return os.fdopen(fd, "rb")
 
 
@@ -156,7 +158,7 @@ def locked(target: Path) -> Iterator[bool]:
 
 def _take(path: Path, target: Path) -> tuple[int, bool] | None:
     """The open file, and whether it is locked; None where the holder before removed it meanwhile."""
-    in_the_way = UsageError(f"{path} exists, but gptkit needs this name for its lock file", "Remove it.")
+    in_the_way = UsageError(f"{path} exists, but gptkit needs this name for a lock file", "Remove it.")
     try:
         # Neither through a planted link, nor waiting for the other end of a planted pipe.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -186,12 +188,16 @@ def _flock(fd: int, target: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
-        who = f"pid {pid}" if pid.isdigit() else "it has just begun"
-        message = f"{target} is being written by another gptkit ({who})"
-        raise GptkitError(message, "Wait for it, or choose another name.") from error
+        who = f"pid {pid}" if pid.isdigit() else "which has just started"
+        message = f"another gptkit process ({who}) is writing {target}"
+        raise GptkitError(message, "Wait until it ends, or choose another name for the output.") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):
             raise
-        _log.warning("no locks in %s: nothing keeps another writer of %s away", target.parent, target.name)
+        _log.warning(
+            "the file system of %s has no file locks: do not write %s with two gptkit processes at once",
+            target.parent,
+            target.name,
+        )
         return False
     return True

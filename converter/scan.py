@@ -154,7 +154,7 @@ def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pick
     if not made.headers and not made.broken and made.fetched:
         made = _with_pickles(made, allow_pickle)
     if not made.headers and not made.broken:
-        hint = "Name a checkpoint: a folder or a repository with weight files, or one such file."
+        hint = "Give a folder or a hub repository (org/name) with weight files, or one weight file."
         raise InvalidInput(f"{found.text} contains no weight file, so there is nothing to audit", hint)
     return made
 
@@ -230,7 +230,7 @@ def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
     if not names:
         return files
     if not allow_pickle:
-        hint = "Audit a safetensors version of this model, or pass --allow-pickle if you trust where it comes from."
+        hint = "Audit a safetensors version of this model, or pass --allow-pickle if you trust the author of the file."
         raise untrusted(files.folder / names[0], hint)
     headers, broken, stored = {}, {}, dict[str, Stored]()
     process = Unpickler()
@@ -265,7 +265,7 @@ def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callabl
         except InvalidInput as failure:
             error = failure.message
         except (msgspec.DecodeError, OSError, ValueError):
-            error = f"{INDEX} says something that no index does"
+            error = f"{INDEX} is not an index of safetensors files: its weight_map or metadata has a wrong form"
     if CONFIG in names:
         try:
             config = read_config_file(folder / CONFIG)[0]
@@ -288,7 +288,9 @@ def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callabl
     stale = ""
     if SINGLE in weights and (index is not None or error):
         held = getattr(each[SINGLE], "tensors", {})
-        stale = error or ("" if index == dict.fromkeys(held, SINGLE) else f"{INDEX} does not match {SINGLE}")
+        stale = error or (
+            "" if index == dict.fromkeys(held, SINGLE) else f"{INDEX} lists other tensors or files than {SINGLE}"
+        )
         index, error = (None, "") if stale else (index, error)
     return Scan(
         found,

@@ -54,9 +54,9 @@ class Weights:
         for name, tensor in self._tensors.items():
             where = f"{tensor.path}: {shown(name, 80)}"
             if tensor.count * tensor.itemsize > tensor.nbytes:
-                raise CheckpointError(f"{where} should have {tensor.count:,} elements, which are not in the file")
+                raise CheckpointError(f"{where} should have {tensor.count:,} elements, but the file ends before them")
             if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
-                raise CheckpointError(f"{where} is larger than its place in the file")
+                raise CheckpointError(f"{where}: its shape needs more bytes than the file has for it")
             if tensor.path is not None:
                 self._mapped(tensor.path)
 
@@ -150,7 +150,7 @@ class Weights:
                 with path.open("rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"cannot map {path}: {error}") from error
+                raise CheckpointError(f"cannot map {path} into memory: {error}") from error
             if len(mapped) < self._ends[path]:
                 raise CheckpointError(f"{path} is truncated: {self._ends[path]} bytes expected, {len(mapped)} found")
             self._maps[path] = mapped
@@ -320,7 +320,9 @@ class Checkpoint(TensorFiles, Shown):
         for group, leaves in self.carried.items():
             number = sum(math.prod(leaf.shape) for leaf in leaves)
             names = some_of([leaf.checkpoint for leaf in leaves], 3, ", …")
-            lines.append(f"{number:,} parameters beside these {CARRIED[group]} and are not computed ({group}): {names}")
+            lines.append(
+                f"{number:,} parameters that {CARRIED[group]} ({group}), which gptkit does not compute: {names}"
+            )
         return lines
 
     @property

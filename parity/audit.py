@@ -64,14 +64,14 @@ def fix(
     """
     files = scan(new, offline=offline, allow_pickle=allow_pickle)
     if files.format not in REWRITABLE or files.found.is_own:
-        kind = "in gptkit's own format" if files.found.is_own else f"of the format {files.format}"
-        hint = f"Write it as safetensors: gptkit convert {files.reference} {out} --to hf"
-        raise InvalidInput(f"{files.reference} is {kind}, which --fix cannot rewrite", hint)
+        own = files.found.is_own
+        kind = "a checkpoint in gptkit's own format" if own else f"a checkpoint of the format {files.format}"
+        hint = f"Write the model as safetensors instead: gptkit convert {files.reference} {out} --to hf"
+        raise InvalidInput(f"--fix cannot repair {files.reference}, because it is {kind}", hint)
     if files.broken or not files.fetched:
-        why = next(
-            iter(files.broken.values()), f"{files.reference} is on the hub, and its weights are not available locally"
-        )
-        raise InvalidInput(f"{why}. Nothing was written.", "Download it first.")
+        why = next(iter(files.broken.values()), f"{files.reference} is on the hub, and its weights were not downloaded")
+        hint = "Download the model again." if files.broken else f"Download it first: hf download {files.reference}"
+        raise InvalidInput(f"{why}. Nothing was written.", hint)
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     before = audit(new, **more, **{**options, "values": False})
     errors = dict.fromkeys(each.rule for each in before.findings if each.severity == "error" and each.rule in READ)
@@ -80,9 +80,9 @@ def fix(
     repaired = MENDED | ({"missing-tensor"} if in_source else set())
     hopeless, mended = ([rule for rule in errors if (rule in repaired) == whether] for whether in (False, True))
     if hopeless:
-        message = f"nothing was written: --fix cannot repair {' and '.join(hopeless)}"
-        message += f" (it would repair {' and '.join(mended)})" if mended else ""
-        message += f", so gptkit could not load {out}"
+        message = f"nothing was written, because --fix cannot repair findings of the kind {' and '.join(hopeless)}"
+        message += f" (it could repair {' and '.join(mended)})" if mended else ""
+        message += f", so gptkit could still not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
     other = scan(options["source"], **more) if before.in_source else None
     if other is not None and not other.fetched:
@@ -132,14 +132,17 @@ def audit(
         Offline: one is not here and there is no network.
     """
     if loader is not None and loader not in _LOADERS:
-        raise UsageError(f"gptkit has no rules for {shown(loader, 40)}", f"known: {', '.join(_LOADERS)}")
+        raise UsageError(
+            f"--for {shown(loader, 40)}: gptkit has no rules for this program", f"known: {', '.join(_LOADERS)}"
+        )
     opening = {"offline": offline, "allow_pickle": allow_pickle}
     found = scan(new, **opening)
     other = None if source is None else scan(source, **opening)
     for each in (found, other):
         if each is not None and values and not each.fetched:
             raise UsageError(
-                f"{each.reference} is on the hub, so its values are not available locally", "Leave --values out."
+                f"{each.reference} is on the hub, and --values needs weights that are stored locally",
+                f"Leave --values out, or download the model: hf download {each.reference}",
             )
         if each is not None and not each.tensors and not each.broken:
             raise InvalidInput(f"{each.reference} has no tensors, so there is nothing to audit")

@@ -56,7 +56,7 @@ def _description(path: Path) -> Path:
             return path / name
     hint = f"Put the model's {CONFIG} into the same folder as {_METADATA}."
     raise InvalidInput(
-        f"{path} is a distributed checkpoint without a config.json, so its architecture is not known", hint
+        f"{path} is a distributed checkpoint without a config.json, so gptkit does not know its architecture", hint
     )
 
 
@@ -71,21 +71,22 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     pickled = path / _METADATA
     if (path / megatron.COMMON).is_file() and pickled.is_file():
         if not allow_pickle:
-            raise untrusted(pickled, "Pass --allow-pickle if you trust where it comes from.")
+            raise untrusted(pickled, "Pass --allow-pickle if you trust its author.")
         tree = describe(path)[0] if (path / CONFIG).is_file() else None
         return megatron.distributed(path, metadata(path)[0], tree)
     described = _description(path)
     spec, origin, _ = describe(path)
     if pickled.is_file():
         if not allow_pickle:
-            hint = "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it."
+            hint = "Pass --allow-pickle if you trust its author. gptkit reads only names and sizes from this file."
             raise untrusted(pickled, hint)
         tensors, others = metadata(path)
     else:
         tensors, others = hugging_face(sorted(path.glob(_SHARDS))), []
     if len(spec.blocks) > len(tensors):
         raise CheckpointError(
-            f"{path} has {len(tensors)} tensors for {len(spec.blocks)} layers: {described.name} and weights differ"
+            f"{path} has only {len(tensors)} tensors, but {described.name} describes {len(spec.blocks)} layers",
+            f"Put the {described.name} of this model into the folder.",
         )
     local = described.name == LOCAL_CONFIG
     architecture = None if local or origin.family is None else named(origin.family)
@@ -98,7 +99,9 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     model = [name for name in tensors if name.startswith(prefix) and not name.startswith(_BESIDE)]
     kept = {name.removeprefix(prefix): tensors[name] for name in model}
     if beside := [*others, *sorted(tensors.keys() - {*model})]:
-        notes.append(f"{len(beside)} entries beside the model's weights left out: {some_of(beside, 3, ', …')}")
+        notes.append(
+            f"{len(beside)} entries that are not weights of the model were left out: {some_of(beside, 3, ', …')}"
+        )
     if pickled.is_file():
         kept = located(kept)
     files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}

@@ -20,8 +20,8 @@ from ..pickles import Unpickler
 from ..safetensors import MAX_DIMS, parse_json_object, read_header
 from ..weights import Stored
 
-_HINT = "Do not use this checkpoint: it is damaged, or was made to look like one."
-_AGAIN = "Fetch or save it again, with all its files."
+_HINT = "Do not use this checkpoint: the file is damaged, or somebody has manipulated it."
+_AGAIN = "Download or save the checkpoint again, with all its files."
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -47,10 +47,12 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
         if not is_plain(name):
             raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {shown(name, 80)}", _HINT)
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
+            raise CheckpointError(
+                f"{path} is missing", "Download or save the checkpoint again, with the files of all ranks."
+            )
         sizes[name] = path.stat().st_size
     if end > sizes[name]:
-        hint = "Fetch or save it again."
+        hint = "Download or save the checkpoint again."
         raise CheckpointError(f"{path} is truncated: {end:,} bytes expected, {sizes[name]:,} found", hint)
     return path
 
@@ -70,9 +72,9 @@ def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
     where = f"{stored.path}: {shown(name, 80)}, at byte {stored.start:,},"
     inside = process.ask(stored.path, where, (str(stored.path.absolute()), stored.start, stored.nbytes), "data")
     if not isinstance(inside, Stored):
-        raise CheckpointError(f"{where} is not a plain tensor", _HINT)
+        raise CheckpointError(f"{where} is not a dense tensor with data (for example sparse or quantised)", _HINT)
     if (inside.dtype, inside.shape) != (stored.dtype, stored.shape):
-        stated = f"the metadata says {stored.dtype} of shape {list(stored.shape)}"
+        stated = f"but .metadata says {stored.dtype} of shape {list(stored.shape)}"
         raise CheckpointError(f"{where} is {inside.dtype} of shape {list(inside.shape)}, {stated}", _HINT)
     return Chunk(chunk.offsets, replace(inside, start=stored.start + inside.start))
 
@@ -90,7 +92,7 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
             if not isinstance(offsets, list):
                 offsets = [0] * len(info.shape)
             if len(offsets) > MAX_DIMS or any(type(each) is not int or not 0 <= each < 2**63 for each in offsets):
-                raise CheckpointError(f"{path}: {shown(name, 80)}: invalid sizes", _HINT)
+                raise CheckpointError(f"{path}: {shown(name, 80)} has invalid saved_offsets", _HINT)
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "its dtype or number of dimensions differs between files"
                 raise CheckpointError(f"{path}: {shown(name, 80)}: {what}", _HINT)

@@ -87,14 +87,17 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     try:
         bound = found.kind.bind(found.spec)
     except CannotExpress as error:  # biases on some projections and not on others
-        raise CheckpointError(f"{path}: its tensors do not form a model: {error.message}") from error
+        raise CheckpointError(f"{path}: its tensors do not form a complete model: {error.message}") from error
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
     for key in found.kind.numbers:
         kept |= {each.name: each for each in found.header.numbers(key, len(found.spec.blocks))}
     quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.block > 1)
     unread = sorted(set(quantised) - READABLE)
     if unread:
-        raise CheckpointError(f"{path}: tensors of type {', '.join(unread)} cannot be dequantised")
+        raise CheckpointError(
+            f"{path}: gptkit cannot dequantise tensors of type {', '.join(unread)}",
+            "Use a GGUF of the same model with another type, such as Q8_0 or F16.",
+        )
     notes = list(found.notes)
     if quantised:
         if importlib.util.find_spec("gguf") is None:
@@ -185,7 +188,10 @@ class _Model:
         self.kind = gguf_architecture(facts)
         self.dropped = {each for each in header.tensors if self._is_dropped(each, facts)}
         if _repeats(header, "output.weight", "token_embd.weight"):
-            self.notes.append("output.weight repeats token_embd.weight: the head is tied to it, kept once")
+            self.notes.append(
+                "output.weight has the same values as token_embd.weight: the head is tied to the "
+                "embedding and stored only once"
+            )
             self.dropped.add("output.weight")
             del shapes["output.weight"]
         try:
@@ -210,16 +216,19 @@ def _name(path: Path | str, header: Header) -> str:
     """The architecture's name of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
-        raise InvalidInput(f"{path} is a GGUF of type {shown(kind, 40)}, not a model", "Name the model's own file.")
+        raise InvalidInput(
+            f"{path} is a GGUF of type {shown(kind, 40)}, not a model",
+            "Give the GGUF file that contains the model's weights.",
+        )
     if not header.tensors:
         tokens = header.metadata.get("tokenizer.ggml.tokens")
         count = len(tokens) if isinstance(tokens, list) else tokens.count if isinstance(tokens, Array) else 0
         what = f"only a vocabulary of {count:,} tokens and no weights" if count else "no tensors"
-        raise InvalidInput(f"{path} contains {what}", "Name the model's own file.")
+        raise InvalidInput(f"{path} contains {what}", "Give the GGUF file that contains the model's weights.")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        hint = "Join them with llama.cpp's llama-gguf-split --merge."
-        raise InvalidInput(f"{path} is only one of {shown(parts, 20)} parts of a model", hint)
+        hint = "Join the parts first: llama-gguf-split --merge PART_1.gguf OUT.gguf (a program of llama.cpp)."
+        raise InvalidInput(f"{path} is only one of the {shown(parts, 20)} files of a split model", hint)
     try:
         return gguf_rows(header.metadata.get("general.architecture"))[0].name
     except InvalidInput as error:
@@ -241,7 +250,7 @@ def _floats(header: Header, name: str) -> tuple[float, ...]:
     tensor = header.tensors[name]
     count = (tensor.end - tensor.start) // 4
     if tensor.type.name != "F32" or count > _MAX_FLOATS:
-        raise CheckpointError(f"{header.where}: {name} is not a small tensor of F32")
+        raise CheckpointError(f"{header.where}: {name} must be a small tensor of type F32")
     values: tuple[Any, ...] = struct.unpack(f"<{count}f", header.read(tensor.start, tensor.start + 4 * count))
     return values
 

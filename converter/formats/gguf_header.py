@@ -155,14 +155,18 @@ def parse_header(
     if buffer[: len(POINTER)] == POINTER:
         raise pointer(where)
     if size < _START.size or buffer[:4] != b"GGUF":
-        raise CheckpointError(f"{where} is not a GGUF file: it does not begin with 'GGUF' and a header")
+        raise CheckpointError(
+            f"{where} is not a GGUF file: it does not begin with the bytes GGUF and a complete header"
+        )
     _, version, tensors, keys = _START.unpack_from(buffer, 0)
     if version not in (2, 3):
         what = "its numbers are big-endian" if version & 0xFFFF == 0 else f"version {version}"
         raise CheckpointError(f"{where}: {what}; gptkit reads little-endian GGUF of versions 2 and 3")
     # Each takes at least so many bytes, so that no count can make anything large.
     if keys > min(_MAX_KEYS, size // 13) or tensors > min(_MAX_TENSORS, size // 32):
-        raise CheckpointError(f"{where} claims {keys} metadata keys and {tensors} tensors, in {size} bytes")
+        raise CheckpointError(
+            f"the header of {where} claims {keys} metadata keys and {tensors} tensors, too many for {size} bytes"
+        )
     cursor = _Cursor(where, buffer, size, _START.size)
     metadata, ends = _metadata(cursor, keys)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -184,7 +188,7 @@ class _Cursor:
         at = self.at
         if length > self.size - at:
             message = f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found"
-            raise CheckpointError(message, "Fetch or copy this file again.")
+            raise CheckpointError(message, "Download or copy this file again.")
         if at + length > len(self.buffer):
             raise Incomplete(at + length)
         self.at = at + length
@@ -212,14 +216,14 @@ class _Cursor:
         self.text -= length
         if self.text < 0:
             raise CheckpointError(
-                f"{self.where}: {what} brings the text in the header to more than {_MAX_TEXT:,} bytes"
+                f"{self.where}: with {what}, the text in the header has more than {_MAX_TEXT:,} bytes"
             )
 
     def skip_strings(self, count: int, what: str) -> None:
         """Go over an array of strings, all of which lie within the file."""
         self.strings -= count
         if self.strings < 0 or count > (self.size - self.at) // 8:
-            raise CheckpointError(f"{self.where}: {what} claims {count} strings")
+            raise CheckpointError(f"{self.where}: {what} claims {count} strings, more than fit into the file")
         unpack, buffer, at, last = _U64.unpack_from, self.buffer, self.at, len(self.buffer) - 8
         for _ in range(count):
             if at > last:
@@ -274,7 +278,7 @@ def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> 
         return list(values)
     for value in values:
         if value > 1:
-            raise CheckpointError(f"{where}: a boolean at byte {start} is {value}")
+            raise CheckpointError(f"{where}: a boolean at byte {start} is {value}, expected 0 or 1")
     return [value == 1 for value in values]
 
 
@@ -315,7 +319,7 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
             raise CheckpointError(f"{where}: tensor {shown(info.name)} {what} (byte {start}, {at} expected)")
         if end > size:
             message = f"{where} is truncated: tensor {shown(info.name)} ends at byte {end}, {size} found"
-            raise CheckpointError(message, "Fetch or copy this file again.")
+            raise CheckpointError(message, "Download or copy this file again.")
         found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):

@@ -110,11 +110,13 @@ def without_tokenizer(header: Header) -> list[str]:
     """Why the file's tokenizer cannot be written, as notes."""
     kind, pre = _get(header, "model", str), _get(header, "pre", str) or "default"
     if kind is None or kind == "none" or PREFIX + "tokens" not in header.metadata:
-        return ["the file holds no tokenizer"]
+        return ["the file contains no tokenizer: give texts as token ids"]
     if kind not in ("gpt2", "llama", "gemma4", "t5"):
-        return [f"its tokenizer is of the kind {shown(kind, 40)}, which is not read: text has to be given as token ids"]
+        return [
+            f"gptkit cannot read its tokenizer (tokenizer.ggml.model is {shown(kind, 40)}): give texts as token ids"
+        ]
     if kind == "gpt2" and pre not in PRE_TOKENIZERS:
-        return [f"its tokenizer splits text as {shown(pre, 40)}, which is not known: text has to be given as token ids"]
+        return [f"gptkit cannot read its tokenizer (tokenizer.ggml.pre is {shown(pre, 40)}): give texts as token ids"]
     return []
 
 
@@ -130,7 +132,7 @@ def check_lengths(tokens: Collection[str], where: str) -> None:
     """Raise CheckpointError for tokens longer than tokens are, before anything tries their every part."""
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         longest = max(map(len, tokens))
-        raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, too many for a vocabulary")
+        raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, more than gptkit reads")
 
 
 def splits(token: str) -> list[tuple[str, str]]:
@@ -162,7 +164,7 @@ class Texts(UserDict[str, bytes]):
     def _tokenizer(self) -> dict[str, Any]:
         kind, tokens = self._get("model", str), self._tokens
         if not all(isinstance(token, str) for token in tokens):
-            raise self._error(f"the {len(tokens)} tokens for a token table of {self._rows} rows are not all text")
+            raise self._error(f"not all of its {len(tokens)} tokens are strings")
         check_lengths(tokens, self._header.where)
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         added = [
@@ -190,16 +192,21 @@ class Texts(UserDict[str, bytes]):
         """The merges that the file lists."""
         merges = self._header.values(PREFIX + "merges", MAX_STRINGS)
         if merges is None or not all(isinstance(merge, str) for merge in merges):
-            raise self._error(f"a tokenizer of model {self._get('model', str)} has no {PREFIX}merges")
+            raise self._error(f"its tokenizer ({PREFIX}model is {self._get('model', str)}) has no {PREFIX}merges")
         pairs = []
         for merge in merges:
             left, space, right = merge[1:].partition(" ")
             if not space or not right:
-                raise self._error(f"{shown(merge)} is no merge of two tokens")
+                raise self._error(
+                    f"{PREFIX}merges contains {shown(merge)}, which is not two tokens with a space between them"
+                )
             pairs.append((merge[0] + left, right))
         for left, right in pairs:
             if left not in vocab or right not in vocab or left + right not in vocab:
-                raise self._error(f"the merge of {shown(left, 30)} and {shown(right, 30)} is not one of tokens")
+                raise self._error(
+                    f"{PREFIX}merges has {shown(left, 30)} and {shown(right, 30)}, but they or their "
+                    "merge are not in the vocabulary"
+                )
         return pairs
 
     def _sentencepiece(self) -> dict[str, Any]:
@@ -239,7 +246,7 @@ class Texts(UserDict[str, bytes]):
         charsmap = self._header.values(PREFIX + "precompiled_charsmap", _MAX_CHARSMAP)
         if charsmap:
             if not all(isinstance(value, int) for value in charsmap):
-                raise self._error(f"{PREFIX}precompiled_charsmap is not bytes")
+                raise self._error(f"{PREFIX}precompiled_charsmap is not an array of bytes")
             text = base64.b64encode(bytes(value & 0xFF for value in charsmap)).decode()
             normalizers.append({"type": "Precompiled", "precompiled_charsmap": text})
         if self._get("remove_extra_whitespaces", bool):
@@ -314,7 +321,7 @@ class Texts(UserDict[str, bytes]):
         array = self._header.metadata.get(PREFIX + "tokens")
         count = array.count if isinstance(array, Array) else len(array) if isinstance(array, list) else 0
         if count > self._rows:
-            raise self._error(f"{count} tokens for a token table of {self._rows} rows")
+            raise self._error(f"its tokenizer has {count} tokens, but its embedding has only {self._rows} rows")
         return self._header.values(PREFIX + "tokens", _MAX_TOKENS) or []
 
     @cached_property
@@ -325,15 +332,15 @@ class Texts(UserDict[str, bytes]):
         count = len(self._tokens)
         values = self._header.values(PREFIX + key, count)
         if values is not None and (len(values) < count or not all(isinstance(value, int | float) for value in values)):
-            raise self._error(f"{PREFIX}{key} is not one number a token ({count})")
+            raise self._error(f"{PREFIX}{key} must have one number for each of the {count} tokens")
         return values
 
     def _scores(self) -> list[float]:
         scores = self._numbers("scores")
         if scores is None:
-            raise self._error(f"there is no {PREFIX}scores")
+            raise self._error(f"{PREFIX}scores is missing")
         if not all(math.isfinite(score) for score in scores):
-            raise self._error(f"{PREFIX}scores are not all finite")
+            raise self._error(f"{PREFIX}scores has values that are NaN or infinite")
         return [float(score) for score in scores[: len(self._tokens)]]
 
     def _vocab(self) -> dict[str, int]:
@@ -341,7 +348,7 @@ class Texts(UserDict[str, bytes]):
         vocab: dict[str, int] = {}
         for index, token in enumerate(self._tokens):
             if self._types[index] != UNUSED and vocab.setdefault(token, index) != index:
-                raise self._error(f"the token {shown(token)} occurs twice")
+                raise self._error(f"{PREFIX}tokens has {shown(token)} twice")
         return vocab
 
     def _unknown(self) -> int | None:

@@ -39,7 +39,7 @@ from .llama_cpp_tokenizer import differing, sentencepiece
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float] | list[bool]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
-_NO_FALLBACK = "llama.cpp's unigram tokenizer has no byte fallback: unknown characters become <unk> there"
+_NO_FALLBACK = "llama.cpp's unigram tokenizer has no byte fallback: characters without a token become <unk>"
 _ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
 
 
@@ -74,11 +74,13 @@ class _Metadata:
         self.say(model=model, pre=pre)
         beyond = sum(index >= self.rows for index in self.texts)
         if beyond:
-            self.notes.append(f"{beyond} tokens beyond the {self.rows:,} rows of the embedding are left out")
+            self.notes.append(f"{beyond} tokens were left out, because the embedding has only {self.rows:,} rows")
         texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
         if len(set(texts)) != self.rows:
             twice = Counter(texts).most_common(1)[0][0]
-            message = f"two tokens have the text {shown(twice, 40)}, but llama.cpp needs different texts"
+            message = (
+                f"two tokens of the tokenizer have the same text {shown(twice, 40)}, which llama.cpp does not support"
+            )
             raise CannotExpress(message)
         self.say(tokens=texts)
         if model != "gpt2":
@@ -100,7 +102,9 @@ def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] 
     elif model := next((name for name in ("tokenizer.model", "spiece.model") if name in files), None):
         found = _from_sentencepiece(files[model], model, rows, settings)
     else:
-        return _none("there is no tokenizer beside the weights: text cannot be tokenized by the file alone")
+        return _none(
+            "the GGUF file has no tokenizer, because the source folder has none; llama.cpp needs one to read text"
+        )
     if found.metadata[PREFIX + "model"] != "none":
         _special_ids(found, settings, config or {})
         found.metadata |= _chat_template(files, settings)
@@ -112,11 +116,11 @@ def _compare(found: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
     try:
         texts, tried = differing(found.metadata, encode)
     except (IndexError, KeyError, ValueError, struct.error) as error:
-        raise InvalidInput(f"the tokenizer's map of characters is damaged: {error!s:.80}") from error
+        raise InvalidInput(f"the tokenizer's precompiled_charsmap is damaged: {error!s:.80}") from error
     if texts:
         example = shown(min(texts, key=len), 40)
         found.notes.append(
-            f"of {tried} texts that are hard to tokenize, llama.cpp gives other token ids than the original for"
+            f"of {tried} difficult test texts, llama.cpp gives other token ids than the original tokenizer for"
             f" {len(texts)}, for example {example}"
         )
 
@@ -138,7 +142,7 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
         raise InvalidInput(f"tokenizer.json contains a JSON {type(data).__name__}, but an object is needed")
     model = data.get("model")
     if not isinstance(model, dict):
-        raise InvalidInput("tokenizer.json has no model")
+        raise InvalidInput("tokenizer.json has no field model")
     kind = model.get("type") or ("BPE" if "merges" in model else None)
     steps = list(_flat(data.get("pre_tokenizer"), "pretokenizers"))
     normalizers = list(_flat(data.get("normalizer"), "normalizers"))
@@ -158,16 +162,21 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
             if charsmap:
                 found.say(precompiled_charsmap=base64.b64decode(charsmap))
         else:
-            return _none(f"llama.cpp has no tokenizer like this {kind} model: the file is written without one")
+            return _none(f"the GGUF file has no tokenizer, because llama.cpp has none of the type {kind}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InvalidInput(f"tokenizer.json is not a tokenizer: {type(error).__name__}: {error!s:.80}") from error
+        raise InvalidInput(
+            f"gptkit cannot read tokenizer.json as a tokenizer: {type(error).__name__}: {error!s:.80}"
+        ) from error
     tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
     _post_processing(found, tokenizer)
     _compare(found, lambda text: tokenizer.encode(text, special=False))
     for setting in ("lstrip", "rstrip", "single_word"):
         names = [each["content"] for each in added if each.get(setting)]
         if names:
-            found.notes.append(f"{setting} of {', '.join(names[:4])}{', …' * (len(names) > 4)} has no place in a GGUF")
+            found.notes.append(
+                f"{setting} of {', '.join(names[:4])}{', …' * (len(names) > 4)} cannot be stored in a "
+                "GGUF file, so llama.cpp may tokenize texts with these tokens differently"
+            )
     return found
 
 
@@ -189,14 +198,19 @@ def _byte_level(
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
     if name is None:
         found.notes.append(
-            "llama.cpp has no name for the way in which tokenizer.json splits text: the file says 'default', and "
-            "llama.cpp may tokenize otherwise"
+            "llama.cpp has no name for the pre-tokenizer of tokenizer.json. The GGUF file says 'default', and "
+            "llama.cpp may give other token ids"
         )
     if any(step.get("add_prefix_space") for step in steps if step["type"] == "ByteLevel"):
-        found.notes.append("tokenizer.json puts a space before a text, llama.cpp's byte-level BPE does not")
+        found.notes.append(
+            "tokenizer.json puts a space before each text, but llama.cpp's byte-level BPE does not, so "
+            "token ids may differ"
+        )
     if normalizers:
         kinds = ", ".join(step["type"] for step in normalizers)
-        found.notes.append(f"llama.cpp does not normalize text ({kinds}): what is not normalized tokenizes otherwise")
+        found.notes.append(
+            f"llama.cpp does not apply the normalizers of tokenizer.json ({kinds}), so token ids may differ"
+        )
     found.list_tokens("gpt2", name or "default")
     # Spaces within a merge (from files that were never byte-level) are written as GPT-2 writes them.
     found.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
@@ -226,8 +240,7 @@ def _sentencepiece_bpe(found: _Metadata, model: Step, added: Sequence[Step]) -> 
     normal, known = {text for text, index in vocab.items() if found.types.get(index, NORMAL) == NORMAL}, set(merges)
     if other := sum(any({*pair} <= normal and pair not in known for pair in splits(text)) for text in normal):
         found.notes.append(
-            f"llama.cpp merges into {other:,} of the tokens from pairs that tokenizer.json does not merge: "
-            "it may tokenize otherwise"
+            f"llama.cpp can form {other:,} tokens by merges that tokenizer.json does not have, so token ids may differ"
         )
     found.list_tokens("llama")
 
@@ -252,10 +265,12 @@ def _space_prefix(found: _Metadata, steps: list[Step], normalizers: list[Step]) 
     scheme = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space", True) else "never")
     found.say(add_space_prefix=scheme != "never")
     if scheme == "first":
-        found.notes.append("llama.cpp puts a space behind special tokens too, tokenizer.json only before a whole text")
+        found.notes.append(
+            "llama.cpp also puts a space after special tokens, but tokenizer.json puts one only before the whole text"
+        )
     if scheme != "never":
         found.notes.append(
-            "llama.cpp puts a space before every text, as SentencePiece does; tokenizer.json not before one that "
+            "llama.cpp puts a space before every text, but tokenizer.json puts none before a text that already "
             "begins with a space"
         )
 
@@ -264,12 +279,14 @@ def _post_processing(found: _Metadata, tokenizer: Tokenizer) -> None:
     """Which special tokens are put around a text, asked of the tokenizer itself."""
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
-    for name, where, ids in (("bos", "before", whole[:at]), ("eos", "behind", whole[at + len(plain) :])):
+    for name, where, ids in (("bos", "before", whole[:at]), ("eos", "after", whole[at + len(plain) :])):
         found.say(**{f"add_{name}_token": bool(ids)})
         if ids and ids[0] < found.rows:
             found.say(**{f"{ID_KEYS[name]}_token_id": ids[0]})
         if len(ids) > 1:
-            found.notes.append(f"tokenizer.json puts {len(ids)} tokens {where} a text")
+            found.notes.append(
+                f"tokenizer.json puts {len(ids)} special tokens {where} a text, but llama.cpp puts only one"
+            )
 
 
 # --- the names of ways to split text ---------------------------------------------------------------------------------
@@ -319,7 +336,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
                 piece, index = dict(_fields(value)), len(found.texts)
                 found.types[index] = piece.get(3, NORMAL)
                 if found.types[index] not in range(1, 7):
-                    raise ValueError(f"a piece of type {shown(found.types[index], 20)}")
+                    raise ValueError(f"it has a piece of the unknown type {shown(found.types[index], 20)}")
                 found.texts[index] = piece[1].decode()
                 found.scores[index] = struct.unpack("<f", piece.get(2, bytes(4)))[0]
             elif number == 2:
@@ -336,13 +353,15 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
     if not found.texts:
         raise InvalidInput(f"{name} is not a SentencePiece model: it has no pieces")
     if kind is None:
-        return _none(f"llama.cpp has no tokenizer like {name}: the file is written without one")
+        return _none(f"the GGUF file has no tokenizer, because llama.cpp has none of the type of {name}")
     decoder = settings.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         try:
             found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
         except (KeyError, ValueError) as error:
-            raise InvalidInput(f"tokenizer_config.json: added_tokens_decoder is broken: {error!s:.80}") from error
+            raise InvalidInput(
+                f"tokenizer_config.json: added_tokens_decoder has a wrong form: {error!s:.80}"
+            ) from error
     found.list_tokens(kind)
     found.say(add_space_prefix=prefixed)
     if kind == "t5":
@@ -357,11 +376,10 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
     if kind == "t5" and by_bytes:
         found.notes.append(_NO_FALLBACK)
     if kind == "llama" and not by_bytes:
-        found.notes.append(f"{name} has no tokens for bytes, and llama.cpp fails at characters that have no token")
+        found.notes.append(f"{name} has no byte tokens, and llama.cpp fails on characters that have no token")
     if kind == "llama" and charsmap:
         found.notes.append(
-            f"{name} normalizes text, and llama.cpp's SentencePiece BPE does not: what is not normalized tokenizes"
-            " otherwise"
+            f"{name} normalizes text, but llama.cpp's SentencePiece BPE does not, so token ids may differ"
         )
     _compare(found, sentencepiece(found.metadata, charsmap, merged, by_bytes))
     return found

@@ -49,7 +49,10 @@ def plan(request: Request) -> Plan:
     notes = [*tree.notes]
     narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
     if narrow:
-        notes.append(f"{narrow} tensors whose rows are no multiple of {_BLOCK} values are stored as F16, not Q8_0")
+        notes.append(
+            f"{narrow} tensors are stored as F16 instead of Q8_0, because their rows are not a multiple of "
+            f"{_BLOCK} values"
+        )
     widened = {
         kind: [leaf for leaf, written in tensors if written == "F32" and _source_type(leaf, dtypes) == kind]
         for kind in ("BF16", "F16")
@@ -61,9 +64,14 @@ def plan(request: Request) -> Plan:
             notes.append(f"llama.cpp requires F32 for {len(leaves)} {what}, which the source stores as {kind}")
     factors = shifted(request.source.spec)
     if factors:
-        notes.append(f"{len(factors)} norms' weights are stored as 1 + weight, what llama.cpp multiplies by")
+        notes.append(
+            f"the weights of {len(factors)} norms are stored as 1 + weight, because llama.cpp multiplies "
+            "by the stored weight"
+        )
     if LONG in tree.extras:
-        notes.append("llama.cpp chooses LongRoPE's divisors by the context it is given, not by how long the text is")
+        notes.append(
+            "llama.cpp chooses the short or long LongRoPE factors by its context size, not by the length of the text"
+        )
     vocab = vocabulary(_token_files(request), request.source.spec.vocab_size, _numbered(request))
     name = _name(request.source.origin.reference or request.source.path.name)
     metadata: dict[str, Value] = {

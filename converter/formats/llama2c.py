@@ -76,7 +76,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     weights, notes = Weights(tensors), []
     if header.version == 0:
         _check_tables(path, weights, header.sizes)
-        notes.append("freqs_cos and freqs_sin are tables that follow from the sizes: checked and left out")
+        notes.append("freqs_cos and freqs_sin are RoPE tables that follow from the sizes: checked and left out")
     if count := len(weights.blocks):
         notes.append(f"{count} of {len(tensors)} tensors are quantised in groups of {header.group}: dequantised to F32")
     texts, more = texts_beside(path, header.sizes)
@@ -94,7 +94,9 @@ def plan(request: Request, version: int = 0) -> Plan:
 
     wide = sorted(name for name, dtype in request.source.shared_dtypes().items() if dtype == "F64")
     if request.asked is not None and parse_dtype(request.asked) != "F32":
-        raise UsageError(f"llama2.c's format stores float32, not {request.asked}", "Leave --dtype out.")
+        raise UsageError(
+            f"llama2.c's format stores float32, not {request.asked}", "Leave --dtype out, or use --dtype float32."
+        )
     if wide and request.asked is None:
         hint = "Pass --dtype float32 to round it."
         raise UsageError(f"llama2.c's format stores float32, but {wide[0]} is float64", hint)
@@ -156,14 +158,15 @@ class _Header:
             self.sizes = replace(Sizes(*_SIZES.unpack_from(head, 8)), shared=bool(shared))
             self.group = struct.unpack_from("<i", head, 37)[0] if self.version == 2 else 1
             if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= _MAX_GROUP:
-                raise CheckpointError(f"{path}: its header has impossible sizes: {self.sizes}")
+                raise CheckpointError(f"{path}: the sizes in its header are impossible: {self.sizes}")
         self.start = _HEADER if self.version else _SIZES.size
         # Before anything is made for every layer: a header alone may claim any number of them.
         nbytes = self.start
         for template, shape, count in self.sizes.stacked(self.version):
             if self.version == 2 and template in QUANTISED and math.prod(shape) % self.group:
                 raise CheckpointError(
-                    f"{path}: {template} has shape {list(shape)}, which is not divisible into groups of {self.group}"
+                    f"{path}: {template} has shape {list(shape)}, which does not divide into quantisation "
+                    f"groups of {self.group}"
                 )
             nbytes += _nbytes(template, shape, self.version, self.group) * count
         size = path.stat().st_size
@@ -226,5 +229,5 @@ def _check_tables(path: Path, weights: Weights, sizes: Sizes) -> None:
             if not np.all(np.abs(rows - function(angles)) <= 1e-6 + 4e-7 * angles):
                 raise CheckpointError(
                     f"{path}: {name} does not match RoPE with base {BASE:,.0f} and head dimension {sizes.head_dim}",
-                    "The file is damaged, or its model is one that llama2.c itself does not support.",
+                    "Download the file again. If this does not help, llama2.c itself does not support this model.",
                 )

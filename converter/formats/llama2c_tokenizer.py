@@ -43,13 +43,13 @@ def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[st
         pieces = _pieces(file, sizes.vocab_size)
         if pieces is not None:
             texts = Texts(_as_header(file, pieces), sizes.vocab_size, sizes.max_seq_len, {"bos": [_BOS], "eos": [_EOS]})
-            return texts, [f"its tokenizer is {name}, which lies beside it"]
+            return texts, [f"its tokenizer is {name} in the same folder"]
         passed.append(name)
     found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
-    notes = [f"{name} holds no {sizes.vocab_size} tokens: left alone" for name in passed]
+    notes = [f"{name} was not used, because it does not have {sizes.vocab_size} tokens" for name in passed]
     if any(name in found for name in _FILES[:2]):
         return found, notes
-    return {}, [*notes, f"there is no {names[0]} or {TOKENIZER} beside it: text has to be given as ids"]
+    return {}, [*notes, f"the folder has no {names[0]} or {TOKENIZER}: give texts as token ids"]
 
 
 def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
@@ -105,14 +105,14 @@ def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[st
     if "tokenizer.model" in files:
         files.pop("tokenizer.json", None)  # it has the scores, the other only an order
     if "tokenizer.model" not in files and "tokenizer.json" not in files:
-        return None, [f"there is no tokenizer beside the weights: {TOKENIZER} is not written"]
+        return None, [f"{TOKENIZER} is not written, because the source folder has no tokenizer"]
     try:
         found = vocabulary(files, sizes.vocab_size).metadata
         reason = _unlike(found, sizes)
     except CannotExpress as error:
         found, reason = {}, error.message
     if reason is not None:
-        return None, [f"{TOKENIZER} is not written: {reason}"]
+        return None, [f"{TOKENIZER} is not written, because llama2.c cannot use this tokenizer: {reason}"]
     tokens, scores = found[PREFIX + "tokens"], found[PREFIX + "scores"]
     assert isinstance(tokens, list) and isinstance(scores, list)
     texts = [str(token).replace(SPACE, " ") for token in tokens]
@@ -125,11 +125,11 @@ def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[st
 def _unlike(found: Mapping[str, Any], sizes: Sizes) -> str | None:
     """What of a tokenizer, in GGUF's words, llama2.c does otherwise."""
     if found[PREFIX + "model"] != "llama":
-        return "llama2.c has SentencePiece's BPE alone"
+        return "llama2.c supports only SentencePiece's BPE"
     if (found.get(PREFIX + "bos_token_id"), found.get(PREFIX + "eos_token_id")) != (_BOS, _EOS):
-        return f"llama2.c takes ids {_BOS} and {_EOS} for the beginning and the end of a text"
+        return f"llama2.c always uses ids {_BOS} and {_EOS} for the tokens BOS and EOS"
     if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != _NAMED:
-        return f"llama2.c takes ids {BYTES} to {BYTES + 255} for the 256 bytes"
+        return f"llama2.c always uses ids {BYTES} to {BYTES + 255} for the 256 byte tokens"
     if not found.get(PREFIX + "add_space_prefix"):
-        return "llama2.c puts a space before every text"
+        return "llama2.c always puts a space before a text"
     return None

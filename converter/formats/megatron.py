@@ -37,7 +37,7 @@ _OURS = ("embedding.", "decoder.", "output_layer.")
 _RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 _NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
-_HINT = "Take all files of all ranks of one step, and no others."
+_HINT = "Put the files of all ranks of one training step into the folder, and no other files."
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -56,7 +56,9 @@ def step_in(folder: Path) -> Path | None:
     text = stated_name(said)
     inside = folder / (f"iter_{text.zfill(7)}" if text.isdecimal() else text)
     if not (text == "release" or text.isdecimal()) or not is_folder(inside):
-        raise CheckpointError(f"{said} names a folder that does not exist")
+        raise CheckpointError(
+            f"{said} names a folder that does not exist: {inside.name}", "Download or copy the checkpoint again."
+        )
     return inside
 
 
@@ -75,13 +77,15 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
     for tables in stages:
         numbers = {int(match[1]) for name in tables[0] if (match := _LAYER.match(name))}
         if numbers != set(range(len(numbers))):
-            what = f"a stage has the layers {some_of(sorted(numbers), 8)}, but they must count up from 0"
+            what = (
+                f"a pipeline stage has the layers {some_of(sorted(numbers), 8)}, but its layers must be numbered from 0"
+            )
             raise CheckpointError(f"{folder}: {what}", _HINT)
         for name, tensor in _joined(folder, files, tables, bool(arguments.get("swiglu"))):
             own = _LAYER.match(name)
             whole = name if own is None else f"decoder.layers.{int(own[1]) + first}.{name[own.end() :]}"
             if whole in tensors and whole != HEAD:
-                raise CheckpointError(f"{folder}: {shown(whole, 80)} is in two stages", _HINT)
+                raise CheckpointError(f"{folder}: two pipeline stages have {shown(whole, 80)}", _HINT)
             tensors[whole] = tensor
         first += len(numbers)
     how = f"joined from {len(files)} ranks ({len(stages[0])} of tensor parallelism)"
@@ -120,7 +124,7 @@ def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, 
     boxes: dict[int, list[Chunk]] = {}
     for (first, *offsets), stored in (chunk for chunk in tensor.chunks if chunk.stored.shape):
         if not stored.contiguous:
-            raise CheckpointError(f"{where} has a part that is not a plain array", _HINT)
+            raise CheckpointError(f"{where} has a part that is not stored contiguously", _HINT)
         count, shape = stored.count // max(stored.shape[0], 1), stored.shape[1:]
         for layer in range(stored.shape[0]):
             part = replace(stored, shape=shape, strides=None, offset=stored.offset + layer * count)
@@ -144,7 +148,9 @@ def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
     """Refuse more layers than there are tensors, before a tree is made of them."""
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
-        raise CheckpointError(f"{folder} has {there} tensors for {shown(layers, 20)} layers")
+        raise CheckpointError(
+            f"{folder} has only {there} tensors, but the arguments in it describe {shown(layers, 20)} layers"
+        )
 
 
 def _opened(
@@ -168,14 +174,14 @@ def _opened(
             f"{folder}: config.json and the arguments in {files[0].name} describe different models ({what})"
         )
     leaves, weights = _bound(spec), chunked(tensors)
-    notes = [f"{how}; the vocabulary is padded as it was trained: {rows:,} rows"]
+    notes = [f"{how}; the embedding keeps the padded vocabulary of {rows:,} rows from training"]
     if spec.tied and {HEAD, EMBEDDING} <= weights.info.keys():  # the last stage's copy
         if not weights.same(HEAD, EMBEDDING):
             raise CheckpointError(
-                f"{folder}: {HEAD} differs from the embedding, although the arguments tie them", _HINT
+                f"{folder}: {HEAD} differs from the embedding, although the training arguments tie the two", _HINT
             )
         del weights.info[HEAD]
-        notes.append(f"{HEAD} repeats the embedding it is tied to: kept once")
+        notes.append(f"{HEAD} is a copy of the embedding, to which it is tied: stored only once")
     text = json.dumps({**config, "architectures": [family.hf_class]}, indent=2) + "\n"
     origin = Origin(family=family.name, config_text=text)
     return Opened(spec, origin, leaves, weights, tuple(files), notes=notes, format="Megatron-LM's")
@@ -185,7 +191,9 @@ def _bound(spec: ModelSpec) -> list[Any]:
     try:
         return bind("Megatron-LM", LEAVES, spec)
     except CannotExpress as error:
-        raise CheckpointError(f"the arguments do not match the tensors: {error.message}") from error
+        raise CheckpointError(
+            f"the training arguments (args) in the checkpoint do not match its tensors: {error.message}"
+        ) from error
 
 
 def _stages(
@@ -203,12 +211,14 @@ def _stages(
         match = _RANK.fullmatch(file.parent.name)
         place = (int(match[2] or 0), int(match[1])) if match else (0, 0)
         if place in found:
-            raise CheckpointError(f"{file.parent} occurs twice", _HINT)
+            raise CheckpointError(f"another folder has the same rank as {file.parent}", _HINT)
         own = content.get("args") if isinstance(content, dict) else None
         if not isinstance(own, dict):
-            raise CheckpointError(f"{file} has no arguments", _HINT)
+            raise CheckpointError(f"{file} does not contain the training arguments (args)", _HINT)
         if other := [str(key) for key in arguments if key not in _OWN and own.get(key) != arguments[key]]:
-            raise CheckpointError(f"{file} has a different {some_of(other, 3)} than {files[0].parent.name}", _HINT)
+            raise CheckpointError(
+                f"{file} has other training arguments than {files[0].parent.name}: {some_of(other, 3)}", _HINT
+            )
         found[place] = content
     outside = any(stage >= pipeline or rank >= tensor for stage, rank in found)
     if len(found) != tensor * pipeline or outside:
@@ -216,8 +226,14 @@ def _stages(
         claimed = ((stage, rank) for stage in range(pipeline) for rank in range(tensor))
         missing = list(islice((place for place in claimed if place not in found), 4))
         dots = ", …" if tensor * pipeline - len(found) > 4 else ""
-        what = f"misses (stage, rank) {', '.join(map(str, missing))}{dots}" if missing else "has more than the files"
-        raise CheckpointError(f"{folder} {what} of {tensor} x {pipeline} ranks", _HINT)
+        what = (
+            f"lacks the files of (pipeline stage, tensor rank) {', '.join(map(str, missing))}{dots}"
+            if missing
+            else "has more files than those"
+        )
+        raise CheckpointError(
+            f"{folder} {what}; its arguments say {tensor} tensor-parallel x {pipeline} pipeline-parallel ranks", _HINT
+        )
     keys = [key for key in found[0, 0] if re.fullmatch(r"model\d*", str(key))]
     if set(keys) != {"model"} and set(keys) != {f"model{number}" for number in range(max(1, len(keys)))}:
         raise CheckpointError(f"{files[0]} contains no model, only {some_of([str(key) for key in found[0, 0]], 6)}")
@@ -243,9 +259,11 @@ def _flat(folder: Path, state: Any) -> dict[str, Stored]:
         if ours is None:
             continue
         if not isinstance(value, Stored):
-            raise CheckpointError(f"{folder}: {shown(name, 80)} is not a plain tensor")
+            raise CheckpointError(
+                f"{folder}: {shown(name, 80)} is not a dense tensor with data (for example sparse or quantised)"
+            )
         if ours in found:
-            raise CheckpointError(f"{folder} has {shown(name, 80)} under two names")
+            raise CheckpointError(f"{folder} has two tensors for the same parameter {shown(name, 80)}")
         found[ours] = value
     return found
 
@@ -270,7 +288,9 @@ def _joined(
     for name in tables[0]:
         where = f"{folder}: {shown(name, 80)}"
         if any(name not in table for table in tables):
-            raise CheckpointError(f"{where} is missing in some of the {len(tables)} ranks of its stage", _HINT)
+            raise CheckpointError(
+                f"{where} is missing in some of the {len(tables)} tensor-parallel ranks of its pipeline stage", _HINT
+            )
         parts = [table[name] for table in tables]
         dim, first = shared_out(name), parts[0]
         if dim is None or len(parts) == 1:
@@ -294,6 +314,6 @@ def _half(where: str, part: Stored, which: int) -> Stored:
     """The rows of a rank's gate, or of its up."""
     rows = part.shape[0] // 2
     if part.shape[0] % 2 or not part.contiguous:
-        raise CheckpointError(f"{where} cannot be split into gate and up with the same number of rows", _HINT)
+        raise CheckpointError(f"{where} cannot be split into gate_proj and up_proj with the same number of rows", _HINT)
     count = part.count // 2
     return replace(part, shape=(rows, *part.shape[1:]), strides=None, offset=part.offset + which * count)

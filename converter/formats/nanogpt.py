@@ -50,16 +50,19 @@ def opened(file: Path, content: Any) -> Opened:
         activation = "gelu_new"
     elif not isinstance(said, dict) or said.get("activation_function") != "gelu":
         notes.append(
-            "the file does not say which GELU it was trained with: taken for the exact one, as in today's model.py"
+            "the file does not say which GELU the model was trained with: gptkit uses the exact one, as "
+            "nanoGPT's model.py does"
         )
     if arguments["n_layer"] > len(weights.info):
-        raise CheckpointError(f"{file} has {len(weights.info)} tensors for {arguments['n_layer']} layers")
+        raise CheckpointError(
+            f"{file} has only {len(weights.info)} tensors, but its model_args say {arguments['n_layer']} layers"
+        )
     spec = spec_of(arguments, activation, bias)
     kept = [key for key in content if key not in ("model", "model_args", _NOTE)]
     if kept:
-        notes.append(f"left out, since it is no part of a model: {', '.join(str(key) for key in kept)}")
+        notes.append(f"left out, because it is not part of the model: {', '.join(str(key) for key in kept)}")
     if not bias:
-        notes.append("it has no biases, which transformers' gpt2 has: --to hf:gpt2 gives it some that are zero")
+        notes.append("the model has no biases, but transformers' gpt2 has: --to hf:gpt2 adds biases that are zero")
     text = json.dumps(config_of(arguments, activation), indent=2) + "\n"
     origin = Origin(family="gpt2", config_text=text) if bias else Origin()
     return Opened(spec, origin, bind("nanoGPT", LEAVES, spec), weights, (file,), {}, notes, format="nanogpt")
@@ -81,18 +84,18 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
             dropped.append(name)
         else:
             found[name] = tensor
-    notes = [f"buffers without weights left out: {', '.join(dropped[:8])}"] if dropped else []
+    notes = [f"buffers that are not weights were left out: {', '.join(dropped[:8])}"] if dropped else []
     if HEAD in found and EMBEDDING not in found:
         found[EMBEDDING] = found.pop(HEAD)
-        notes.append(f"{HEAD} is there for the embedding it is tied to")
+        notes.append(f"the file has no embedding; {HEAD} is used instead, because nanoGPT ties the two")
     weights = Weights(found)
     weights.check()
     if HEAD not in found:
         return weights, notes
     if weights.info[HEAD][0] not in DTYPES or not weights.same(HEAD, EMBEDDING):
-        raise CheckpointError(f"{file}: {HEAD} differs from the embedding, although nanoGPT ties them")
+        raise CheckpointError(f"{file}: {HEAD} differs from the embedding, although nanoGPT ties the two")
     del found[HEAD]
-    return Weights(found), [*notes, f"{HEAD} repeats the embedding it is tied to: kept once"]
+    return Weights(found), [*notes, f"{HEAD} is a copy of the embedding, to which it is tied: stored only once"]
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
@@ -100,7 +103,11 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
     if other or missing:
-        what = f"no size {missing[0]}" if missing else f"{shown(', '.join(other), 80)}, which nanoGPT does not have"
+        what = (
+            f"no field {missing[0]}"
+            if missing
+            else f"the fields {shown(', '.join(other), 80)}, which nanoGPT does not have"
+        )
         raise CheckpointError(f"{file} is not a nanoGPT checkpoint: its model_args have {what}")
     bias = given.get("bias", "transformer.ln_f.bias" in weights.info)
     if not isinstance(bias, bool):

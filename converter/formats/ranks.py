@@ -22,7 +22,7 @@ from ..pickles import Shard, unpickled
 from ..weights import Stored, Weights
 
 _DEPTH = 4
-_HINT = "Take all files of all ranks of one step, and no others."
+_HINT = "Put the files of all ranks of one training step into the folder, and no other files."
 _Tensors = Mapping[str, Any]
 
 
@@ -99,12 +99,12 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
     where = f"{next(iter(values)).parent}: {shown(name, 80)}"
     first = next(iter(values.values()))
     if not all(isinstance(each, Shard) for each in values.values()):
-        raise CheckpointError(f"{where} is a part of a tensor in some files, but the whole tensor in others", _HINT)
+        raise CheckpointError(f"{where} is split over ranks in some files, but whole in others", _HINT)
     if any((e.shape, e.placements, e.local.dtype) != (first.shape, first.placements, first.local.dtype)
            for e in values.values()):  # fmt: skip
         raise CheckpointError(f"{where} has a different shape, dtype or placement in another file", _HINT)
     if first.coordinate is None and len(first.placements) > 1:
-        raise CheckpointError(f"{where} does not state the position of its ranks in their mesh", _HINT)
+        raise CheckpointError(f"{where} does not state the device mesh over which it is split", _HINT)
     sharing = {
         dim: [mesh for mesh, way in enumerate(first.placements) if way == dim]
         for dim in {way for way in first.placements if way is not None}
@@ -114,7 +114,7 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
     for rank, (file, each) in enumerate(values.items()):
         place = (rank,) if each.coordinate is None else each.coordinate
         if len(place) != len(first.placements) or len(each.local.shape) != len(each.shape):
-            raise CheckpointError(f"{where} has a mesh with different dimensions in {file.name}", _HINT)
+            raise CheckpointError(f"{where} has a device mesh with other dimensions in {file.name}", _HINT)
         key = tuple(tuple(place[mesh] for mesh in meshes) for meshes in sharing.values())
         if key in boxes:
             same_in(name, *boxes[key], file, each.local)
@@ -154,7 +154,9 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
             if all([*each[:dim], *each[dim + 1 :]] == [*shape[:dim], *shape[dim + 1 :]] for each in shapes):
                 return Chunked(first.dtype, shape, filling(f"{one.parent}: {shown(name, 80)}", shape, chunks, _HINT))
     told = " and ".join(map(str, shapes[:4]))
-    raise CheckpointError(f"{one.parent}: {shown(name, 80)} of {list(shape)} does not match the parts {told}", _HINT)
+    raise CheckpointError(
+        f"{one.parent}: {shown(name, 80)} of {list(shape)} cannot be joined from parts of the shapes {told}", _HINT
+    )
 
 
 def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
@@ -204,7 +206,7 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
     for name, shape in _listed([first.get("frozen_param_shapes")]).items():
         pieces = [each[name] for each in fragments if isinstance(each, dict) and isinstance(each.get(name), Stored)]
         if len(pieces) < len(files):
-            raise CheckpointError(f"{folder}: one rank has no part of {shown(name, 80)}", _HINT)
+            raise CheckpointError(f"{folder}: one of the ranks has no part of {shown(name, 80)}", _HINT)
         found[name.removeprefix(prefix)] = _flat(f"{folder}: {shown(name, 80)}", shape, [[piece] for piece in pieces])
     for table in parts:
         for name in found:
@@ -227,12 +229,16 @@ def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     flat = state.get("fp32_flat_groups") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(flat, list) or not all(isinstance(x, Stored) for x in flat):
-        raise CheckpointError(f"{file} has no flat partitions, which ZeRO-3 checkpoints have", _HINT)
+        raise CheckpointError(
+            f"{file} has no flattened partitions of the weights, which a ZeRO-3 checkpoint has", _HINT
+        )
     count = state.get("partition_count")
     if count != ranks:
-        raise CheckpointError(f"{file} is one of {shown(count, 20)} partitions, but there are {ranks} files", _HINT)
+        raise CheckpointError(
+            f"{file} says that there are {shown(count, 20)} partitions, but there are {ranks} files", _HINT
+        )
     if any(len(each.shape) != 1 or not each.contiguous or each.dtype != flat[0].dtype for each in flat):
-        raise CheckpointError(f"{file} has partitions that are not flat", _HINT)
+        raise CheckpointError(f"{file} has partitions of the weights that are not one-dimensional", _HINT)
     return flat
 
 

@@ -13,7 +13,7 @@ from ...errors import CannotExpress, CheckpointError
 if TYPE_CHECKING:
     from ..weights import Weights
 
-ONE = "Leave the one that belongs to the weights."
+ONE = "Keep only the config that belongs to these weights in the folder."
 
 
 def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
@@ -22,7 +22,10 @@ def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
     try:
         return bind(stack.name, stack.leaves, spec)
     except CannotExpress as error:
-        told = f"the tensor names are those of {stack.name}, but the config describes a model with other tensors"
+        told = (
+            f"the tensor names are those of {stack.name}, but the config in the folder describes a model with "
+            "other tensors"
+        )
         raise CheckpointError(f"{told}: {error.message}", ONE) from error
 
 
@@ -34,7 +37,7 @@ def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[W
     if not tied and info[stack.head] == info.get(stack.embedding):  # which may be missing
         tied = weights.same(stack.head, stack.embedding)
         if tied:
-            notes.append(f"{stack.head} repeats the embedding it is tied to: kept once")
+            notes.append(f"{stack.head} is a copy of the embedding, to which it is tied: stored only once")
             dropped.append(stack.head)
     for name in dropped:
         del info[name]

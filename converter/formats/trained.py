@@ -94,9 +94,12 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     refuse_pointer(files[0])
     said = _tree(folder)
     if said is None and files[0].name == _CONSOLIDATED:
-        raise InvalidInput(f"{files[0]} does not state its architecture", "Put its params.json into the same folder.")
+        raise InvalidInput(
+            f"{files[0]} does not contain a config, so gptkit does not know the architecture",
+            "Copy the params.json of the model into the same folder.",
+        )
     if said is None:
-        raise untrusted(files[0], f"Convert it first: gptkit convert {path} --allow-pickle")
+        raise untrusted(files[0], f"If you trust its author, convert it first: gptkit convert {path} --allow-pickle")
     return said
 
 
@@ -113,7 +116,9 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
     if not _weights_among(path, names) and _LATEST in names:
         inside = path / stated_name(path / _LATEST)
         if inside.parent != path or inside.name in ("", ".", "..") or not is_folder(inside):
-            raise CheckpointError(f"{path / _LATEST} names a folder that does not exist")
+            raise CheckpointError(
+                f"{path / _LATEST} names a folder that does not exist", "Download or copy the checkpoint again."
+            )
         names = frozenset(each.name for each in inside.iterdir() if each.is_file())
         path = inside
     found = [path / name for name in _weights_among(path, names)]
@@ -126,7 +131,7 @@ def _text(path: Path) -> str:
     with plain_file(path) as file:
         data = file.read(_MAX_CONFIG + 1)
     if len(data) > _MAX_CONFIG:
-        raise CheckpointError(f"{path} has more than {_MAX_CONFIG:,} bytes")
+        raise CheckpointError(f"{path} has more than {_MAX_CONFIG:,} bytes, too many for a config")
     return data.decode("utf-8", "replace")
 
 
@@ -186,7 +191,7 @@ def _home(folder: Path) -> Path | None:
     return next((each for each in _places(folder) if each.is_dir() and token_files(each)), None)
 
 
-_ONE = "Leave the one that belongs to the weights."
+_ONE = "Keep only the config that belongs to these weights in the folder."
 
 
 def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
@@ -217,7 +222,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]:.120}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{path} is not a config: expected fields with names")
+        raise ConfigError(f"{path} is not a config: it must be a mapping of field names to values")
     return found
 
 
@@ -234,7 +239,7 @@ class _Model(NamedTuple):
     def told(self) -> str:
         keys = "".join(f"[{shown(key, 40)}]" for key in self.where)
         whose = "" if self.stack is None else f" under {self.stack.name} names"
-        return f"one in {keys or 'it'}{f' behind {shown(self.prefix)}' if self.prefix else ''}{whose}"
+        return f"one in {keys or 'it'}{f' with the prefix {shown(self.prefix)}' if self.prefix else ''}{whose}"
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
@@ -254,7 +259,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     files = sorted(files, key=lambda file: [int(each) for each in re.findall(r"\d{1,18}", file.name)])
     pickled = [file for file in files if file.suffix not in _PLAIN]
     if pickled and not allow_pickle:
-        raise untrusted(pickled[0], "Pass --allow-pickle if you trust where it comes from.")
+        raise untrusted(pickled[0], "Pass --allow-pickle if you trust its author.")
     others = unpickled(pickled)
     contents: list[Any] = []
     for file in files:
@@ -283,7 +288,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     found = _tree(folder, model.stack, rows, None if model.stack is None else False, inside)
     if found is None:
         wanted = CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}"
-        raise InvalidInput(f"{files[0]} does not state its architecture", f"Put its {wanted} into the same folder.")
+        raise InvalidInput(
+            f"{files[0]} does not contain a config, so gptkit does not know the architecture",
+            f"Copy the {wanted} of the model into the same folder.",
+        )
     spec, origin, _ = found
     leaves = family.bind_files(spec, names) if model.stack is None and family else leaves_of(model.stack, spec)
     shapes = {leaf.checkpoint: leaf.shape for leaf in leaves}
@@ -300,7 +308,9 @@ def read(path: Path, allow_pickle: bool) -> Opened:
             spec, origin, _ = _tree(folder, model.stack, rows, True, inside) or found
             leaves = leaves_of(model.stack, spec)
     if len(spec.blocks) > len(weights.info):
-        raise CheckpointError(f"{path} has {len(weights.info)} tensors for {len(spec.blocks)} layers")
+        raise CheckpointError(
+            f"{path} has only {len(weights.info)} tensors, but its config describes {len(spec.blocks)} layers"
+        )
     architecture = family if model.stack is None else None
     name = "trained" if model.stack is None else model.stack.name
     return Opened(spec, origin, leaves, weights, tuple(files), {}, notes, architecture, name, _home(folder))
@@ -338,7 +348,7 @@ def _only(
     if len(models) > 1:
         told = some_of([each.told() for each in models], 4, ", …")
         raise CheckpointError(
-            f"{files[0]} contains {len(models)} models: {told}", "Save the one that you need in a file of its own."
+            f"{files[0]} contains {len(models)} models: {told}", "Save the model that you need in a file of its own."
         )
     return models[0] if models else None
 
@@ -350,7 +360,10 @@ def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         plain = _WRAPPED.sub("", name)
         if plain.startswith(prefix):
             if plain.removeprefix(prefix) in found:
-                raise CheckpointError(f"{shown(plain, 80)} exists both with and without the prefix of a wrapper")
+                raise CheckpointError(
+                    f"{shown(plain, 80)} exists both with and without the prefix of a wrapper (such as "
+                    "module. or _orig_mod.)"
+                )
             found[plain.removeprefix(prefix)] = tensor
     return found
 
@@ -362,7 +375,9 @@ def _same_step(files: Sequence[Path], contents: Sequence[Any]) -> None:
         if len(said) > 1:
             (one, first), (two, second) = list(said.items())[:2]
             told = f"{first} has {key} {one}, but {second.name} has {two}"
-            raise CheckpointError(told, "Take the files of one step, or name one of them.")
+            raise CheckpointError(
+                told, "Keep the files of only one training step in the folder, or give one of the files."
+            )
 
 
 def _says(content: Any, key: str) -> bool:
@@ -373,11 +388,14 @@ def _notes(model: _Model, tables: Sequence[Mapping[tuple[str, ...], Any]], conte
     """What the files hold beside the model."""
     notes = []
     if model.prefix:
-        notes.append(f"names begin with {shown(model.prefix)}, which is no part of them")
+        notes.append(f"the tensor names have the prefix {shown(model.prefix)}, which gptkit ignores")
     inside: Mapping[str, Any] = next((table[model.where] for table in tables if model.where in table), {})
     others = [name for name in inside if not _WRAPPED.sub("", name).startswith(model.prefix)]
     if model.where and isinstance(contents[0], dict):
         others += [str(key) for key in contents[0] if key != model.where[0]]
     if others:
-        notes.append(f"{len(others)} entries beside the model's weights left out: {some_of(sorted(others), 3, ', …')}")
+        notes.append(
+            f"{len(others)} entries that are not weights of the model were left out: "
+            f"{some_of(sorted(others), 3, ', …')}"
+        )
     return notes

@@ -20,12 +20,12 @@ def compare_companions(subject: Subject) -> Iterator[Finding]:
         ([name for name in missing if is_licence(name)], "note"),
     ):
         if names:
-            message = f"{', '.join(names)}: in the source's folder, but missing from this one"
-            yield Finding("lost-file", severity, message, (), "Copy them from the source.")  # type: ignore[arg-type]
+            message = f"{', '.join(names)}: missing here, but in the folder of the original model"
+            yield Finding("lost-file", severity, message, (), "Copy these files from the folder of the original model.")  # type: ignore[arg-type]
     for name in theirs:
         told = what_differs(name, theirs[name], ours[name]) if name in ours else None
         if told is not None:
-            message = f"{name} differs from the source's{': ' if told else ''}{'; '.join(told[:3])}"
+            message = f"{name} differs from the original model's{': ' if told else ''}{'; '.join(told[:3])}"
             yield Finding("changed-file", "note", message)
 
 

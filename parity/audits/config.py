@@ -23,23 +23,31 @@ def check_config(subject: Subject) -> Iterator[Finding]:
         return
     scaled = tuple(_scaled(files.tensors))
     if scaled and not subject.quantised:
-        message = "config.json has no quantization_config, but these are, or belong to, quantised weights"
-        remedy = "Add the quantization_config, or dequantise them."
+        message = "config.json has no quantization_config, but these tensors belong to quantised weights"
+        remedy = "Add the quantization_config of the quantised model to config.json, or use the unquantised model."
         yield Finding("config-quantisation", "error", message, scaled, remedy)
     elif subject.quantised and not scaled and {info.dtype for info in files.tensors.values()} <= {*FLOATS}:
         message = "config.json says that the weights are quantised, but every tensor has a floating-point dtype"
-        yield Finding("config-quantisation", "error", message, (), "Remove the quantization_config.")
+        yield Finding("config-quantisation", "error", message, (), "Remove the quantization_config from config.json.")
     if not isinstance(subject.spec, ModelSpec):
         experts = [int(match[1]) for name in files.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))]
         said = next((files.config[key] for key in _EXPERTS if type(files.config.get(key)) is int), None)
         if experts and said is not None and max(experts) + 1 < said:
             message = f"config.json says {said:,} experts, but the last expert among the tensor names is {max(experts)}"
-            yield Finding("config-experts", "error", message, (), f"Correct {CONFIG}, or add the missing experts.")
+            yield Finding(
+                "config-experts",
+                "error",
+                message,
+                (),
+                f"Correct the number of experts in {CONFIG}, or add the tensors of the missing experts.",
+            )
     stated = files.config.get("dtype") or files.config.get("torch_dtype")
     floats = {info.dtype for info in files.tensors.values() if info.dtype in FLOATS}
     if isinstance(stated, str) and floats and stated.removeprefix("torch.") not in {HF_NAMES[each] for each in floats}:
-        message = f"config.json says {stated}, the tensors are {', '.join(sorted(floats))}"
-        yield Finding("config-dtype", "note", message, (), "Loaders convert the tensors when they load them.")
+        message = f"the dtype in config.json is {stated}, but the tensors are stored as {', '.join(sorted(floats))}"
+        yield Finding(
+            "config-dtype", "note", message, (), "Programs that use this field convert the tensors when they load them."
+        )
 
 
 def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:

@@ -38,7 +38,7 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         if edited == theirs:
             yield from _beside(source, path, old, new)
             continue
-        said = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}"
+        said = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
         words = {} if edited is None else _words(theirs, edited)
         if edited is not None and not words:
             yield Finding("rounding", "note", f"{said}. This changes only rounding, not the function of the model")
@@ -48,16 +48,20 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
             continue
         effect = "" if edited is None else _effect_of_field(subject, source, edited)
         measured += 1 if effect else 0
-        told = "; ".join([*words.values()][:_SHOWN]) or "it changes what other fields mean"
-        effect = f". By this field alone, {effect}" if effect else ""
+        told = "; ".join([*words.values()][:_SHOWN]) or "it changes the meaning of other fields"
+        effect = f". With only this field changed, {effect}" if effect else ""
         yield Finding(
-            "function", "warning", f"{said}: {told}{effect}", (), "Restore it, unless the change is intended."
+            "function",
+            "warning",
+            f"{said}: {told}{effect}",
+            (),
+            "Restore the old value, unless the change is intended.",
         )
     words = _words(theirs, ours)
     left = [each for name, each in words.items() if name not in named]
     if left:
-        message = f"it computes a different function from its source: {'; '.join(left[: 2 * _SHOWN])}"
-        yield Finding("function", "warning", message, (), "Compare the configs: gptkit compare NEW OLD.")
+        message = f"the model computes another function than the original model: {'; '.join(left[: 2 * _SHOWN])}"
+        yield Finding("function", "warning", message, (), "To compare the architectures: gptkit compare THIS ORIGINAL")
     told_apart = measured == 1 and len(changed) == 1 and not left
     if words.keys() - ({"vocabulary"} if resized else set()) and not told_apart:
         yield from _effect_of_all(subject, source)
@@ -137,26 +141,28 @@ def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
     for path, (old, new) in changed.items():
         if path.rpartition(".")[2] in COMMON_IRRELEVANT or path.partition(".")[0] in COMMON_IRRELEVANT:
             continue
-        message = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}: it may change the function"
-        yield Finding("function", "warning", message, (), "Restore it, unless the change is intended.")
+        message = (
+            f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model: it may change the function"
+        )
+        yield Finding("function", "warning", message, (), "Restore the old value, unless the change is intended.")
 
 
 def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
     """Report a field that changes nothing in the tree, where it says of something else that is computed or stored."""
-    said = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}"
+    said = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
     top, key = path.partition(".")[0], path.rpartition(".")[2]
     part = source.family.part if source.family is not None else ""
     if top in QUANTISED:
         if _ABSENT not in (old, new):
-            yield Finding("function", "warning", f"{said}: the stored weights represent different numbers")
+            yield Finding("function", "warning", f"{said}: the stored integers represent other weights")
     elif top.endswith("_config") and top not in (part, "generation_config"):
-        yield Finding("function", "warning", f"{said}: it belongs to a part that gptkit does not compute")
+        yield Finding("function", "warning", f"{said}: it belongs to a part of the model that gptkit does not compute")
     elif key == "architectures" and new and new is not _ABSENT:
-        yield Finding("class", "warning", f"{said}: programs build a different class")
+        yield Finding("class", "warning", f"{said}: programs create the model from another class")
     elif key in ("dtype", "torch_dtype"):
-        yield Finding("rounding", "note", f"{said}: programs use it as their default dtype")
+        yield Finding("rounding", "note", f"{said}: programs may load the model in this dtype")
     elif key.endswith(("_token_id", "_token_ids")):
-        yield Finding("generation", "note", f"{said}: it affects where texts begin and end, not the logits")
+        yield Finding("generation", "note", f"{said}: it affects where generated text begins and ends, not the logits")
 
 
 # --- the effect on logits ---------------------------------------------------------------------------------------------
@@ -203,12 +209,12 @@ def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
             "note",
             message,
             (),
-            "--values measures it if both checkpoints are local and can be loaded.",
+            "To measure it, run this command with --values; both checkpoints must be local.",
         )
         return
     from .effect import effect  # here, because it imports torch
 
     try:
-        yield Finding("function-effect", "note", f"altogether, {effect(opened[1], opened[0])}")
+        yield Finding("function-effect", "note", f"with all changes together, {effect(opened[1], opened[0])}")
     except GptkitError as error:
         yield Finding("function-effect", "note", f"the effect on logits was not measured: {error.message}")

@@ -14,7 +14,7 @@ from ...converter.formats.gguf_header import open_header
 from ...converter.names import CONFIG
 from ...errors import CannotExpress, InvalidInput, UnknownFamily, UsageError, shown
 from .names import folded
-from .subject import Finding, Severity, Subject
+from .subject import CONVERT_AGAIN, SAVE_AGAIN, Finding, Severity, Subject
 
 _SUFFIXES = (".weight", ".bias")
 
@@ -29,27 +29,48 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
     if subject.loader != "transformers":
         return
     if files.config is None:
-        raise InvalidInput(f"{files.reference} has no {CONFIG}, without which transformers does not load it")
+        raise InvalidInput(
+            f"{files.reference} has no {CONFIG}, which transformers needs to load a model",
+            f"Copy the model's {CONFIG} into the folder.",
+        )
     tensors = [[name, list(info.shape)] for name, info in files.tensors.items()]
     question = {"config": dict(files.config), "libraries": libraries(), "tensors": tensors}
     reply = Confined("transformers_process").ask(question)
     if reply is None or "error" in reply:
-        why = "building it takes more time or memory than gptkit allows" if reply is None else reply["error"]
+        why = "building the model takes more time or memory than gptkit allows" if reply is None else reply["error"]
         words = "".join(sign if sign.isprintable() else " " for sign in why)
         raise UnknownFamily(f"transformers cannot build a model from {files.reference}: {words:.300}")
     told, kind = reply["answer"]["loading"], reply["answer"]["class"]
     rules: tuple[tuple[str, str, Severity, str, str], ...] = (
-        ("ignored", "loader-ignores", "warning", "ignores these without a warning", "They are lost when it saves."),
-        ("unexpected", "loader-ignores", "error", "has no place for these, and leaves them out", "Correct the names."),
+        (
+            "ignored",
+            "loader-ignores",
+            "warning",
+            "ignores these tensors without a warning",
+            "save_pretrained() does not write them.",
+        ),
+        (
+            "unexpected",
+            "loader-ignores",
+            "error",
+            "has no parameters with these names, and ignores the tensors",
+            "Rename the tensors, or remove them.",
+        ),
         (
             "missing",
             "loader-draws",
             "error",
-            "has no weights for these, and initialises them at random",
-            "Export them again.",
+            "finds no tensors for these parameters, and initialises them at random",
+            SAVE_AGAIN,
         ),
-        ("unneeded", "loader-draws", "note", "creates these itself", ""),
-        ("mismatched", "loader-shape", "error", "expects a different shape for these", f"Correct {CONFIG}."),
+        ("unneeded", "loader-draws", "note", "computes these parameters itself, so they need no tensors", ""),
+        (
+            "mismatched",
+            "loader-shape",
+            "error",
+            "expects other shapes for these tensors",
+            f"Correct the sizes in {CONFIG}.",
+        ),
     )
     for key, rule, severity, message, remedy in rules:
         if told[key]:
@@ -73,12 +94,14 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     if files.format == "gguf":
         kind = open_header(files.folder / next(iter(files.names))).metadata.get("general.architecture")
         if kind not in names:
-            raise UnknownFamily(f"the gguf package has no architecture called {shown(kind)}")
+            raise UnknownFamily(
+                f"the gguf package has no architecture called {shown(kind)}", "Update it: pip install --upgrade gguf"
+            )
         known = gguf.get_tensor_name_map(names[kind], layers)
         left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
         if left:
             message = f"llama.cpp's {kind} does not use these tensors, and does not load a file with unknown tensors"
-            yield Finding("loader-ignores", "error", message, left, "Convert its source again.")
+            yield Finding("loader-ignores", "error", message, left, CONVERT_AGAIN)
         return
     if subject.family is not None and isinstance(subject.spec, ModelSpec):
         try:
@@ -90,7 +113,10 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
             return
         beside = tuple(name for name in files.tensors if subject.family.carries(name, len(subject.spec.blocks)))
         if beside:
-            message = "convert --to gguf has no place for these, and leaves them out"
+            message = (
+                "gptkit convert --to gguf does not write these tensors, because llama.cpp's architecture has "
+                "no such parameters"
+            )
             yield Finding("loader-ignores", "warning", message, beside)
         yield Finding(
             "loader-architecture", "note", f"llama.cpp can run this model as its architecture {found.architecture.name}"
@@ -99,12 +125,18 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     said = (files.config or {}).get("model_type")
     kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
     if kind is None:
-        raise UnknownFamily(f"the gguf package has no architecture for the model_type {shown(said)}")
+        raise UnknownFamily(
+            f"the gguf package has no architecture for the model_type {shown(said)}",
+            "Update it: pip install --upgrade gguf",
+        )
     known = gguf.get_tensor_name_map(names[kind], layers)
     left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
     if left:
-        message = f"the gguf package's {kind} has no name for these, so converters fail with: can not map tensor"
-        remedy = "Ignore this if convert_hf_to_gguf.py renames them first."
+        message = (
+            f"the gguf package's {kind} has no names for these tensors, so converters that use it fail with: "
+            "can not map tensor"
+        )
+        remedy = "Ignore this if llama.cpp's convert_hf_to_gguf.py renames these tensors first."
         yield Finding("loader-unmapped", "warning", message, left, remedy)
     yield Finding("loader-architecture", "note", f"llama.cpp has an architecture called {kind}")
 
@@ -113,15 +145,24 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     """What vLLM does with these names, by its models' source, which is run without the rest of it."""
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
-        why = "gptkit needs the source of vLLM's models for this check, and vllm is not installed"
-        raise UsageError(why, "pip install --no-deps vllm. gptkit only reads its source.")
+        why = "this check reads the source code of vLLM's models, and the vllm package is not installed"
+        raise UsageError(why, "Install it without its dependencies: pip install --no-deps vllm")
     files, config = subject.files, subject.files.config
     if config is None:
-        raise InvalidInput(f"{files.reference} has no {CONFIG}, which vLLM needs to find the model's class")
+        raise InvalidInput(
+            f"{files.reference} has no {CONFIG}, which vLLM needs to find the model's class",
+            f"Copy the model's {CONFIG} into the folder.",
+        )
     named = config.get("architectures")
     name = next((each for each in named if isinstance(each, str)), None) if isinstance(named, list) else None
     if name is None:
-        yield Finding("loader-refuses", "error", f"{CONFIG} names no architecture, which vLLM needs")
+        yield Finding(
+            "loader-refuses",
+            "error",
+            f"{CONFIG} has no field architectures, by which vLLM chooses the model's class",
+            (),
+            f'Add it to {CONFIG}, for example: "architectures": ["LlamaForCausalLM"].',
+        )
         return
     asked = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries(), "fields": True})
     fields = (asked or {}).get("answer", {}).get("fields")
@@ -130,7 +171,7 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     question |= {"config": fields or dict(config), "complete": fields is not None}
     reply = Confined("vllm_process").ask(question)
     if reply is None or "error" in reply:
-        why = "building it takes more time or memory than gptkit allows" if reply is None else reply["error"]
+        why = "building the model takes more time or memory than gptkit allows" if reply is None else reply["error"]
         raise UnknownFamily(f"gptkit cannot read vLLM's source for {name:.60}: {why:.300}")
     told = reply["answer"]
     yield from _vllm_knows(config, name, told)
@@ -138,19 +179,25 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     if "refuses" in told:
         yield Finding("loader-refuses", "error", f"{kind} does not accept this {CONFIG}: {told['refuses']}")
     if "unread" in told:
-        yield Finding("loader-unread", "note", f"gptkit cannot read {kind}, because it uses {told['unread']}")
+        yield Finding(
+            "loader-unread",
+            "note",
+            f"not checked: gptkit does not understand the code of {kind}, which uses {told['unread']}",
+        )
     if loading.get("ignored"):
-        message = f"{kind} has no place for these, and ignores them without a warning"
+        message = f"{kind} has no parameters with these names, and ignores the tensors without a warning"
         yield Finding("loader-ignores", "warning", message, tuple(loading["ignored"]))
     if loading.get("unexpected"):
-        message = f"{kind} has no place for these, and does not load a checkpoint that has them"
-        yield Finding("loader-ignores", "error", message, tuple(loading["unexpected"]), "Correct the names.")
+        message = f"{kind} has no parameters with these names, and does not load a checkpoint that has the tensors"
+        yield Finding(
+            "loader-ignores", "error", message, tuple(loading["unexpected"]), "Rename the tensors, or remove them."
+        )
     for checked, does in ((False, "computes with uninitialised memory"), (True, "does not load the checkpoint")):
         missing = [each for each, looks in loading.get("missing", {}).items() if looks is checked]
         missing += [] if checked else loading.get("halves", [])
         if missing:
-            message = f"{kind} has no weights for these, and {does}"
-            yield Finding("loader-draws", "error", message, tuple(missing), "Export them again.")
+            message = f"{kind} finds no tensors for these parameters, and {does}"
+            yield Finding("loader-draws", "error", message, tuple(missing), SAVE_AGAIN)
     for why, names in loading.get("unread", {}).items():
         yield Finding("loader-unread", "note", f"not compared with {kind}: {why}", tuple(names))
 
@@ -168,16 +215,17 @@ def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -
     if method is not None and method not in told["quantisations"]:
         yield Finding("loader-refuses", "error", f"vLLM does not support weights quantised by {shown(method, 40)}")
     if told["module"] == "transformers":
-        message = f"vLLM has no class of its own for {name}, and runs the class of transformers"
+        message = f"vLLM has no class of its own for {name}, and runs transformers' class"
         yield Finding("loader-architecture", "note", message, (), "Use --for transformers to check that class.")
     elif told["module"] is None:
-        until = f": version {told['last']} was the last that did" if told["last"] else ""
+        until = f": version {told['last']} was the last that had one" if told["last"] else ""
         folder, kind = _installed("transformers"), re.sub(r"[^a-z0-9_]", "", str(config.get("model_type")))
         code = [] if folder is None else [*Path(folder).glob(f"models/{kind}/modeling_{kind}.py")]
         if any(f"class {name}(" in file.read_text() for file in code):
             message = (
-                f"vLLM has no class for {name}{until}; it runs transformers' class, if that accepts vLLM's attention"
+                f"vLLM has no class for {name}{until}; it runs transformers' class if that class supports "
+                "vLLM's attention"
             )
             yield Finding("loader-architecture", "warning", message, (), "Use --for transformers to check that class.")
         else:
-            yield Finding("loader-refuses", "error", f"vLLM has no class for {name}, nor has transformers{until}")
+            yield Finding("loader-refuses", "error", f"neither vLLM nor transformers has a class for {name}{until}")

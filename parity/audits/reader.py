@@ -22,7 +22,7 @@ def check_reader(subject: Subject) -> Iterator[Finding]:
         return
     error = subject.checkpoint
     if isinstance(error, UnknownFamily | Quantised):
-        note = f"compared only by tensor names, because gptkit cannot load it: {error.message}"
+        note = f"checked only by tensor names, because gptkit cannot load the model: {error.message}"
         yield Finding("not-loaded", "note", note)
     elif isinstance(error, CannotExpress | InvalidInput) and not isinstance(error, OtherClass):
-        yield Finding("refused", "error", f"gptkit cannot load it: {error.message}", (), error.hint or "")
+        yield Finding("refused", "error", f"gptkit cannot load the model: {error.message}", (), error.hint or "")

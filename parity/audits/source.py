@@ -12,7 +12,7 @@ from ...converter.matching import Match
 from ...converter.scan import Scan
 from ...errors import InvalidInput
 from .names import counted, folded, matched
-from .subject import Finding, Severity, Subject
+from .subject import SAVE_AGAIN, Finding, Severity, Subject
 from .vocabulary import compare_vocabulary, resized
 
 _PART = 2**20
@@ -39,19 +39,26 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
     extra = [name for name in ours if name not in theirs and name not in moved]
     both = [name for name in theirs if name in ours]
     if not both and not moved:
-        raise InvalidInput(f"{subject.files.reference} and {subject.source.reference} have no tensor in common")
+        raise InvalidInput(
+            f"{subject.files.reference} and {subject.source.reference} have no tensor in common",
+            "Give --source the model from which this checkpoint was made.",
+        )
     reported = {name for each in subject.findings if each.rule == "missing-tensor" for name in each.tensors}
     missing = [name for name in missing if name not in reported]
     if missing:
-        message = f"missing: {counted(missing)} of the source's {len(theirs):,}"
-        yield Finding("lost-tensor", "error", message, tuple(missing), "Export them again.")
+        message = f"missing: {counted(missing)} of the {len(theirs):,} in the original model"
+        yield Finding("lost-tensor", "error", message, tuple(missing), SAVE_AGAIN)
     if extra:
-        message = f"{counted(extra)} that the source does not have"
-        yield Finding("added-tensor", "warning", message, tuple(extra), "Check where they come from.")
+        message = f"{counted(extra)} that the original model does not have"
+        yield Finding(
+            "added-tensor", "warning", message, tuple(extra), "Remove these tensors, unless they were added on purpose."
+        )
     if moved:
         shown = [f"{' + '.join(names)} → {name}{f' ({how})' if how else ''}" for name, (names, how) in moved.items()]
         pairs = "; ".join(folded(shown)[:3])
-        yield Finding("renamed-tensor", "note", f"stored under a different name: {pairs}", tuple(moved))
+        yield Finding(
+            "renamed-tensor", "note", f"stored under another name than in the original model: {pairs}", tuple(moved)
+        )
     yield from _changed_tensors(subject, subject.origin, both)
 
 
@@ -65,8 +72,8 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
     for name in shaped:
         if name in vocabulary:
             continue
-        message = f"has the shape {list(ours[name].shape)}, in the source {list(theirs[name].shape)}"
-        yield Finding("source-shape", "error", message, (name,), "Export it again.")
+        message = f"has the shape {list(ours[name].shape)}, but {list(theirs[name].shape)} in the original model"
+        yield Finding("source-shape", "error", message, (name,), SAVE_AGAIN)
     typed = defaultdict(list)
     for name in both:
         if ours[name].dtype != theirs[name].dtype:
@@ -74,13 +81,21 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
     for (before, after), names in typed.items():
         narrower = FLOATS.index(after) < FLOATS.index(before) if {before, after} <= {*FLOATS} else True
         severity: Severity = "warning" if narrower else "note"
-        yield Finding("source-dtype", severity, f"{before} in the source, {after} here", tuple(names))
+        yield Finding(
+            "source-dtype", severity, f"stored as {after}, but as {before} in the original model", tuple(names)
+        )
     if subject.values:
         alike = [name for name in both if name not in shaped and ours[name].dtype == theirs[name].dtype]
         changed = [name for name in alike if not _same(subject, name, name)]
         if changed:
-            message = f"{counted(changed)} with different values than in the source"
-            yield Finding("source-value", "error", message, tuple(changed), "gptkit diff reports by how much.")
+            message = f"{counted(changed)} with other values than in the original model"
+            yield Finding(
+                "source-value",
+                "error",
+                message,
+                tuple(changed),
+                "To see how much they differ: gptkit diff ORIGINAL THIS",
+            )
 
 
 def _naming(subject: Subject) -> str:
@@ -99,7 +114,7 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
         except InvalidInput as error:
             if side == source.reference:
                 raise
-            yield Finding("not-compared", "error", f"not compared with its source: {error.message}")
+            yield Finding("not-compared", "error", f"not compared with the original model: {error.message}")
             return
         pairs = [pair for leaf in opened.leaves for pair in zip(leaf.shared, leaf.shared_shapes, strict=True)]
         shapes.append(dict(pairs))
@@ -110,17 +125,33 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
     required = {shared for name in reported & declared.keys() for shared in declared[name].shared}
     lost = tuple(name for name in theirs if name not in ours and name not in required)
     if lost:
-        message = f"missing: {counted(lost)} of the source's {len(theirs):,} (compared by name)"
-        yield Finding("lost-tensor", "error", message, lost, "Convert the source again.")
+        message = f"missing: {counted(lost)} of the {len(theirs):,} in the original model (compared by name)"
+        yield Finding(
+            "lost-tensor",
+            "error",
+            message,
+            lost,
+            "Convert the original model again with the program that made this file.",
+        )
     for name in theirs.keys() & ours.keys():
         if ours[name] != theirs[name]:
-            message = f"has the shape {list(ours[name])}, in the source {list(theirs[name])}"
-            yield Finding("source-shape", "error", message, (name,), "Convert the source again.")
+            message = f"has the shape {list(ours[name])}, but {list(theirs[name])} in the original model"
+            yield Finding(
+                "source-shape",
+                "error",
+                message,
+                (name,),
+                "Convert the original model again with the program that made this file.",
+            )
     if subject.values:
         both = [name for name in theirs if ours.get(name) == theirs[name]]
         if changed := tuple(name for name in both if not _equal(sides, name)):
-            message = f"{counted(changed)} with different values than in the source, although both have the same dtype"
-            yield Finding("source-value", "error", message, changed, "gptkit diff reports by how much.")
+            message = (
+                f"{counted(changed)} with other values than in the original model, although both have the same dtype"
+            )
+            yield Finding(
+                "source-value", "error", message, changed, "To see how much they differ: gptkit diff ORIGINAL THIS"
+            )
 
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:

@@ -24,6 +24,11 @@ Severity = Literal["error", "warning", "note"]
 REWRITABLE = ("safetensors", "pickle")
 """The formats of checkpoints that `fix` can write again."""
 
+SAVE_AGAIN = "Save the model again with the program that wrote it, then run gptkit audit again."
+"""The remedy for a checkpoint of which something is missing or damaged."""
+CONVERT_AGAIN = "Convert the original model to GGUF again."
+"""The remedy for a GGUF file whose tensors do not match its metadata."""
+
 
 @dataclass(frozen=True)
 class Finding(Record):
@@ -197,7 +202,11 @@ class Subject:
         """The file that says what the model is, for a message."""
         files = self.files
         return (
-            LOCAL_CONFIG if files.found.is_own else CONFIG if files.config is not None else "what is stored with them"
+            LOCAL_CONFIG
+            if files.found.is_own
+            else CONFIG
+            if files.config is not None
+            else "the config in the weight file"
         )
 
     @cached_property

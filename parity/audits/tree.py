@@ -13,7 +13,7 @@ from ...converter.matching import Match
 from ...converter.names import CONFIG
 from ...errors import GptkitError
 from .names import counted, folded, matched
-from .subject import REWRITABLE, Finding, Subject
+from .subject import CONVERT_AGAIN, REWRITABLE, SAVE_AGAIN, Finding, Subject
 
 _FEW = 4  # a layer lacks what so many times as many layers have
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -23,10 +23,10 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
     """Compare the tensors of a known family with those that its config declares, one by one."""
     files, spec, pairs = subject.files, subject.spec, subject.match
     if isinstance(spec, GptkitError) and not files.config_error:
-        remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else "Convert its source again.")
+        remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else CONVERT_AGAIN)
         yield Finding("config", "error", spec.message, (), remedy)
     elif spec is None and files.found.names is not None and CONFIG not in files.names and files.format != "gguf":
-        message = f"there is no {CONFIG}, so no program can tell which model these tensors belong to"
+        message = f"there is no {CONFIG}, so no program knows which architecture these tensors belong to"
         yield Finding("no-config", "error", message, (), f"Copy the model's {CONFIG} into the folder.")
     if isinstance(pairs, GptkitError):
         yield Finding("config", "error", pairs.message, (), pairs.hint or f"Correct {CONFIG}.")
@@ -44,9 +44,15 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
             extra = [name for name in extra if name not in pairs.own_head(subject.family)]
         subject.names |= other
         if other:
-            shown = "; ".join(folded(f"{name} is {known}" for name, known in other.items())[:3])
-            message = f"{counted(other)} with other names than {subject.family.name} uses: {shown}"
-            yield Finding("other-name", "error", message, tuple(other), "Rename them with --fix OUT.")
+            shown = "; ".join(folded(f"{name} should be {known}" for name, known in other.items())[:3])
+            message = f"{counted(other)} whose names are not those of {subject.family.name} checkpoints: {shown}"
+            yield Finding(
+                "other-name",
+                "error",
+                message,
+                tuple(other),
+                "Write a copy with the expected names: run this command with --fix OUT.",
+            )
     yield from _missing(subject, pairs, spec, missing, numbers)
     yield from _extra(subject, spec, extra, numbers)
     yield from _odd(subject, pairs)
@@ -68,13 +74,16 @@ def _other_class(subject: Subject, pairs: Match, other: Mapping[str, str]) -> It
         return
     own = tuple(each for each in pairs.own_head(family) if each not in other)
     if own:
-        message = f"config.json names {name}, whose head is not a language model's: its shape was not compared"
+        message = (
+            f"config.json names the class {name}, whose head is not a language model's: the shape of the head "
+            "was not checked"
+        )
         yield Finding("other-head", "note", message, own)
     elif name.endswith("Model"):
-        yield Finding("other-head", "note", f"config.json names {name}, which has no head")
+        yield Finding("other-head", "note", f"config.json names the class {name}, which has no language model head")
     else:
-        message = f"config.json names {name}, but the tensors of its head are missing"
-        yield Finding("missing-tensor", "error", message, (), "Export them again from the source.")
+        message = f"config.json names the class {name}, but the tensors of its head are missing"
+        yield Finding("missing-tensor", "error", message, (), SAVE_AGAIN)
 
 
 def _missing(
@@ -82,17 +91,26 @@ def _missing(
 ) -> Iterator[Finding]:
     """Report declared tensors that no file has."""
     if subject.family is not None and missing == [subject.family.head]:
-        remedy = 'Set "tie_word_embeddings": true if the head is tied to the embedding; otherwise add the head.'
+        remedy = (
+            'Set "tie_word_embeddings": true if the head is tied to the embedding; otherwise add the tensor '
+            "of the head."
+        )
         has, repair = _in_source(subject, pairs, missing)
-        yield Finding("missing-tensor", "error", f"the head is missing{has}", tuple(missing), repair or remedy)
+        yield Finding(
+            "missing-tensor",
+            "error",
+            (f"the tensor of the language model head is missing{has}"),
+            tuple(missing),
+            repair or remedy,
+        )
     elif missing:
         gone = (
             [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
         )
-        where = f", all of layer {number_ranges(gone)} among them" if gone else ""
+        where = f", including all tensors of layer {number_ranges(gone)}" if gone else ""
         message = f"missing: {counted(missing)} of the {len(pairs.declared):,} that {subject.says} requires{where}"
         has, repair = _in_source(subject, pairs, missing)
-        remedy = repair or "Export them again from the source."
+        remedy = repair or SAVE_AGAIN
         yield Finding("missing-tensor", "error", message + has, tuple(missing), remedy)
 
 
@@ -117,7 +135,7 @@ def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str,
     words = f". {source} has {'them' if several else 'it'} with the required shape"
     if subject.files.format not in REWRITABLE or subject.files.found.is_own:
         return words, ""
-    return words, f"Take {'them' if several else 'it'} from the source with --fix OUT --source {source}."
+    return words, f"Copy {'them' if several else 'it'} from {source}: run this command with --source {source} --fix OUT"
 
 
 def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:
@@ -128,12 +146,24 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
         where = number_ranges(sorted({numbers[name] for name in behind}))
         message = f"{subject.says} says {layers} layers, but there are tensors of layer {where}"
         yield Finding(
-            "config-layers", "error", message, behind, "Correct the number of layers, or remove these tensors."
+            "config-layers",
+            "error",
+            message,
+            behind,
+            f"Correct the number of layers in {subject.says}, or remove these tensors.",
         )
     if left := tuple(name for name in extra if name not in behind):
-        what = "the model" if subject.family is None else f"a {subject.family.name}"
+        what = (
+            "the model" if subject.family is None else f"the {subject.family.name} model that {subject.says} describes"
+        )
         message = f"{counted(left)} not part of {what}"
-        yield Finding("extra-tensor", "error", message, left, "Check which model they belong to, or remove them.")
+        yield Finding(
+            "extra-tensor",
+            "error",
+            message,
+            left,
+            f"Remove these tensors, or correct {subject.says} if they belong to the model.",
+        )
 
 
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
@@ -144,28 +174,47 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
         rule = "config-vocabulary" if "embedding.weight" in leaf.shared else "shape"
         rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name == pairs.stands_in else (rule, "")
         message = f"has the shape {list(tensors[name].shape)}, but {subject.says} says {list(leaf.shape)}"
-        yield Finding(rule, "error", message, (name,), remedy or f"Correct {subject.says} or the tensor.")
+        yield Finding(
+            rule, "error", message, (name,), remedy or f"Correct the size in {subject.says}, or replace the tensor."
+        )
     if typed := tuple(name for name in pairs.typed if name not in pairs.carried.get("scales", {}).values()):
         kinds = ", ".join(sorted({tensors[name].dtype for name in typed}))
         message = f"weights are stored as {kinds}, but {subject.says} has no quantization_config"
-        yield Finding("dtype", "error", message, typed, "Dequantise them, or add the quantization_config.")
+        yield Finding(
+            "dtype",
+            "error",
+            message,
+            typed,
+            "Add the quantization_config of the quantised model, or store the weights as bfloat16 or float32.",
+        )
     if pairs.untied:
-        message = f"{subject.says} ties the head to the embedding, but a head with other values is stored"
+        message = f"{subject.says} ties the head to the embedding, but the files have a head with other values"
         remedy = 'Set "tie_word_embeddings": false if the head should not be tied, or remove the head.'
         yield Finding("tied-head", "error", message, tuple(pairs.untied), remedy)
     elif pairs.heads and not subject.files.fetched:
         message = (
-            f"{subject.says} ties the head to the embedding, but a head is stored too; their values were not compared"
+            f"{subject.says} ties the head to the embedding, and the files have a head too; gptkit has not "
+            "compared their values"
         )
         yield Finding("tied-head", "note", message, tuple(pairs.heads))
     if pairs.altered:
-        message = "transformers would load these values, which differ from those that the family computes with"
-        yield Finding("altered-tensor", "error", message, tuple(pairs.altered), "Remove them if they are left over.")
+        message = (
+            "transformers would load these stored values, which differ from the values that follow from config.json"
+        )
+        yield Finding(
+            "altered-tensor",
+            "error",
+            message,
+            tuple(pairs.altered),
+            "Remove these tensors if they were left over from another model.",
+        )
     if pairs.parted:
-        message = "layers share a block, but these copies of it have different values"
-        yield Finding("altered-tensor", "error", message, tuple(pairs.parted), "Export them again from the source.")
+        message = "several layers share these weights, but their stored copies have different values"
+        yield Finding("altered-tensor", "error", message, tuple(pairs.parted), SAVE_AGAIN)
     for pair in pairs.twice:
-        yield Finding("two-names", "error", "the same tensor is stored under two names", pair, "Keep one of them.")
+        yield Finding(
+            "two-names", "error", "the same tensor is stored under two names", pair, "Remove one of the two tensors."
+        )
 
 
 def check_gguf(subject: Subject) -> Iterator[Finding]:
@@ -178,26 +227,34 @@ def check_gguf(subject: Subject) -> Iterator[Finding]:
     missing = tuple(name for name in wanted if name not in files.tensors)
     extra = tuple(name for name in files.tensors if name not in wanted and name not in dropped)
     if missing:
-        message = f"missing: {counted(missing)} of the {len(wanted):,} that its metadata require"
-        yield Finding("missing-tensor", "error", message, missing, "Convert its source again.")
+        message = f"missing: {counted(missing)} of the {len(wanted):,} that the metadata of the GGUF file require"
+        yield Finding("missing-tensor", "error", message, missing, CONVERT_AGAIN)
     if extra:
-        message = f"{counted(extra)} not part of the model that its metadata describe"
-        yield Finding("extra-tensor", "error", message, extra, "Convert its source again.")
+        message = f"{counted(extra)} not part of the model that the metadata of the GGUF file describe"
+        yield Finding("extra-tensor", "error", message, extra, CONVERT_AGAIN)
     for name in wanted.keys() & files.tensors.keys():
         shape = files.tensors[name].shape
         if without_ones(shape) != without_ones(wanted[name]):
-            message = f"has the shape {list(shape)}, but its metadata say {list(wanted[name])}"
-            yield Finding("shape", "error", message, (name,), "Convert its source again.")
+            message = f"has the shape {list(shape)}, but the metadata of the GGUF file say {list(wanted[name])}"
+            yield Finding("shape", "error", message, (name,), CONVERT_AGAIN)
     path = files.folder / next(iter(files.names))
     tokens = open_header(path).metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else getattr(tokens, "count", 0)
     if count > spec.vocab_size:
         message = f"its tokenizer has {count:,} tokens, but the embedding has {spec.vocab_size:,} rows"
-        yield Finding("tokenizer-vocabulary", "error", message, (), "Convert its source again.")
+        yield Finding("tokenizer-vocabulary", "error", message, (), CONVERT_AGAIN)
     for name, ids in special_ids(open_header(path)).items():
         if max(ids) >= spec.vocab_size:
-            message = f"{name}_token_id is {max(ids):,}, but the embedding has {spec.vocab_size:,} rows"
-            yield Finding("special-token", "error", message, (), "Correct the metadata.")
+            message = (
+                f"{name}_token_id in the GGUF metadata is {max(ids):,}, but the embedding has {spec.vocab_size:,} rows"
+            )
+            yield Finding(
+                "special-token",
+                "error",
+                message,
+                (),
+                f"Set it to a token id below {spec.vocab_size} (llama.cpp's gguf_set_metadata.py).",
+            )
 
 
 def check_layers(subject: Subject) -> Iterator[Finding]:
@@ -213,7 +270,7 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
         gone = sorted(set(range(max(layers) + 1)) - set(layers))
         if gone and len(gone) < len(layers) > 2:
             message = f"{stack} has layers {number_ranges(sorted(layers))}, but not {number_ranges(gone)}"
-            yield Finding("layer-gap", "error", message, (), "Export them again from the source.")
+            yield Finding("layer-gap", "error", message, (), SAVE_AGAIN)
         kinds = Counter(frozenset(names) for names in layers.values())
         for number, names in layers.items():
             whole = [kind for kind, many in kinds.items() if names < kind and many >= _FEW * kinds[frozenset(names)]]
@@ -221,7 +278,7 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
                 lacking = sorted(min(whole, key=len) - names)
                 tensors = tuple(f"{stack}.{number}.{inside}" for inside in lacking)
                 message = f"layer {number} of {stack} lacks {counted(lacking)} that similar layers have"
-                yield Finding("layer-incomplete", "error", message, tensors, "Export them again from the source.")
+                yield Finding("layer-incomplete", "error", message, tensors, SAVE_AGAIN)
     said = (
         {key: files.config[key] for key in _LAYERS if type((files.config or {}).get(key)) is int}
         if files.config
@@ -231,4 +288,4 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
     if said and longest and longest < min(said.values()):
         (key, number), *_ = said.items()
         message = f"config.json: {key} is {number}, but the last layer is {longest - 1}"
-        yield Finding("config-layers", "error", message, (), "Export the missing layers again from the source.")
+        yield Finding("config-layers", "error", message, (), SAVE_AGAIN)

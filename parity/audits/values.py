@@ -9,7 +9,7 @@ import xxhash
 
 from ...analysis.named import LAYER
 from ...converter.dtypes import FLOATS, to_float64
-from .subject import Finding, Severity, Subject
+from .subject import SAVE_AGAIN, Finding, Severity, Subject
 
 _FP16 = 65504.0
 _PART = 2**20
@@ -35,14 +35,18 @@ def check_values(subject: Subject) -> Iterator[Finding]:
         files.weights.release()
         subject.progress(info.nbytes, total)
     messages: dict[str, tuple[Severity, str, str]] = {
-        "not-finite": ("error", "NaN or infinite values", "Export them again."),
-        "zero-tensor": ("warning", "a matrix of zeros only", "Check whether it was ever initialised."),
+        "not-finite": ("error", "the weights have NaN or infinite values", SAVE_AGAIN),
+        "zero-tensor": (
+            "warning",
+            "all values of this matrix are zero",
+            "Check that the tensor was initialised before it was saved.",
+        ),
         "constant-tensor": (
             "warning",
-            "a matrix with the same value everywhere",
-            "Check whether it was ever initialised.",
+            "all values of this matrix are the same number",
+            "Check that the tensor was initialised before it was saved.",
         ),
-        "fp16-range": ("note", "values outside the range of fp16", "Load it in bfloat16 or float32."),
+        "fp16-range": ("note", "values too large for float16", "Load the model in bfloat16 or float32."),
     }
     for kind, (severity, message, remedy) in messages.items():
         if odd[kind]:
@@ -50,9 +54,13 @@ def check_values(subject: Subject) -> Iterator[Finding]:
     for names in alike.values():
         layers = {match["index"] for name in names if (match := LAYER.fullmatch(name))}
         if len(names) > 1 and layers:
-            message = "several tensors have the same bytes"
+            message = "these tensors have exactly the same values"
             yield Finding(
-                "repeated-tensor", "warning", message, tuple(names), "Check whether one was copied over another."
+                "repeated-tensor",
+                "warning",
+                message,
+                tuple(names),
+                "Check whether one of these tensors was written in place of another by mistake.",
             )
 
 

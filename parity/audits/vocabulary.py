@@ -30,14 +30,22 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
             if re.fullmatch(r"\w*_token_ids?", key) and any(each >= rows for each in ids):
                 message = f"{name}: {key} is {max(ids):,}, but the embedding has {rows:,} rows"
                 if subject.family is not None and subject.family.token_ids.get(key) == value:
-                    message += ", the default of the config class"
+                    message += ", because the field is missing and transformers uses its default"
                     yield Finding("special-token", "note", message)
                 else:
-                    yield Finding("special-token", "error", message, (), f"Correct {name}.")
+                    yield Finding(
+                        "special-token", "error", message, (), f"Set {key} in {name} to a token id below {rows}."
+                    )
     tokens = tokens_of(files)
     if tokens is not None and tokens > rows:
         message = f"tokenizer.json has ids up to {tokens - 1:,}, but the embedding has {rows:,} rows"
-        yield Finding("tokenizer-vocabulary", "error", message, (), "Add rows, or use the tokenizer of this model.")
+        yield Finding(
+            "tokenizer-vocabulary",
+            "error",
+            message,
+            (),
+            f"Copy the tokenizer that belongs to this model, or add rows: gptkit swap MODEL OUT --vocab {tokens}",
+        )
 
 
 def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
@@ -46,18 +54,23 @@ def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) 
     """
     rows = [rows_of(each) for each in (source, subject)]
     tokens = [tokens_of(each.files) for each in (source, subject)]
-    message = f"the vocabulary went from {rows[0]:,} to {rows[1]:,} rows"
+    message = f"the vocabulary has {rows[1]:,} rows, but {rows[0]:,} in the original model"
     if tokens[0] is None or tokens[1] is None:
-        message += ", and there is no tokenizer.json on both sides to compare"
+        message += (
+            "; the tokenizers were not compared, because one of the folders has no tokenizer.json that gptkit can read"
+        )
     elif tokens[0] == tokens[1]:
-        message += f", and the tokenizer still has {tokens[1]:,} tokens"
+        message += f"; both tokenizers have {tokens[1]:,} tokens"
     else:
-        message += f", and its tokenizer from {tokens[0]:,} to {tokens[1]:,} tokens"
+        message += f"; the tokenizer has {tokens[1]:,} tokens, but {tokens[0]:,} in the original model"
     together = None not in tokens and tokens[0] != tokens[1]
     remedy = (
         ""
         if together
-        else "Nothing to do if the rows are padding; otherwise copy the tokenizer that belongs to the model."
+        else (
+            "If the additional rows are only padding, ignore this. Otherwise copy the tokenizer that belongs "
+            "to this model."
+        )
     )
     yield Finding("vocabulary", "note" if together else "warning", message, tuple(names), remedy)
 

@@ -57,13 +57,13 @@ def test_what_was_added_and_left_out_is_said(tmp_path):
     saved("llama-3", tmp_path / "llama")
     notes = convert(tmp_path / "llama", tmp_path / "qwen2", "hf:qwen2").source.notes
     assert notes == [
-        "qwen2 has attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias: added as zeros, which change"
-        " nothing"
+        "added as zeros, which change nothing, because qwen2 needs them: attention.q_proj.bias, "
+        "attention.k_proj.bias, attention.v_proj.bias"
     ]
     notes = convert(tmp_path / "qwen2", tmp_path / "back", "hf:llama").source.notes
     assert notes == [
-        "llama has no attention.k_proj.bias, attention.q_proj.bias, attention.v_proj.bias: left out, every value of"
-        " them is zero"
+        "left out, because they are all zero and llama has no such parameters: "
+        "attention.k_proj.bias, attention.q_proj.bias, attention.v_proj.bias"
     ]
     before, after = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("llama", "back"))
     assert before == after

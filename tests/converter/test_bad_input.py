@@ -144,7 +144,7 @@ def test_extra_tensor(folder: Folder) -> None:
         folder.index(lambda weight_map: weight_map.update(surplus=path.name))
     assert "no place in the model: surplus" in folder.refused()
     done = convert(folder.path, folder.path.parent / "out", "hf", allow_extra=True)
-    assert "extra tensors left out: surplus" in done.source.notes
+    assert "left out, because they are not part of the model: surplus" in done.source.notes
 
 
 def test_wrong_shape(folder: Folder) -> None:
@@ -158,7 +158,7 @@ def test_int8_where_floating_point_is_expected(folder: Folder) -> None:
     numbers = torch.arange(-24, 24, dtype=torch.int8)
     name = folder.name("norm")
     folder.edit(folder.holding("norm"), lambda tensors: tensors.update({name: numbers}))
-    assert f"1 weights are not floating point: {name} is I8" in folder.refused()
+    assert f"1 weights are not floating-point numbers: {name} is I8" in folder.refused()
     out = folder.path.parent / "out"
     convert(folder.path, out, "hf", dtype="bfloat16", max_shard_bytes=10**9)
     written = load_file(out / "model.safetensors")

@@ -191,7 +191,7 @@ def test_what_two_ranks_of_torch_save(name: str, saved: Path, llama: Path, tmp_p
 def test_a_part_that_is_missing(saved: Path, tmp_path: Path) -> None:
     for name, pattern, told in (
         ("plain", "__1_0.distcp", "missing"),
-        ("parts", "shard-00002-*", "some are missing|expected"),
+        ("parts", "shard-00002-*", "some chunks are missing|expected"),
     ):
         shutil.copytree(saved / name, tmp_path / name)
         next((tmp_path / name).glob(pattern)).unlink()
@@ -315,11 +315,11 @@ def changed(folder: Path, name: str, what: str) -> None:
         ("outside", "outside of its folder"),
         ("beyond", "truncated"),
         ("negative", "no place"),
-        ("shape", "the metadata says"),
-        ("hole", "some are missing"),
+        ("shape", ".metadata says"),
+        ("hole", "some chunks are missing"),
         ("twice", "occur twice"),
-        ("dtype", "the metadata says F16"),
-        ("another", "the metadata says"),
+        ("dtype", ".metadata says F16"),
+        ("another", ".metadata says"),
         ("extension", "extension"),
         ("nowhere", "in the files is missing"),
         ("gone", "1 of .* missing.*down_proj"),
@@ -342,7 +342,7 @@ def test_a_storage_smaller_than_its_tensor(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "saved" / "small.distcp").write_bytes(buffer.getvalue())
     found.storage_data[index] = _StorageInfo("small.distcp", 0, len(buffer.getvalue()))
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(found))
-    refused(tmp_path / "saved", "not in the file")
+    refused(tmp_path / "saved", "ends before them")
 
 
 def test_any_damage_is_told_as_damage(written: Path) -> None:

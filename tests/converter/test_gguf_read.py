@@ -278,7 +278,7 @@ def test_missing_extra_and_misshapen_tensors(tmp_path: Path) -> None:
         ("llama.expert_count", 8, "expert_used_count is None"),
         ("general.architecture", "rwkv6", "gptkit does not support the GGUF architecture 'rwkv6'"),
         ("general.type", "adapter", "of type 'adapter', not a model"),
-        ("split.count", 3, "one of 3 parts"),
+        ("split.count", 3, "one of the 3 files"),
         ("general.alignment", 24, "general.alignment is 24"),
     ],
 )
@@ -491,12 +491,12 @@ def test_names_of_ways_to_split_mean_the_same_both_ways() -> None:
 @pytest.mark.parametrize(
     ("metadata", "told"),
     [
-        ({}, "the file holds no tokenizer"),
-        ({"tokenizer.ggml.model": "none"}, "the file holds no tokenizer"),
-        ({"tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["a"]}, "of the kind 'rwkv'"),
+        ({}, "the file contains no tokenizer"),
+        ({"tokenizer.ggml.model": "none"}, "the file contains no tokenizer"),
+        ({"tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["a"]}, "tokenizer.ggml.model is 'rwkv'"),
         (
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "mystery", "tokenizer.ggml.tokens": ["a"]},
-            "splits text as 'mystery'",
+            "tokenizer.ggml.pre is 'mystery'",
         ),
     ],
 )
@@ -519,15 +519,15 @@ BPE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.tokens": list("abcdefghij")}, "10 tokens for a token table of 8 rows"),
-        ({"tokenizer.ggml.tokens": ["a", "b", "ab", "a"]}, "occurs twice"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens for a token table"),
-        ({"tokenizer.ggml.merges": ["a c"]}, "is not one of tokens"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "no merge of two tokens"),
+        ({"tokenizer.ggml.tokens": list("abcdefghij")}, "tokenizer has 10 tokens, but its embedding has only 8 rows"),
+        ({"tokenizer.ggml.tokens": ["a", "b", "ab", "a"]}, "twice"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "are strings"),
+        ({"tokenizer.ggml.merges": ["a c"]}, "not in the vocabulary"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "not two tokens"),
         ({"tokenizer.ggml.merges": "a b"}, "is not an array"),
-        ({"tokenizer.ggml.token_type": [1]}, "not one number a token"),
+        ({"tokenizer.ggml.token_type": [1]}, "one number for each of"),
         ({"tokenizer.ggml.add_bos_token": "yes"}, "expected bool"),
-        ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores is missing"),
     ],
 )
 def test_broken_tokenizers(change: dict[str, Any], message: str, tmp_path: Path) -> None:

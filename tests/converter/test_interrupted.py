@@ -398,7 +398,7 @@ def test_a_second_convert_to_the_same_place_is_refused_at_once(tmp_path: Path) -
     first = begun(tiny, target)
     second = subprocess.run(command(tiny, target), env=LEAN, capture_output=True, text=True)
     assert second.returncode == 1
-    assert f"{target} is being written by another gptkit (pid {first.pid})" in second.stderr
+    assert f"another gptkit process (pid {first.pid}) is writing {target}" in second.stderr
     tiny.with_name("go-on").touch()
     first.communicate(timeout=HANGS)
     assert first.returncode == 0

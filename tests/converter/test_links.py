@@ -67,6 +67,9 @@ def test_ranks_that_megatron_claims_cost_nothing(tensor: int, pipeline: int) -> 
 
     claimed = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
     file = Path("iter_0000001/mp_rank_00/model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match=rf"misses \(stage, rank\) \(.* of {tensor} x {pipeline} ranks") as caught:
+    with pytest.raises(
+        CheckpointError,
+        match=(rf"lacks the files of .* {tensor} tensor-parallel x {pipeline} pipeline-parallel " r"ranks"),
+    ) as caught:
         _stages(Path("iter_0000001"), [file], [{"args": claimed, "model": {}}], claimed)
     assert len(str(caught.value)) < 300

@@ -315,7 +315,7 @@ def test_another_vocabulary_beside_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.bin").write_bytes((STORIES / "tok512.bin").read_bytes()[:-1])
     source = open_checkpoint(tmp_path / "model.bin")
     assert not source.texts
-    assert any("tokenizer.bin holds no 512 tokens" in note for note in source.notes)
+    assert any("tokenizer.bin was not used, because it does not have 512 tokens" in note for note in source.notes)
 
 
 def test_a_tokenizer_that_llama2c_has_not_is_not_written(tmp_path: Path) -> None:

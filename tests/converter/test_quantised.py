@@ -62,7 +62,7 @@ def test_the_method_and_a_way_on_are_told(folder: Path) -> None:
     for reading in (open_checkpoint, lambda path: convert(path, path.parent / "out", dtype="bfloat16")):
         with pytest.raises(InvalidInput, match=r"quantised \(hqq, 4 bits, groups of 16\)") as caught:
             reading(folder)
-        assert "Name the model that it was made from" in (caught.value.hint or "")
+        assert "Use the model from which the quantised weights were made" in (caught.value.hint or "")
         assert len(str(caught.value).splitlines()) == 2
     configure(folder, quantization_config=None, quantization={"group_size": 16, "bits": 4})
     with pytest.raises(InvalidInput, match=r"mlx, 4 bits") as caught:
@@ -137,7 +137,9 @@ def test_weights_in_fp8_go_there_and_back_with_their_scales(tmp_path: Path) -> N
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config_path.write_text(json.dumps(config))
     done = convert(tmp_path / "hf", tmp_path / "local")
-    assert any("scale quantised weights and are not computed (scales)" in note for note in done.source.notes)
+    assert any(
+        "that scale quantised weights (scales), which gptkit does not compute" in note for note in done.source.notes
+    )
     convert(tmp_path / "local", tmp_path / "back", "hf")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()

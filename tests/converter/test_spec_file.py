@@ -202,7 +202,7 @@ def test_a_tree_without_a_family_is_told_the_way_to_one(tmp_path: Path) -> None:
     path = write_spec(SPECS["bloom"], tmp_path / "mine.json")
     tree = outline(str(path))
     write_random(tree, tmp_path / "mine", seed=0)
-    with pytest.raises(UsageError, match="has no family") as raised:
+    with pytest.raises(UsageError, match="needs the name of a transformers architecture") as raised:
         gptkit.convert(tmp_path / "mine", tmp_path / "hf", to="hf")
     assert "--to hf:auto" in str(raised.value.hint) and "llama" not in str(raised.value.hint)
     gptkit.convert(tmp_path / "mine", tmp_path / "hf", to="hf:auto")

@@ -205,7 +205,7 @@ def test_litgpts_older_rows(tmp_path: Path) -> None:
         ({"n_head": 0}, "n_head"),
         ({"n_head": [1]}, "n_head"),
         ({"n_layer": 10**12}, "n_layer|num_hidden_layers"),
-        ({"intermediate_size": 40}, "tensors have another shape"),
+        ({"intermediate_size": 40}, "tensors do not have the shape that config.json requires"),
         ({"n_layer": 1}, "no place"),
     ],
 )
@@ -364,7 +364,7 @@ def test_mistrals_consolidated_file(window: int | None, original: Path, state: S
     (folder / "params.json").write_text(json.dumps(said))
     refused(folder, "params.json has no rope_theta", InvalidInput)
     (folder / "params.json").unlink()
-    refused(folder, "does not state its architecture", InvalidInput)
+    refused(folder, "does not know the architecture", InvalidInput)
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -587,7 +587,7 @@ def test_shards_that_do_not_fit(meta: Path) -> None:
     second = meta / "consolidated.01.pth"
     for change, message in (
         ({"norm.weight": two["norm.weight"] + 1}, "have different values of 'norm.weight'"),
-        ({"output.weight": two["output.weight"][:-1]}, "'output.weight' of .* does not match the parts"),
+        ({"output.weight": two["output.weight"][:-1]}, "'output.weight' of .* cannot be joined from parts"),
         ({"output.weight": two["output.weight"].float()}, "'output.weight' has different dtypes"),
         ({"more": torch.ones(2)}, "'more' is in 1 of 2 files, but missing in"),
     ):
@@ -599,7 +599,7 @@ def test_shards_that_do_not_fit(meta: Path) -> None:
     second.rename(meta / "consolidated.02.pth")
     refused(meta, "there should be 3 ranks, but these are missing: 1|has iteration 4")
     (meta / "consolidated.02.pth").unlink()
-    refused(meta, "another shape")
+    refused(meta, "do not have the shape")
 
 
 def zero3(state: State, out: Path, ranks: int = 2) -> None:
@@ -650,13 +650,13 @@ def test_zero_3(deepspeed: Path, state: State, original: Path, tmp_path: Path) -
     module = inside / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     module.rename(inside / "kept")
     torch.save([{"global_steps": 7}], module)
-    refused(deepspeed, "one rank has no part of")
+    refused(deepspeed, "one of the ranks has no part of")
     (inside / "kept").rename(module)
     states = [inside / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
     content = torch.load(states[1], weights_only=True)
     content["optimizer_state_dict"]["partition_count"] = 3
     torch.save(content, states[1])
-    refused(deepspeed, "is one of 3 partitions, but there are 2 files")
+    refused(deepspeed, "says that there are 3 partitions, but there are 2 files")
     states[1].unlink()
     refused(deepspeed, "ZeRO-3 stores the weights in it")
 

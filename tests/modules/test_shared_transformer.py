@@ -150,7 +150,7 @@ def test_files_that_have_a_shared_weight_in_each_layer_are_read_where_all_are_on
     assert len(whole) > 80
     save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
     opened = gptkit.open_checkpoint(tmp_path)
-    assert any("12 tensors of shared blocks are there again: kept once" in each for each in opened.notes)
+    assert any("12 tensors are copies of weights that layers share: stored only once" in each for each in opened.notes)
     assert torch.equal(gptkit.load(tmp_path)(IDS), reference(IDS).logits)
     whole["model.layers.4.shared_transformer.self_attn.q_proj.weight"] += 1
     save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})

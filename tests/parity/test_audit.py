@@ -387,7 +387,7 @@ def test_what_a_gguf_lost_is_named(case: str, tmp_path: Path) -> None:
     assert any(each.rule == "lost-tensor" for each in beside.findings) == (case == "a tensor is gone")
     loaded = audit(tmp_path / "model.gguf", loader="llama.cpp")
     assert any(each.rule == "loader-ignores" for each in loaded.findings) == (rule == "extra-tensor")
-    with pytest.raises(InvalidInput, match="cannot rewrite"):
+    with pytest.raises(InvalidInput, match="--fix cannot repair"):
         fix(tmp_path / "model.gguf", tmp_path / "out")
 
 

@@ -104,7 +104,9 @@ def test_a_changed_field_is_named_with_its_effect(
     assert not result.clean
     (finding,) = naming(result, path)
     assert finding.rule == "function"
-    assert re.search(r"By this field alone, logits differ by up to [\d.e-]+ of the largest, KL", finding.message)
+    assert re.search(
+        r"With only this field changed, logits differ by up to [\d.e-]+ of the largest, KL", finding.message
+    )
 
 
 @pytest.mark.parametrize(("variant", "path", "value"), OTHER_TENSORS, ids=[f"{x}-{y}" for x, y, _ in OTHER_TENSORS])
@@ -168,7 +170,7 @@ def test_the_same_is_said_to_people(tmp_path: Path) -> None:
     told = call("audit", new, "--source", "sample:llama")
     assert told.exit_code == 3
     text = " ".join(told.stdout.split())
-    assert "rms_norm_eps is 0.01, in the source 1e-06: norm eps 1e-06 → 0.01" in text
+    assert "rms_norm_eps is 0.01, but 1e-06 in the original model: norm eps 1e-06 → 0.01" in text
     assert "Values were not read: NaN, infinities and zeros need --values" in text
     assert "not read" not in call("audit", new, "--values").stdout
 
@@ -196,7 +198,7 @@ def test_a_field_of_an_unknown_family_is_named(tmp_path: Path) -> None:
         save_file({"w": torch.ones(2, 3)}, tmp_path / name / "model.safetensors")
     result = audit(tmp_path / "new", source=tmp_path / "old")
     assert [each.message for each in result.findings if each.rule == "function"] == [
-        "config.json: theta is 2.0, in the source 1.0: it may change the function"
+        "config.json: theta is 2.0, but 1.0 in the original model: it may change the function"
     ]
 
 
@@ -214,5 +216,5 @@ def test_a_vocabulary_that_grew_with_its_tokenizer_is_right(tokens: bool, tmp_pa
     result = audit(new, source="sample:llama")
     (finding,) = [each for each in result.findings if each.rule == "vocabulary"]
     assert result.clean == tokens
-    assert "from 512 to 520 rows" in finding.message
+    assert "has 520 rows, but 512 in the original" in finding.message
     assert not any("Export" in each.remedy for each in result.findings)

@@ -266,14 +266,10 @@ def test_what_vllm_does_with_names_is_told_by_its_source(case: str, model: Path,
 def test_what_vllm_has_no_class_for_is_told(model: Path, tmp_path: Path) -> None:
     refusals: dict[str, tuple[dict[str, Any], str, str]] = {
         "gone": ({"architectures": ["GoneForCausalLM"]}, "loader-refuses", "0.9.2"),
-        "unknown": ({"architectures": ["NobodyForCausalLM"]}, "loader-refuses", "nor has transformers"),
-        "none": ({"architectures": None}, "loader-refuses", "names no architecture"),
-        "transformers": (
-            {"architectures": ["PhiForCausalLM"]},
-            "loader-architecture",
-            "runs the class of transformers",
-        ),
-        "fallback": ({"architectures": ["LlamaModel"]}, "loader-architecture", "if that accepts vLLM's"),
+        "unknown": ({"architectures": ["NobodyForCausalLM"]}, "loader-refuses", "neither vLLM nor transformers"),
+        "none": ({"architectures": None}, "loader-refuses", "has no field architectures"),
+        "transformers": ({"architectures": ["PhiForCausalLM"]}, "loader-architecture", "runs transformers' class"),
+        "fallback": ({"architectures": ["LlamaModel"]}, "loader-architecture", "supports vLLM's attention"),
         "untold": ({"architectures": ["UntoldForCausalLM"]}, "loader-unread", "vllm.kernels.are_fast"),
         "refused": ({"hidden_act": "gelu"}, "loader-refuses", "Unsupported activation: gelu"),
         "quantised": ({"quantization_config": {"quant_method": "secret"}}, "loader-refuses", "'secret'"),

@@ -584,7 +584,7 @@ def test_bad_input_has_its_exit_code(
     for code, message, arguments in (
         (4, "weights are not finite: final_norm.weight", [hf, nan]),
         (4, "vocabularies differ: 97 tokens", [hf, tmp_path / "other"]),
-        (4, "weights are not floating point: model.norm.weight is F8_E4M3", [narrow]),
+        (4, "weights are not floating-point numbers: model.norm.weight is F8_E4M3", [narrow]),
         (2, "unknown dtype 'float8_e4m3fn'", [hf, "--dtype", "float8_e4m3fn"]),
         (2, "has no tokenizer, which --prompt needs", [hf, "--prompt", "x"]),
     ):

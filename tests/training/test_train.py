@@ -708,7 +708,7 @@ def test_a_run_that_still_loads_loses_nothing_to_a_second_call(tmp_path: Path) -
     folder = tmp_path / "out.training"
     folder.mkdir()
     with locked(folder):
-        with pytest.raises(GptkitError, match=r"out\.training is being written by another gptkit"):
+        with pytest.raises(GptkitError, match=r"another gptkit process .* is writing .*out\.training"):
             trained(tmp_path)
         assert folder.is_dir()
     trained(tmp_path)
