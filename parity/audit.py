@@ -80,7 +80,7 @@ def fix(
     repaired = MENDED | ({"missing-tensor"} if in_source else set())
     hopeless, mended = ([rule for rule in errors if (rule in repaired) == whether] for whether in (False, True))
     if hopeless:
-        message = f"nothing was written, because --fix cannot repair findings of the kind {' and '.join(hopeless)}"
+        message = f"nothing was written, because --fix cannot repair {' and '.join(hopeless)}"
         message += f" (it could repair {' and '.join(mended)})" if mended else ""
         message += f", so gptkit could still not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
