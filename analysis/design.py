@@ -220,7 +220,8 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
                 scores.append((score, Shape(hidden, layers)))
     if not scores:
         raise UsageError(
-            f"{budget:,} parameters are too few for a vocabulary of {vocab:,}: the least is {min(smallest):,}",
+            f"a model of {budget:,} parameters is too small for a vocabulary of {vocab:,} tokens: the "
+            f"smallest such model has {min(smallest):,} parameters",
             f"Choose a smaller vocabulary, such as --vocab {min(usual_vocabulary(budget), 8_192)}, or more parameters.",
         )
     return min(scores, key=lambda score: score[0])[1]

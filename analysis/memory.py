@@ -183,7 +183,7 @@ def training_memory(
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
     if not 1 <= ranks <= MOST:
-        raise UsageError(f"the number of processes must be from 1 to {MOST:,}, not {ranks:,}")
+        raise UsageError(f"the number of processes (--fsdp) must be from 1 to {MOST:,}, not {ranks:,}")
     name = full_dtype(dtype)
     size, parameters = itemsize(name), costs(spec, length).parameters
     if size == 1:

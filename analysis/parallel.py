@@ -123,12 +123,14 @@ def split(
     layers = len(spec.blocks)
     if layers % pp:
         raise UsageError(
-            f"--pp {pp}: {layers:,} layers cannot be split into {pp} stages of the same length",
+            f"--pp {pp}: {layers:,} layers cannot be split into {pp} pipeline stages of equal length",
             f"Choose a divisor of {layers:,}.",
         )
     if spec.shares and pp > 1:
         raise UsageError(
-            f"--pp {pp}: the model shares a block between layers, so it cannot be split into stages", "Leave out --pp."
+            f"--pp {pp}: several layers of the model share the weights of one block, so gptkit cannot "
+            "divide it into pipeline stages",
+            "Leave out --pp.",
         )
     one, each = shard(spec, tp), layers // pp
     size = sizer(one, dtype)

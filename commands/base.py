@@ -227,9 +227,7 @@ class _PictureFiles:
 
     def __post_init__(self) -> None:
         if self.figure is not None and self.png is None and self.svg is None:
-            raise UsageError(
-                "--figure chooses the figure of a picture, but no picture is written", "Add --svg FILE or --png FILE."
-            )
+            raise UsageError("--figure works only with --png or --svg", "Add --svg FILE or --png FILE.")
         if self:
             from ..report.pictures import ready
 
@@ -316,7 +314,10 @@ def _not_imported(error: ImportError) -> str | None:
         return None
     package = _PACKAGES.get(module, module.replace("_", "-"))
     if isinstance(error, ModuleNotFoundError) and error.name == module:
-        return f"this needs the package {package}, which is not installed\nInstall it: pip install {package}"
+        return (
+            f"this command needs the Python package {package}, which is not installed\nInstall it: pip "
+            f"install {package}"
+        )
     reason = " ".join(str(error).split())
     if not module:
         return f"a required package cannot be imported: {reason}\nReinstall that package."
@@ -348,12 +349,18 @@ def _guarded(function: _F) -> _F:
         except OSError:
             raise  # to `_writing`
         except MemoryError:
-            fail("not enough memory", 1)
+            fail(
+                "not enough memory on this machine\nClose other programs, or use a smaller model, context or batch.", 1
+            )
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
             if _lacks_memory(error):
-                fail("not enough memory", 1)
+                fail(
+                    "not enough memory on this machine\nClose other programs, or use a smaller model, context or "
+                    "batch.",
+                    1,
+                )
             lacking = _not_imported(error) if isinstance(error, ImportError) else None
             bug = f"{type(error).__name__}: {error}\nThis is a bug in gptkit. Set GPTKIT_DEBUG=1 to see the traceback."
             fail(lacking or bug, 1)

@@ -235,5 +235,5 @@ def check(
     if problems:
         some = [*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise CheckpointError(f"{folder}: {count}", "\n".join(some))
+        raise CheckpointError(f"{folder} does not match its {MANIFEST}: {count}", "\n".join(some))
     say([f"{folder}: every file is identical to its entry in {MANIFEST}"], quiet)

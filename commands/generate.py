@@ -70,7 +70,8 @@ def generate(
 
     if (text is None) == (ids is None):
         raise UsageError(
-            "the prompt must be given once: as TEXT or as --ids", "For example: gptkit generate sample:gpt2 'ROMEO:'"
+            "generate needs exactly one prompt: either TEXT or --ids",
+            "For example: gptkit generate sample:gpt2 'ROMEO:'",
         )
     if attention not in ("sdpa", "eager"):
         raise UsageError(f"--attention must be sdpa or eager, not {attention!r}")
@@ -121,4 +122,4 @@ def _read_prompt(text: str | None, ids: str | None) -> str | list[int]:
     try:
         return sys.stdin.read() if text == "-" else text or ""
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not text: {error}") from error
+        raise UsageError(f"standard input is not text in UTF-8: {error}") from error

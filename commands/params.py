@@ -139,8 +139,7 @@ def params(
     number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
     if number is not None and (flops or memory):
         raise UsageError(
-            f"{number} is not a model, and --flops and --memory take no value",
-            f"Give the context as --context {number}.",
+            f"{number} is not a model; --flops and --memory take no value", f"Give the context as --context {number}."
         )
     if json and csv:
         raise UsageError("--json and --csv cannot be combined", "Give only one of them.")
@@ -159,7 +158,8 @@ def params(
         )
     if batch != 1 and not (asked.kv or asked.at_context):
         raise UsageError(
-            f"--batch works only with --kv, {where}", "Leave it out: the number of parameters does not depend on it."
+            f"--batch works only with --kv, {where}",
+            "Leave out --batch: the number of parameters does not depend on it.",
         )
     if kv_dtype is not None and not (asked.kv or memory or asked.gpu or asked.spread):
         raise UsageError(

@@ -56,7 +56,9 @@ def recommend(
     from ..analysis.recommend import recommend as run
 
     if quiet and out is None and not json:
-        raise UsageError("-q without --out gives no result at all", "Add --out FILE.json, or leave out -q.")
+        raise UsageError(
+            "-q prints nothing, and without --out gptkit also writes nothing", "Add --out FILE.json, or leave out -q."
+        )
     length = None if context is None else tokens("--context", context)
     result = run(goal, params, vocab=vocab, context=length, loadable=loadable)
     if out is not None:

@@ -104,7 +104,10 @@ class Context:
     def layer_input(self) -> Tensor:
         """What the block that runs reads beside the stream, (B, T, width); raises MissingComponent: nothing made it."""
         if self.inputs is None:
-            raise MissingComponent("a layer needs an input of its own (layer_inputs), but this forward pass has none")
+            raise MissingComponent(
+                "a layer with a layer_input ran outside of its model: only the model's own forward pass "
+                "computes layer_inputs"
+            )
         return self.inputs[:, :, self.layer]
 
     def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +115,8 @@ class Context:
         found = self.shared.get(spec.remembered)
         if found is None:
             raise MissingComponent(
-                "attention uses the keys of an earlier layer (kv_from), which has not run in this forward pass"
+                "a layer with kv_from: earlier ran before the layer whose keys and values it uses: run the "
+                "layers in order"
             )
         return found
 
@@ -120,7 +124,8 @@ class Context:
         """What the first block reads, (B, T, hidden); raises MissingComponent: nothing left it."""
         if self.first is None:
             raise MissingComponent(
-                "a shared block needs the input of the first layer, which this forward pass has not stored"
+                "a layer with a shared block ran outside of its model: only the model's own forward pass "
+                "stores the input of the first layer, which it needs"
             )
         return self.first
 
@@ -129,7 +134,10 @@ class Context:
         if spec.weights_from == "own":
             self._lenders[spec.number] = module
         if spec.number not in self._lenders:
-            raise MissingComponent(f"shared block {spec.number} cannot run before the layer that has its weights")
+            raise MissingComponent(
+                f"a layer that uses shared block {spec.number} ran before the layer that has the weights of "
+                "this block: run the layers in order"
+            )
         return self._lenders[spec.number]
 
     def see(self, encoded: Encoded) -> None:
@@ -139,7 +147,10 @@ class Context:
     def source(self) -> Tensor:
         """The encoder's output (B, U, hidden); raises MissingComponent: nothing made it."""
         if self.encoded is None:
-            raise MissingComponent("a layer has cross-attention, but this forward pass has no encoder output")
+            raise MissingComponent(
+                "a layer has cross-attention, but there is no output of an encoder: pass "
+                "encoded=model.encode(ids) to the model"
+            )
         return self.encoded.states
 
     def first_key(self, window: int | None) -> int:
@@ -157,7 +168,8 @@ class Context:
         if key not in self._biases and isinstance(spec, Buckets):
             if self.table is None:
                 raise MissingComponent(
-                    "a layer adds relative position biases, but this forward pass has no table of them"
+                    "a layer with relative position biases ran outside of its model: only the model's own "
+                    "forward pass reads the table of biases"
                 )
             self._biases[key] = spec, module_of(spec).looked_up(spec, self.table, self.past, self.steps)
         if key not in self._biases:

@@ -410,8 +410,9 @@ class Decoder(nn.Module):
         if documents is not None:
             if documents.shape != input_ids.shape or cache is not None or attention_mask is not None:
                 raise UsageError(
-                    f"documents has the shape {tuple(documents.shape)}, and the token ids {(batch, steps)}",
-                    "Give both the same shape, without a cache and without an attention_mask.",
+                    f"documents has the shape {tuple(documents.shape)}, but the token ids have the shape "
+                    f"{(batch, steps)}",
+                    "Give both the same shape, and use documents without a cache and without an attention_mask.",
                 )
             position_ids = positions_in(documents) if position_ids is None else position_ids
         elif position_ids is None and self.positions is not None:
@@ -421,11 +422,14 @@ class Decoder(nn.Module):
         if self.positions is not None:
             length = self.positions.spec.length
             if past + steps > length and int(position_ids.max()) >= length:
-                raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
+                raise UsageError(
+                    f"the sequence has {past + steps} tokens, but the model's position table has only {length} rows"
+                )
         if token_types is not None and (self.token_types is None or token_types.shape != input_ids.shape):
             raise UsageError(
-                f"token_types has the shape {tuple(token_types.shape)}, and the token ids {(batch, steps)}",
-                "Give both the same shape, and only to a model with token type embeddings.",
+                f"token_types has the shape {tuple(token_types.shape)}, but the token ids have the shape "
+                f"{(batch, steps)}",
+                "Give both the same shape. Pass token_types only to a model with token type embeddings.",
             )
         encoded = self._source(encoded, cache, batch)
         x, inputs = _embedded(self, input_ids, position_ids, token_types, table)
@@ -452,7 +456,7 @@ class Decoder(nn.Module):
             UsageError: the model has no encoder; as `forward`.
         """
         if self.encoder is None:
-            raise UsageError("this model has no encoder", "Call the model itself with the token ids.")
+            raise UsageError("this model has no encoder", "Call the model with the token ids instead: model(ids).")
         own = dict(self.encoder.embedding.named_parameters())
         table = None if "weight" in own else self.embedding.weight
         return Encoded(self.encoder(source, attention_mask, table=table), attention_mask)
@@ -461,15 +465,21 @@ class Decoder(nn.Module):
         """The source of a pass, which a cache remembers; raises UsageError where there is none, or none is wanted."""
         if self.encoder is None:
             if encoded is not None:
-                raise UsageError("encoded is only for models with an encoder, and this model has none", "Leave it out.")
+                raise UsageError(
+                    "the argument encoded is only for models with an encoder, and this model has none",
+                    "Leave out encoded.",
+                )
             return None
         if encoded is None and cache is not None:
             encoded = cache.encoded
         if encoded is None:
-            raise UsageError("this model has an encoder, so it needs encoded", "Pass encoded=model.encode(ids).")
+            raise UsageError(
+                "this model has an encoder, but the call has no argument encoded", "Pass encoded=model.encode(ids)."
+            )
         if len(encoded.states) != batch:
             raise UsageError(
-                f"encoded has {len(encoded.states)} rows, and the token ids {batch}", "Give one encoded source per row."
+                f"encoded has {len(encoded.states)} rows, but the token ids have {batch}",
+                "Give one encoded source per row of token ids.",
             )
         if cache is not None:
             cache.encoded = encoded

@@ -46,7 +46,8 @@ class Sampling:
             raise UsageError(f"the temperature must be 0 (greedy) or more, not {self.temperature}")
         if 0 < self.temperature < _SMALLEST_TEMPERATURE:
             raise UsageError(
-                f"the temperature {self.temperature} is too small to divide by", "Use 0 for greedy decoding."
+                f"the temperature {self.temperature} is too small: logits divided by it would be infinite",
+                "Use 0 for greedy decoding.",
             )
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k must be 1 or more, not {self.top_k}")
@@ -54,7 +55,8 @@ class Sampling:
             raise UsageError(f"top_p must be from 0 to 1, not {self.top_p}")
         if self.greedy and (self.top_k is not None or self.top_p is not None):
             raise UsageError(
-                "top_k and top_p have no effect at temperature 0, which decodes greedily", "Give a temperature."
+                "top_k and top_p have no effect at temperature 0, which always chooses the most likely token",
+                "Give a temperature above 0.",
             )
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise UsageError(f"the seed must be an integer from 0 to 2**64 - 1, not {self.seed}")
@@ -155,23 +157,28 @@ def generate(
     if max_new_tokens < 0:
         raise UsageError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
     if beams is not None and not sampling.greedy:
-        raise UsageError("beam search does not sample", "Leave out temperature, top_k and top_p.")
+        raise UsageError(
+            "beam search cannot be combined with temperature, top_k and top_p, because it does not sample",
+            "Leave out temperature, top_k and top_p.",
+        )
     positions = (model.spec.encoder or model.spec).positions
     if positions is not None and prompt.shape[1] > positions.length:
         raise UsageError(
-            f"the prompt of {prompt.shape[1]} tokens does not fit the model's table of {positions.length} positions",
+            f"the prompt has {prompt.shape[1]} tokens, but the model's position table has only {positions.length} rows",
             "Shorten the prompt.",
         )
     source = None
     if model.spec.encoder is not None:
         if start is None:
             raise UsageError(
-                "this model has an encoder, and the first token for its decoder is not given",
-                "Pass start, or set decoder_start_token_id in config.json.",
+                "gptkit does not know the first token of the decoder: config.json has no decoder_start_token_id",
+                "Set decoder_start_token_id in config.json, or in Python pass start=ID.",
             )
         source, prompt = prompt, _prompt(model, [start])
     elif start is not None:
-        raise UsageError("start is only for models with an encoder, and this model has none", "Leave it out.")
+        raise UsageError(
+            "the argument start is only for models with an encoder, and this model has none", "Leave out start."
+        )
     # A generator function runs nothing before its first token; the checks above are done by now.
     if beams is not None:
         return _searched(model, prompt, source, max_new_tokens, beams, frozenset(stop), tell)
@@ -219,7 +226,9 @@ def _integers(ids: Sequence[int]) -> list[int]:
 
 def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:
     """The error for ids that the model has no row for, to be raised by the caller."""
-    return UsageError(f"token ids outside the vocabulary of {vocab_size}: {some_of(ids, 5)}", hint)
+    return UsageError(
+        f"the prompt has token ids outside the vocabulary of {vocab_size:,} tokens: {some_of(ids, 5)}", hint
+    )
 
 
 class _Limits:
@@ -292,7 +301,7 @@ def _no_numbers(step: int) -> GptkitError:
     """The error for logits that are NaN, to be raised by the caller."""
     return GptkitError(
         f"the model's logits for new token {step + 1} are NaN",
-        "The weights may be damaged, or activations too large for float16. Try float32.",
+        "The weights may be damaged, or activations may be too large for float16. Try the dtype float32.",
     )
 
 

@@ -125,7 +125,9 @@ def build(
     try:
         model = _empty(partial(Decoder, spec, attention), dtype, device)
     except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
-        raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"PyTorch cannot move the model to the device {device}: {str(error).splitlines()[0]}"
+        ) from error
     return _fill(model, values())
 
 

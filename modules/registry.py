@@ -34,7 +34,10 @@ def module_of(node: Component) -> Any:
         import_module(node.computed_in)
     found = _MODULES.get(type(node))
     if found is None:
-        raise MissingComponent(f"gptkit has no PyTorch module for the component {type(node).__name__}")
+        raise MissingComponent(
+            f"gptkit has no PyTorch module for the component {type(node).__name__}: a plugin with this "
+            "component must register one"
+        )
     return found
 
 

@@ -104,7 +104,7 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
     """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(
-            f"save takes a model that gptkit.load returned, not a {type(model).__name__}",
+            f"gptkit.save needs a model that gptkit.load returned, not a {type(model).__name__}",
             "Unwrap it first: model.module of a parallel model, model._orig_mod of a compiled model.",
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -121,7 +121,7 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InvalidInput(
             f"the model's parameters do not match its architecture: {'; '.join(wrong[:_SHOWN])}{more}",
-            "Merge adapters and remove added parameters before saving.",
+            "Before saving, merge adapters (such as LoRA) into the weights, and remove parameters that you added.",
         )
     stored = {}
     for name in declared:

@@ -29,7 +29,8 @@ def real(x: Tensor, context: Context) -> Tensor:
     """
     if context.documents is not None:
         raise UsageError(
-            "recurrent layers carry their state from one document into the next, so documents cannot be masked"
+            "the model has recurrent layers, which carry a state from one document into the next, so it "
+            "does not accept documents: leave out this argument"
         )
     if not context.padded or context.attention_mask is None or x.shape[1] == 1:  # what is decoded is no padding
         return x

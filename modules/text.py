@@ -77,12 +77,15 @@ def generate(
         temperature = 0.0 if top_k is None and top_p is None else 1.0
     sampling = Sampling(temperature, top_k, top_p, seed)
     if beams is None and (length_penalty != 1.0 or early_stopping):
-        raise UsageError("length_penalty and early_stopping work only with beams", "Give beams.")
+        raise UsageError(
+            "length_penalty and early_stopping work only with beam search", "Pass beams as well, such as beams=4."
+        )
     search = None if beams is None else Beams(beams, length_penalty, early_stopping)
     if isinstance(model, Decoder):
         if dtype is not None or attention != "sdpa":
             raise UsageError(
-                "dtype and attention do not apply to a model that is already loaded", "Use model.to(dtype)."
+                "dtype and attention are only for a model that generate loads, and this model is already loaded",
+                "Convert its dtype with model.to(dtype), or choose attention in gptkit.load.",
             )
         about = model.source or Outline(model.spec, Origin())
         tokenizer = None

@@ -165,7 +165,8 @@ def writable(path: Path, option: str) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     if special:
         raise UsageError(
-            f"cannot write {path}: it is not a regular file", f"Give a file: {option} page.{option.lstrip('-')}"
+            f"cannot write {path}: it exists, but is not a regular file",
+            f"Give a file: {option} page.{option.lstrip('-')}",
         )
     if not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}: {'no permission' if folder.is_dir() else 'no such folder'}")

@@ -39,7 +39,7 @@ def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
     given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
     for option, path in given:
         if path.suffix.lower() != f".{option[2:]}":
-            raise UsageError(f"{option} {path}: the name must end in .{option[2:]}")
+            raise UsageError(f"{option} {path}: the name of the file must end in .{option[2:]}")
         pages.writable(path, option)
     if given:
         _can_draw(given[0][0])
@@ -84,7 +84,10 @@ def write(
         return written
     figures = page.figures()
     if not figures:
-        raise UsageError(f"there is no figure to draw in {wanted[0]}", "Write a page instead: --html page.html")
+        raise UsageError(
+            f"cannot write {wanted[0]}: the report of this command has no figure",
+            "Write a page instead: --html page.html",
+        )
     figure = figures[0] if name is None else _named(figures, name)
     drawings = drawn([(figure, path.suffix.lower()[1:]) for path in wanted])
     for path, drawing in zip(wanted, drawings, strict=True):
@@ -102,7 +105,7 @@ def _named(figures: Sequence[Figure], name: str) -> Figure:
         return fitting[0]
     titles = "; ".join(figure.title for figure in fitting or figures)
     how_many = "more than one" if fitting else "none"
-    raise UsageError(f"--figure {name!r} matches {how_many} of the page's figures", f"Choose one of: {titles}")
+    raise UsageError(f"--figure {name!r} matches the titles of {how_many} of the figures", f"Choose one of: {titles}")
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
@@ -115,7 +118,7 @@ def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
         except Exception as error:  # whatever the browser, its pipes or its threads say
             why = " ".join(str(error).split()) or type(error).__name__
             raise UsageError(
-                f"the browser could not draw the picture: {why}",
+                f"Chrome could not draw the picture: {why}",
                 "Set BROWSER_PATH to another Chrome or Chromium, or use --html, which needs no browser.",
             ) from error
 

@@ -33,7 +33,5 @@ def test_a_package_that_is_not_installed_is_named(package: str, call: str, tmp_p
     words = call.replace("OUT", f"{tmp_path}/out").split()
     run = subprocess.run([sys.executable, "-c", PROGRAM, package, *words], capture_output=True, text=True, check=False)
     assert run.returncode == 1, run.stderr
-    assert (
-        run.stderr
-        == f"gptkit: this needs the package {package}, which is not installed\n  Install it: pip install {package}\n"
-    )
+    said = f"gptkit: this command needs the Python package {package}, which is not installed\n"
+    assert run.stderr == f"{said}  Install it: pip install {package}\n"

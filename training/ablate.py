@@ -170,7 +170,9 @@ def ablate(
     asked, target = read_plan(plan), Path(out).expanduser()
     texts: list[Path | str] = [*paths_of(data)] or [*asked.data]
     if not texts:
-        raise UsageError("the plan has no data", 'Give --data FILE, or set data = ["FILE"] in the plan.')
+        raise UsageError(
+            "the plan does not name a training text", 'Give --data FILE, or set data = ["FILE"] in the plan.'
+        )
     variants = arms_of(asked, offline, allow_pickle)
     base, opening = variants[0], {"device": device, "offline": offline, "allow_pickle": allow_pickle}
     length = asked.context or min(CONTEXT, *(longest(each.spec) for each in variants))
@@ -240,9 +242,14 @@ def _claim(target: Path, resume: bool, force: bool) -> bool:
     try:
         read_ablation(target)
     except UsageError as error:
-        raise UsageError(f"{target} exists, and it is not the folder of an ablation", "Choose another name.") from error
+        raise UsageError(
+            f"the folder {target} exists, but gptkit ablate did not write it", "Choose another folder for OUT."
+        ) from error
     if not resume and not force:
-        raise UsageError(f"{target} already has an ablation", "Continue it with --resume, or start again with --force.")
+        raise UsageError(
+            f"the folder {target} already contains the runs of an ablation",
+            "Continue it with --resume, or start again with --force.",
+        )
     shutil.rmtree(target / _BEGUN, ignore_errors=True)  # of a call that was killed
     return resume
 
@@ -443,6 +450,6 @@ def read_ablation(folder: str | Path) -> dict[str, Any]:
         assert isinstance(rows, list) and all(isinstance(each, dict) for each in rows)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UsageError(
-            f"{folder} is not the folder of an ablation", "Run one first: gptkit ablate PLAN OUT"
+            f"{folder} is not a folder that gptkit ablate wrote", "Run one first: gptkit ablate PLAN OUT"
         ) from error
     return dict(found)

@@ -144,7 +144,9 @@ class TokenFile(Record):
     def _changed(self, why: str) -> InvalidInput:
         message = f"{self.folder / TOKENS} changed since it was opened: {why}"
         return InvalidInput(
-            message, "Tokenise the text again into a new folder. gptkit check FOLDER lists the changes."
+            message,
+            "Tokenise the text again into a new folder: gptkit tokenize FILE FOLDER. gptkit check "
+            "FOLDER lists the changed files.",
         )
 
     def load_tokenizer(self) -> Tokenizer:
@@ -163,9 +165,9 @@ def open_tokens(folder: Path) -> TokenFile:
     """Open a folder of tokens, whose files are hashed and held to its manifest. Raises InvalidInput."""
     again = "Create such a folder with gptkit tokenize."
     if not is_tokens(folder):
-        raise InvalidInput(f"{folder} is not a folder of tokens: it has no {DESCRIPTION}", again)
+        raise InvalidInput(f"{folder} is not a folder written by gptkit tokenize: it has no {DESCRIPTION}", again)
     if problems := check_manifest(folder):
-        raise InvalidInput(f"{folder} does not match its manifest: {problems[0]}", again)
+        raise InvalidInput(f"the files in {folder} do not match its manifest.json: {problems[0]}", again)
     try:
         found = msgspec.json.decode(read_small(folder / DESCRIPTION, 2**26), type=_Description)
     except (OSError, msgspec.DecodeError) as error:
@@ -197,7 +199,8 @@ def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | Non
     if own is not None and not alike(tokens.load_tokenizer(), own):
         raise UsageError(
             f"{tokens.folder} was not tokenised with the tokenizer of {model}",
-            f"Give the text files themselves, or tokenise them with --tokenizer {model}.",
+            "Give the text files instead of the folder, or tokenise them again: gptkit tokenize FILE "
+            f"FOLDER --tokenizer {model}.",
         )
 
 
@@ -220,7 +223,7 @@ class Text:
         except UnicodeDecodeError as error:
             raise InvalidInput(
                 f"{self.path} is not text in UTF-8: {error.reason} before byte {self.read:,}",
-                "Convert it to UTF-8, for example with iconv -t UTF-8.",
+                "Convert the file to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE > NEW",
             ) from error
 
     def _take(self, data: bytes) -> bytes:
@@ -248,7 +251,7 @@ class Text:
                     text = None
                 if not isinstance(text, str):
                     raise InvalidInput(
-                        f"{self.path}, line {number:,} is not a JSON object with a string named text",
+                        f"{self.path}, line {number:,} is not a JSON object with a string in the field text",
                         'Write one document per line: {"text": "…"}',
                     )
                 first = 0
@@ -301,13 +304,16 @@ def _tokenizer_files(
     `BYTES` names one whose tokens are the 256 bytes and the end of a text.
     """
     if vocabulary is not None and named is not None:
-        raise UsageError("--vocabulary works only without --tokenizer", "Leave out one of them.")
+        raise UsageError(
+            "--vocabulary and --tokenizer cannot be combined, because --tokenizer determines the vocabulary",
+            "Leave out one of them.",
+        )
     if named is None or named == BYTES:
         wanted = SMALLEST if named == BYTES else _VOCABULARY if vocabulary is None else vocabulary
         if wanted < SMALLEST:
             raise UsageError(
-                f"a vocabulary of {wanted} is too small for a byte-level tokenizer",
-                f"Use at least {SMALLEST} tokens: one per byte, and one for the end of a text.",
+                f"--vocabulary {wanted} is too small for a byte-level tokenizer",
+                f"Use at least {SMALLEST} tokens: 256 for the bytes, and one for the end of a text.",
             )
         read = () if named == BYTES else (piece for text in texts for piece, _ in text.pieces())
         settings = {"bos_token": _END, "eos_token": _END, "clean_up_tokenization_spaces": False}
@@ -373,7 +379,9 @@ def tokenize(
     """
     texts = [Text(path) for path in paths_of(files)]
     if not texts:
-        raise UsageError("there is no text to tokenise", "Give at least one file.")
+        raise UsageError(
+            "no text file was given", "Give at least one file, for example: gptkit tokenize play.txt play-tokens"
+        )
     with Staging(Path(out), force) as staging:
         try:
             for name, data in _tokenizer_files(texts, tokenizer, vocabulary, offline).items():
@@ -404,7 +412,8 @@ def _write(texts: Sequence[Text], folder: Path, progress: Progress) -> _Descript
                     largest = max(largest, *ids)
                     if largest > np.iinfo(kind).max:
                         raise InvalidInput(
-                            f"the tokenizer gives the id {largest:,}, but has only {coder.vocab_size:,} tokens"
+                            f"the tokenizer encoded a token as id {largest:,}, but its vocabulary has only "
+                            f"{coder.vocab_size:,} tokens"
                         )
                     tokens.write(np.array(ids, kind).tobytes())
                     count += len(ids)
@@ -414,7 +423,7 @@ def _write(texts: Sequence[Text], folder: Path, progress: Progress) -> _Descript
                 progress(text.read - seen, total)
                 seen = text.read
     if not count:
-        raise InvalidInput(f"there is no text in {', '.join(str(text.path) for text in texts)}")
+        raise InvalidInput(f"these files are empty: {', '.join(str(text.path) for text in texts)}")
     sources = tuple(_Source(str(text.path), text.read, text.digest.hexdigest()) for text in texts)
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     nbytes, vocabulary = sum(each.bytes for each in sources), max(coder.vocab_size, largest + 1)

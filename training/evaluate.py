@@ -160,7 +160,7 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
     if tokenizer is None:
         raise UsageError(
             f"{checkpoint.reference} has no tokenizer, so it cannot read the text {path}",
-            "Make a folder of tokens with gptkit tokenize, and give it to --data.",
+            "Tokenise the text first, and give the folder to --data: gptkit tokenize FILE FOLDER --tokenizer MODEL",
         )
     before, _ = around(tokenizer, ())
     found, ids, ends = list[_Document](), list[int](), list[Array]()
@@ -347,8 +347,9 @@ def _run(
                     ranks.append(found[1].cpu())
                     if bool(lost[-1].isnan().any()):
                         raise GptkitError(
-                            f"{name}: the logits for {documents[each.document].name} are NaN",
-                            "The weights may be damaged, or activations too large for float16. Try float32.",
+                            f"{name}: the logits for the text {documents[each.document].name} are NaN",
+                            "The weights may be damaged, or activations may be too large for float16. Try --dtype "
+                            "float32.",
                         )
             done += len(part)
             tell(f"{name}: {done:,} of {len(windows):,} windows")
@@ -513,7 +514,7 @@ def evaluate(
             f"{short:,} of {len(runs[0].documents):,} documents have fewer than two tokens, so they have no prediction"
         )
     if past > 1 and (reached := max(curve.bins[-1].last for curve in curves) + 1) < width * past:
-        notes.append(f"no document is longer than {reached + 1:,} tokens: the curve ends there")
+        notes.append(f"no document is longer than {reached + 1:,} tokens, so nothing was measured at larger positions")
     paired = _pair(*runs) if len(runs) == 2 else None
     if paired is not None and paired.unit == "bits a byte":
         notes.append("the models tokenise the text differently, so they are compared in bits per byte")
@@ -561,24 +562,29 @@ def _require(paths: Sequence[Path], width: int, past: int, stride: int, top_k: S
         raise UsageError("there is no text to measure on", "Give --data FILE.")
     for path in paths:
         if not path.exists():
-            raise InvalidInput(f"{path} does not exist")
+            raise InvalidInput(f"there is no file or folder {path}")
         if path.is_dir() and not is_tokens(path):
             raise InvalidInput(
-                f"{path} is not a folder that gptkit tokenize wrote", "Give text files, or a folder of tokens."
+                f"the folder {path} was not written by gptkit tokenize",
+                "Give text files, or a folder written by gptkit tokenize.",
             )
     if width < 1:
-        raise UsageError(f"the context must be 1 token or more, not {width}")
+        raise UsageError(f"--context must be 1 or more, not {width}")
     if past < 1:
         raise UsageError(f"--past must be 1 or more, not {past}", "Give 2 or more to evaluate beyond the context.")
     if not 1 <= stride <= width:
-        raise UsageError(f"the stride must be from 1 to {width:,}, the tokens of a window, not {stride:,}")
+        raise UsageError(
+            f"--stride must be from 1 to {width:,}, the number of tokens in a window (--context), not {stride:,}"
+        )
     if not top_k or min(top_k) < 1:
         raise UsageError(
-            f"--top-k must be numbers from 1, not {', '.join(map(str, top_k)) or 'empty'}", "For example: --top-k 1,5"
+            f"--top-k must be whole numbers of 1 or more, not {', '.join(map(str, top_k)) or 'empty'}",
+            "For example: --top-k 1,5",
         )
     if rope is not None and past == 1:
         raise UsageError(
-            "--rope works only with --past, because it acts beyond the context", "Add, for example, --past 4."
+            "--rope works only with --past, because scaled RoPE is for sequences beyond the model's context",
+            "Add, for example, --past 4.",
         )
 
 
@@ -587,6 +593,7 @@ def _require_positions(checkpoint: Checkpoint, width: int) -> None:
     positions = checkpoint.spec.positions
     if positions is not None and width > positions.length:
         raise UsageError(
-            f"{checkpoint.reference} has only {positions.length:,} positions, but the windows have {width:,} tokens",
+            f"the position table of {checkpoint.reference} has only {positions.length:,} rows, but a "
+            f"window has {width:,} tokens",
             "Leave out --past, or choose a smaller --context.",
         )

@@ -32,7 +32,8 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise UsageError(
-        "this needs lm-evaluation-harness, which is not installed", "Install it: pip install 'gptkit[lm-eval]'"
+        "HarnessModel needs the package lm-evaluation-harness, which is not installed",
+        "Install it: pip install 'gptkit[lm-eval]'",
     ) from error
 
 _NEW_TOKENS = 256
@@ -69,11 +70,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         checkpoint = open_checkpoint(pretrained, **opening)
         found = load_tokenizer(checkpoint.folder, checkpoint.texts)
         if found is None:
-            raise UsageError(f"{checkpoint.reference} has no tokenizer, and the tasks are texts")
+            raise UsageError(
+                f"{checkpoint.reference} has no tokenizer, but the tasks of lm-evaluation-harness are texts"
+            )
         self.coder = found
         first = [*around(found, ())[0], *found.eos_ids]
         if not first:
-            raise UsageError(f"{checkpoint.reference} has no token that begins or ends a text")
+            raise UsageError(
+                f"the tokenizer of {checkpoint.reference} has no beginning-of-sequence or end-of-sequence token"
+            )
         self._first, self._device = first[0], torch.device(device)
         self.model = load_checkpoint(checkpoint, dtype, attention, device=device)
         self.max_length = max_length or stated_context(checkpoint.spec) or MOST
@@ -100,7 +105,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for _text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise UsageError(
-                    f"a task has a continuation of {len(continuation):,} tokens, but max_length is {self.max_length:,}"
+                    f"an answer of a task has {len(continuation):,} tokens, but the model's longest sequence "
+                    f"(max_length) is {self.max_length:,}"
                 )
             ids = torch.tensor([*context, *continuation][-(self.max_length + 1) :], device=self._device)
             states = states_of(self.model, ids[None, :-1])[0]
@@ -130,7 +136,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         ends = [ends] if isinstance(ends, str) else list(ends)
         count = int(options.get("max_gen_toks") or options.get("max_new_tokens") or _NEW_TOKENS)
         if count >= self.max_length:
-            raise UsageError(f"a task asks for {count:,} new tokens, but max_length is {self.max_length:,}")
+            raise UsageError(
+                f"a task generates {count:,} tokens, but the model's longest sequence (max_length) is "
+                f"{self.max_length:,}"
+            )
         heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         chosen = {name: options[name] for name in ("top_k", "top_p") if heat and name in options}
         ids = self.tok_encode(prompt)[-(self.max_length - count) :] or [self.prefix_token_id]

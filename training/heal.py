@@ -196,11 +196,13 @@ def heal(
     target, paths = Path(out).expanduser(), paths_of(data)
     rank = rank_of(trained)
     if seeds < 1 or not 0 <= local < 1:
-        raise UsageError(f"seeds must be 1 or more (is {seeds}), and local at least 0 and below 1 (is {local:g})")
+        raise UsageError(
+            f"--seeds must be 1 or more (it is {seeds}), and --local at least 0 and less than 1 (it is {local:g})"
+        )
     if beside not in (True, False, "control", "floor"):
         raise UsageError(f"beside must be True, False, 'control' or 'floor', not {shown(beside, 40)}")
     if not 0 <= hidden < math.inf:
-        raise UsageError(f"the weight of the hidden-state loss must be 0 or more, not {hidden:g}")
+        raise UsageError(f"--hidden, the weight of the hidden-state loss, must be 0 or more, not {hidden:g}")
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
         folder = beside_of(target, "healing")
@@ -226,13 +228,21 @@ def heal(
         for each in (original, model):
             require_trainable(each.spec, False, not us.alone)
         if rank and not us.alone:
-            raise UsageError("gptkit cannot train lora with several processes", "Train in one process.")
+            raise UsageError(
+                "--train lora:RANK does not work with several processes (torchrun)",
+                "Run gptkit heal without torchrun, or choose --train all.",
+            )
         if rank > model.spec.hidden_size:
-            raise UsageError(f"the rank {rank:,} of lora is larger than the hidden size, {model.spec.hidden_size:,}")
+            raise UsageError(
+                f"--train lora:{rank}: the rank must not be larger than the model's hidden size, "
+                f"{model.spec.hidden_size:,}"
+            )
         declared = list(model.spec.parameters())
         names = set(matrices(declared)) if rank else chosen(trained, declared, lambda: touched(original, model))
         if not names:
-            raise UsageError(f"--train {trained} selects no parameter of this model")
+            raise UsageError(
+                f"--train {trained} selects no parameter of the changed model, so there is nothing to train"
+            )
         family, _ = expressed(model.spec)
         tree = model.source
         form = to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
@@ -243,12 +253,15 @@ def heal(
         layers = changed_layers(original, model)
         if local and not layers:
             raise UsageError(
-                "--local needs changed layers that correspond to layers of the teacher, and there are none",
+                "--local trains each changed layer on the same layer of the teacher, but the models have no "
+                "such layers: they must have equal numbers of layers, equal hidden sizes and a changed "
+                "layer",
                 "Leave out --local.",
             )
         if hidden and not layers:
             raise UsageError(
-                "--hidden needs changed layers that correspond to layers of the teacher, and there are none",
+                "--hidden compares hidden states after each layer, but the models differ in their number of "
+                "layers or hidden size, or no layer changed",
                 "Leave out --hidden.",
             )
 
@@ -277,7 +290,11 @@ def heal(
             message = (
                 f"the texts have token ids up to {found.vocabulary - 1:,}, but the models have embeddings of {rows}"
             )
-            raise UsageError(message, "Use texts and models of the same tokenizer.")
+            raise UsageError(
+                message,
+                "Give the text files instead of a folder of tokens, or tokenise them again with the "
+                "tokenizer of the teacher.",
+            )
         if by_text:
             tokens = min(max(found.tokens, BUDGET[0]), BUDGET[1])
             settings = settings_for(tokens)

@@ -57,7 +57,10 @@ def swap(
     given = {"train": "trained", "compile": "compiled"}
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
     if {"tokens", "seconds"} <= healing.keys():
-        raise UsageError(f"{told.where}: heal has two budgets, tokens and seconds", "Remove one of them.")
+        raise UsageError(
+            f"{told.where}: the heal step sets both tokens and seconds, but needs exactly one of them",
+            "Remove one of them.",
+        )
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     folder = beside(target, "healing")
     runs = stores_in(folder, Group(0, 1, torch.device("cpu")))

@@ -230,13 +230,14 @@ def fit(
     parts = group.size * settings.accumulate
     if settings.windows < parts:
         raise UsageError(
-            f"a step has {settings.windows} windows, fewer than its {parts} parts (processes times --accumulate)",
+            f"a step has only {settings.windows} windows, but is divided into {parts} parts (number of "
+            "processes times --accumulate)",
             "Choose a larger --batch, or a smaller --accumulate or --context.",
         )
     if held_out is not None and len(held_out.ids) < group.size:
         raise UsageError(
-            f"the held-out text has {len(held_out.ids)} windows, fewer than the {group.size} processes",
-            "Hold out more text, or choose a smaller --context.",
+            f"the held-out text has only {len(held_out.ids)} windows, but each of the {group.size} processes needs one",
+            "Hold out more text (such as --held-out 0.1), or choose a smaller --context.",
         )
     group.share_out(model)
     model.train()

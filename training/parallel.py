@@ -56,7 +56,7 @@ class Group:
         if error is not None:
             raise error
         if told:
-            raise Elsewhere("the first process failed", int(told))
+            raise Elsewhere("the first process failed, so this process stops too", int(told))
 
     def share_out(self, model: Any) -> None:
         """Leave each process its share of the parameters: of each layer, and of what stands around them."""
@@ -90,7 +90,9 @@ def _device(name: str | None) -> torch.device:
         found = torch.device(name)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"cannot compute on {shown(name, 40)}: {str(error).splitlines()[0]:.200}") from error
+        raise UsageError(
+            f"PyTorch cannot compute on the device {shown(name, 40)}: {str(error).splitlines()[0]:.200}"
+        ) from error
     return found
 
 

@@ -102,7 +102,10 @@ def read_plan(reference: str | Path) -> Plan:
     """
     known, path, where = shipped(), Path(reference), str(reference)
     if not path.is_file() and where not in known:
-        raise UsageError(f"there is no plan {where}", f"Give a TOML file, or a plan of gptkit: {', '.join(known)}.")
+        raise UsageError(
+            f"there is no file {where}, and gptkit has no plan with this name",
+            f"Give a TOML file, or the name of a plan that comes with gptkit: {', '.join(known)}.",
+        )
     try:
         data = tomllib.loads(read_small(path if path.is_file() else known[where], MOST_BYTES).decode())
         plan = msgspec.convert(data, Plan)
@@ -150,7 +153,7 @@ def _wrong(plan: Plan) -> Iterator[str]:
     for each in plan.variant:
         for other in each.include:
             if other not in names[: names.index(each.name)]:
-                yield f"variant {each.name!r}: include names {other!r}, but no earlier variant has this name"
+                yield f"variant {each.name!r}: include has {other!r}, but no variant before it has this name"
         if plan.how == "heal" and (each.changes or each.remove):
             yield f"variant {each.name!r}: set and remove do not work with how = 'heal'; use swap or recipe"
         if not any((each.model, each.include, each.recipe, each.swap, each.changes, each.remove)):
@@ -158,7 +161,9 @@ def _wrong(plan: Plan) -> Iterator[str]:
     if (plan.tokens is None) == (plan.flops is None):
         yield "a plan needs exactly one budget: tokens or flops"
     if plan.how == "heal" and plan.parameters:
-        yield "parameters does not work with how = 'heal': the swaps determine the size"
+        yield (
+            "the key parameters does not work with how = 'heal', because the swaps determine the size of the variants"
+        )
     least = {"seeds": 1, "seed": 0, "context": 1, "batch": 1, "every": 1, "tokens": 1, "flops": 1}
     for key, bound in least.items():
         if not all(bound <= each < math.inf for each in _each(getattr(plan, key))):
@@ -189,7 +194,7 @@ def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] =
     for path in removed:
         for above, name in _places(tree, path):
             if above.pop(name, None) is None:
-                raise InvalidInput(f"remove {path!r}: the model has no {name} there")
+                raise InvalidInput(f"remove = {path!r}: the model has no {name} at this path")
     try:
         return from_json(tree)
     except ConfigError as error:
@@ -210,7 +215,8 @@ def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
     found = found or [(node, last) for node in tables if "*" not in last]
     if not found:
         raise InvalidInput(
-            f"{path!r} matches nothing in the model", "Write paths as in gptkit.json: blocks.0.attention.kv_heads."
+            f"the path {path!r} matches no field of the model",
+            "Write paths as in gptkit.json, such as blocks.0.attention.kv_heads.",
         )
     return found
 
@@ -235,11 +241,13 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
     def tree(model: str | dict[str, Any]) -> ModelSpec:
         if isinstance(model, dict):
             if plan.how == "heal":
-                raise InvalidInput("how = 'heal' needs weights, and a table has none", hint)
+                raise InvalidInput(
+                    "how = 'heal' needs a base with weights, but this plan describes the base by a table of sizes", hint
+                )
             return architecture_of(model).spec(model)
         found, scratch = tree_of(model, False, offline, allow_pickle)
         if scratch and plan.how == "heal":
-            raise InvalidInput(f"how = 'heal' needs weights, and {model} has none", hint)
+            raise InvalidInput(f"how = 'heal' needs a base with weights, but {model} has none", hint)
         return found.spec
 
     def changed(before: Arm, each: _Variant) -> Arm:
@@ -251,7 +259,11 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
             spec, start, steps = included.spec, included.start, included.steps
         if each.recipe and read_recipe(each.recipe).heal is not None:
             hint = 'Remove that step: how = "heal" heals every variant.'
-            raise InvalidInput(f"{each.recipe} has a heal step, but the plan sets the budget of all variants", hint)
+            raise InvalidInput(
+                f"the recipe {each.recipe} has a heal step, which a plan does not allow: the plan itself "
+                "trains all variants with one budget",
+                hint,
+            )
         if each.swap or each.recipe:
             own = [*steps_from((), each.recipe or None), *(step for text in each.swap for step in steps_from([text]))]
             spec, steps = swapped(spec, own, reference=each.name, offline=offline).spec, (*steps, *own)
@@ -267,7 +279,8 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
                 made = replace(made, spec=_as_large(made.spec, size_of(base.spec)))
             if made.spec.vocab_size != base.spec.vocab_size:
                 raise InvalidInput(
-                    f"its vocabulary has {made.spec.vocab_size:,} tokens, and the base has {base.spec.vocab_size:,}",
+                    f"the variant's vocabulary has {made.spec.vocab_size:,} tokens, but the vocabulary of the "
+                    f"base has {base.spec.vocab_size:,}",
                     "Use the same vocabulary for all variants: their losses per token are compared.",
                 )
         found.append(made)
@@ -287,7 +300,10 @@ def _as_large(spec: ModelSpec, wanted: int) -> ModelSpec:
         return spec
     units = first + round((wanted - least) / a_unit)
     if units < 1:
-        raise InvalidInput(f"even without feed-forwards it has more than the {wanted:,} parameters of the base")
+        raise InvalidInput(
+            f"the variant cannot have as few parameters as the base, {wanted:,}: even with the smallest "
+            "feed-forward, it has more"
+        )
     return wide(units)
 
 
@@ -333,7 +349,8 @@ def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
         for each in variants:
             if length > longest(each.spec):
                 raise InvalidInput(
-                    f"context is {length:,}, but {called(each)} has only {longest(each.spec):,} positions"
+                    f"context is {length:,}, but the position table of {called(each)} has only "
+                    f"{longest(each.spec):,} rows"
                 )
             a_step = training_flops(each.spec, length, windows).dense
             if plan.how == "heal" and each is not variants[0]:  # the original answers first
@@ -343,8 +360,9 @@ def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
             for other in found:
                 if (other.variant, other.tokens) == (each, one.tokens):
                     raise InvalidInput(
-                        f"budgets of {other.budget:,} and {budget:,} are both {one.tokens:,} tokens for {called(each)}",
-                        f"A step has {windows * length:,} tokens: choose budgets that are further apart.",
+                        f"the budgets {other.budget:,} and {budget:,} both come to {one.tokens:,} tokens for "
+                        f"{called(each)}, because training takes whole steps",
+                        f"A step has {windows * length:,} tokens. Choose budgets that differ by more than this.",
                     )
             found.append(one)
     return found

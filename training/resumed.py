@@ -80,7 +80,10 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
         _require(_finite([found.seconds]) and found.seconds >= 0, "its seconds are not a valid time")
         _require(1 <= found.threads <= MOST_THREADS, "its number of threads is not valid")
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{metrics.parent} cannot continue from its state.json: {error!s:.200}", _ANEW) from error
+        raise InvalidInput(
+            f"the run in {metrics.parent} cannot be resumed, because its state.json cannot be read: {error!s:.200}",
+            _ANEW,
+        ) from error
     lines = _lines(metrics, found.step, tokens)
     evaluated = [
         Evaluation(line.step, line.tokens, line.loss, line.held_out, line.averaged)
@@ -91,7 +94,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
     begun = [(each.step, each.tokens, each.loss, math.isfinite(each.held_out)) for each in first]
     same = rest == evaluated and begun == [(0, 0, None, True)][: int(from_start)]
     if not same or (lines and lines[-1].seconds != found.seconds):
-        raise InvalidInput(f"{metrics.parent}: state.json and metrics.jsonl do not belong to the same run", _ANEW)
+        raise InvalidInput(f"{metrics.parent}: the files state.json and metrics.jsonl are from different runs", _ANEW)
     return found
 
 
@@ -119,7 +122,9 @@ def _lines(metrics: Path, step: int, tokens: int) -> list[_Line]:
             raise InvalidInput(f"{metrics} is damaged in line {number:,}: {error!s:.120}", _ANEW) from error
         found.append(line)
     if len(found) < step:
-        raise InvalidInput(f"{metrics} has only {len(found):,} lines, but the run is at step {step:,}", _ANEW)
+        raise InvalidInput(
+            f"{metrics} has only {len(found):,} lines, but needs one for each of the {step:,} steps of the run", _ANEW
+        )
     return found
 
 

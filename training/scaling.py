@@ -121,13 +121,13 @@ def _points_of(folders: Sequence[str | Path]) -> list[Point]:
         table = read_ablation(each)
         if table.get("how") == "heal":
             raise UsageError(
-                f"the runs of {each} were healed, but the law needs models trained from random weights",
-                'Leave them out, or set how = "train" in the plan.',
+                f"the runs in {each} healed changed models, but a scaling law needs runs from random weights",
+                'Leave out this folder, or repeat its runs with how = "train" in the plan.',
             )
         if "data" not in table and len(folders) > 1:
             raise UsageError(
-                f"the ablation.json of {each} does not record which text its runs were trained on",
-                f"Add it, without repeating any run: gptkit ablate PLAN {each} --resume",
+                f"{each}/ablation.json does not record on which text its runs were trained",
+                f"This command adds it without repeating runs: gptkit ablate PLAN {each} --resume",
             )
         read.setdefault((table.get("data"), table.get("held_out")), each)
         try:
@@ -136,14 +136,14 @@ def _points_of(folders: Sequence[str | Path]) -> list[Point]:
                 found += [Point(size, tokens, float(run["loss"])) for run in row["runs"]]
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{each}: its ablation.json is damaged", "Write it again with gptkit ablate --resume."
+                f"{each}/ablation.json is damaged", f"Write it again: gptkit ablate PLAN {each} --resume"
             ) from error
     if len(read) > 1:
         one, other, *_ = read.values()
         what = "texts" if len({data for data, _ in read}) > 1 else "held-out texts"
         raise UsageError(
-            f"the runs of {one} and of {other} have different {what}, so one law cannot fit both",
-            "Fit only runs on the same texts together.",
+            f"the runs in {one} and in {other} have different {what}, so their losses do not follow one scaling law",
+            "Give only folders whose runs have the same texts.",
         )
     return found
 
@@ -180,7 +180,8 @@ def fit_scaling(
     if min(law.alpha, law.beta) <= 0:
         what = "parameters" if law.alpha <= 0 else "tokens"
         raise UsageError(
-            f"the loss does not fall with more {what} in these runs", "Add runs of a wider range, or more seeds."
+            f"the loss in these runs does not fall with more {what}, so no scaling law fits them",
+            "Add runs of a wider range, or more seeds.",
         )
     generator, draws = np.random.default_rng(seed), list[_Values]()
     while len(draws) < drawn:
@@ -207,9 +208,14 @@ def _require(points: Sequence[Point]) -> None:
             )
             raise UsageError(message, "Make runs of several sizes: gptkit ablate sizes OUT --data FILE")
     if len(points) < _LEAST:
-        raise UsageError(f"{len(points)} runs are too few to fit five unknowns", f"Use at least {_LEAST} runs.")
+        raise UsageError(
+            f"{len(points)} runs are too few to fit the five constants of the scaling law",
+            f"Give at least {_LEAST} runs of different sizes and budgets.",
+        )
     if not all(0 < each.loss < math.inf and min(each.parameters, each.tokens) > 0 for each in points):
-        raise UsageError("the parameters, the tokens or the loss of a run are not positive, finite numbers")
+        raise UsageError(
+            "a run has a number of parameters, a number of tokens or a loss that is not a positive, finite number"
+        )
 
 
 # --- the fit ----------------------------------------------------------------------------------------------------------
@@ -282,7 +288,8 @@ def _optimum(law: Law, flops: float, again: Sequence[Law], ranges: Sequence[tupl
             message = f"the best run for {flops:.3g} FLOPs has {value:,.0f} {what}, but the given runs have {least:,}"
             raise UsageError(
                 f"{message} to {most:,}",
-                f"gptkit predicts up to {FARTHEST} times beyond the given runs. Add larger or smaller runs.",
+                f"gptkit predicts only up to {FARTHEST} times beyond the given runs. Choose a budget nearer "
+                "to theirs, or add larger or smaller runs.",
             )
     others = [each for each in again if min(each.alpha, each.beta) > 0]
     found = [(*each.best(flops), each.loss(*each.best(flops))) for each in others]

@@ -33,14 +33,14 @@ from .resumed import kept_lines, require_changes
 RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
 _HASHED = {
-    "texts": "it reads other texts",
-    "tokenizer": "it has another tokenizer",
-    "tokens": "it reads other tokens",
-    "tree": "it trains another architecture",
-    "weights": "it started from other weights",
-    "held_out": "it holds out other text",
-    "teacher": "it learns from another model",
-    "changed": "it heals another model",
+    "texts": "the training texts are different",
+    "tokenizer": "the tokenizer is different",
+    "tokens": "the training tokens are different",
+    "tree": "the architecture is different",
+    "weights": "the initial weights are different",
+    "held_out": "the held-out text is different",
+    "teacher": "the teacher is different",
+    "changed": "the changed model is different",
 }
 """What a run is told by in hashes, in words; what causes another before it."""
 _DERIVED = {"rate", "every"}
@@ -61,7 +61,7 @@ class Store:
         last = self.last()
         if last is not None and not resume and not force:
             raise UsageError(
-                f"{self.folder} has an unfinished run, at step {self._number(last):,}",
+                f"{self.folder} already contains an unfinished run, at step {self._number(last):,}",
                 "Continue it with --resume, or start again with --force.",
             )
         return last is not None and resume
@@ -205,7 +205,10 @@ class Store:
             if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self._number(path))))):
                 raise ValueError("its parameters and optimizer moments do not belong to this step")
         except Exception as error:  # of safetensors' and torch's, which have classes of their own
-            raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove its folder.") from error
+            raise InvalidInput(
+                f"the checkpoint {path} cannot be read: {error!s:.200}",
+                "Remove the folder of this checkpoint, and resume from an earlier one with --resume.",
+            ) from error
         return about
 
     def done(self) -> None:
@@ -224,11 +227,11 @@ def another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], oth
     """Return the error for a run that is not the one to resume: what is different is one of `other`."""
     plain = [name for name in sorted({*before, *now}) if name in other and name not in _HASHED]
     cause = min((name for name in plain if name not in _DERIVED), default=None)
-    told = None if cause is None else f"its {cause} is {shown(before.get(cause))}, not {shown(now.get(cause))}"
+    told = None if cause is None else f"{cause} was {shown(before.get(cause))}, and is now {shown(now.get(cause))}"
     told = told or next((words for name, words in _HASHED.items() if name in other), None)
-    told = told or f"its {plain[0]} is {shown(before.get(plain[0]))}, not {shown(now.get(plain[0]))}"
-    message = f"the run in {folder} differs from this call: {told}"
-    return UsageError(message, "Resume it with its original options, or start again with --force.")
+    told = told or f"{plain[0]} was {shown(before.get(plain[0]))}, and is now {shown(now.get(plain[0]))}"
+    message = f"the run in {folder} differs from this command: {told}"
+    return UsageError(message, "Resume the run with its original options, or start again with --force.")
 
 
 def beside(out: Path, name: str) -> Path:
@@ -236,7 +239,7 @@ def beside(out: Path, name: str) -> Path:
     out = out.expanduser()
     whole = out if out.name not in ("", "..") else out.resolve()
     if not whole.name:
-        raise UsageError(f"{whole} cannot be created as a folder", "Choose another name.")
+        raise UsageError(f"gptkit cannot create the folder {whole}", "Choose another name.")
     return whole.with_name(f"{whole.name}.{name}")
 
 
@@ -248,12 +251,13 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
         last = next((run for run in runs if run.last() is not None), None)
         if last is None:
             raise UsageError(
-                f"{target} exists, and there is no unfinished run to resume",
-                "To train it further, give it as the MODEL of a new call. For another run, choose another name.",
+                f"--resume: there is no unfinished run, and {target} already exists",
+                f"To train the finished model further, give {target} as the MODEL of a new command. For a "
+                "new run, choose another OUT.",
             )
         raise UsageError(
-            f"{target} exists, and the run in {last.folder} has not ended",
-            "Use --resume with --force to continue that run, and to replace the existing files at its end.",
+            f"{target} already exists, but the run in {last.folder} is not finished",
+            f"Give --resume and --force to continue the run; gptkit then replaces {target} at the end of the run.",
         )
     Staging(target, force).check()
 

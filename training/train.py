@@ -230,7 +230,7 @@ def train(
         if found.folder != store.folder / "data":
             if tokenizer is not None:
                 raise UsageError(
-                    f"{found.folder} is a folder of tokens, which already has a tokenizer",
+                    f"--tokenizer does not work with {found.folder}, a folder of tokens that already has a tokenizer",
                     "Give the text files themselves, or leave out --tokenizer.",
                 )
             if not scratch:  # what such weights have learnt of ids is of their own tokenizer's
@@ -332,8 +332,9 @@ def folder_of(data: Sequence[str | Path], own: Path) -> Path:
     named = [path for path in paths if is_tokens(path)]
     if named and len(paths) > 1:
         raise UsageError(
-            "--data takes only one folder of tokens, and no texts with it",
-            "Use gptkit tokenize to combine several texts into one folder.",
+            "--data accepts either text files or one folder written by gptkit tokenize, not both and "
+            "not several folders",
+            "Combine the texts in one folder: gptkit tokenize FILE1 FILE2 FOLDER",
         )
     return named[0] if named else own
 
@@ -369,8 +370,8 @@ def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             raise InvalidInput(
-                f"{name} is not the text that the run in {own.parent} started with",
-                "Restore it, or start again with --force.",
+                f"the text {name} has changed since the start of the run in {own.parent}",
+                "Restore the original text, or start again with --force.",
             )
 
 
@@ -398,16 +399,16 @@ def settings_of(
 ) -> Settings:
     """Settings of a budget, and of the `others` in ranges that make sense. Raises UsageError."""
     if (tokens is None) == (seconds is None):
-        raise UsageError("training needs exactly one budget", "Give either --tokens 1M or --time 10m.")
+        raise UsageError("training needs exactly one of --tokens and --time", "For example: --tokens 1M, or --time 10m")
     if seconds is not None and not 0 < seconds < math.inf:
         raise UsageError(f"--time must be more than 0 seconds, not {seconds:g}", "For example: --time 10m")
     if windows < 1:
         raise UsageError(
-            f"--batch is smaller than one window of {length:,} tokens",
+            f"--batch is smaller than one window (--context) of {length:,} tokens",
             "Choose a larger --batch, or a smaller --context.",
         )
     if not 0 < others["rate"] <= 10:
-        raise UsageError(f"the learning rate must be more than 0 and at most 10, not {others['rate']:g}")
+        raise UsageError(f"--lr, the learning rate, must be more than 0 and at most 10, not {others['rate']:g}")
     if (dtype := others.get("dtype", "float32")) not in ("float32", "bfloat16"):
         raise UsageError(f"dtype must be float32 or bfloat16, not {shown(dtype, 40)}")
     ranges = {"warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
@@ -437,20 +438,22 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     spec.one_stack("gptkit train")
     if apart and carries(spec):
         raise UsageError(
-            f"{carries(spec)} carries a state from one document into the next, so no mask can separate documents",
+            f"the model has recurrent layers ({carries(spec)}), which carry a state from one document "
+            "into the next, so the text cannot be masked by document",
             "Use --no-document-mask to train on all documents as one text.",
         )
     if several and spec.shares:
         raise UsageError(
-            "the model shares a block between layers, which gptkit cannot train with several processes",
-            "Train in one process.",
+            "several layers of the model share the weights of one block, which gptkit cannot train with "
+            "several processes",
+            "Train in one process, without torchrun.",
         )
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):
             if several and isinstance(each, ops.Choose):
                 raise UsageError(
-                    f"{each.id} chooses experts, which gptkit cannot train with several processes",
-                    "Train in one process.",
+                    f"the model is a mixture of experts ({each.id}), which gptkit cannot train with several processes",
+                    "Train in one process, without torchrun.",
                 )
 
 
@@ -483,18 +486,20 @@ def split(
         other = take([held_out], "held-out", tokenizer=found.folder / "tokenizer.json")
         if other.tokenizer != found.tokenizer and not alike(other.load_tokenizer(), found.load_tokenizer()):
             raise UsageError(
-                f"{held_out} was tokenised with another tokenizer than the text",
-                f"Use the same one: gptkit tokenize FILE OUT --tokenizer {found.folder}",
+                f"the text of --held-out, {held_out}, was tokenised with another tokenizer than the training text",
+                f"Use the same tokenizer: gptkit tokenize FILE FOLDER --tokenizer {found.folder}",
             )
         training, held = Stretch(found, 0, found.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)
     if not len(held):
         which = "text" if isinstance(held_out, int | float) else "held-out text"
         raise UsageError(
-            f"the {which} is shorter than one window of {length:,} tokens", "Give more text, or a smaller --context."
+            f"the {which} is shorter than one window (--context) of {length:,} tokens",
+            "Give more text, or a smaller --context.",
         )
     if len(training) < windows:
         raise UsageError(
-            f"a step needs {windows:,} windows of {length:,} tokens, but the text has only {len(training):,}",
+            f"a training step needs {windows:,} windows of {length:,} tokens, but the training text has "
+            f"only {len(training):,} windows",
             "Give more text, or choose a smaller --context or --batch.",
         )
     return training, held.spread(most)

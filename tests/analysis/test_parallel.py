@@ -93,7 +93,7 @@ def test_what_does_not_divide_is_named() -> None:
     spec = preset_spec("llama-3-8b")
     for tp, pp, told in (
         (3, 1, "--tp 3: 32 query heads are not divisible"),
-        (1, 5, "--pp 5: 32 layers cannot be split into 5 stages"),
+        (1, 5, "--pp 5: 32 layers cannot be split into 5 pipeline stages"),
         (64, 1, "--tp 64: 32 query heads"),
     ):
         with pytest.raises(UsageError, match=told):

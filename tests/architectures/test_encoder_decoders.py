@@ -268,11 +268,11 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
     spec = spec_of(REPRESENTATIVES["t5"].config)
     decoder = gptkit.load(save_hf(REPRESENTATIVES["t5"].config, tmp_path) and tmp_path)
     ids = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(UsageError, match="this model has an encoder, so it needs encoded"):
+    with pytest.raises(UsageError, match="this model has an encoder, but the call has no argument encoded"):
         decoder(ids)
-    with pytest.raises(UsageError, match="encoded has 2 rows, and the token ids 1"):
+    with pytest.raises(UsageError, match="encoded has 2 rows, but the token ids have 1"):
         decoder(ids, encoded=Encoded(torch.zeros(2, 3, spec.hidden_size)))
-    with pytest.raises(UsageError, match="the first token for its decoder is not given"):
+    with pytest.raises(UsageError, match="does not know the first token of the decoder"):
         generate(decoder, ids, 3)
     llama = gptkit.load("sample:llama")
     with pytest.raises(UsageError, match="encoded is only for models with an encoder"):

@@ -97,7 +97,11 @@ def test_a_picture_is_of_the_figure_that_was_named(
 
 @pytest.mark.parametrize(
     ("figure", "said"),
-    [("component", "matches more than one"), ("nothing of the kind", "matches none"), ("", "matches more than one")],
+    [
+        ("component", "matches the titles of more than one"),
+        ("nothing of the kind", "matches the titles of none"),
+        ("", "matches the titles of more than one"),
+    ],
 )
 def test_another_name_lists_the_figures(figure: str, said: str, pictured: list[str], tmp_path: Path) -> None:
     code, _, err = run(*COMMANDS["compare"], "--svg", tmp_path / "picture.svg", "--figure", figure)
@@ -110,4 +114,4 @@ def test_another_name_lists_the_figures(figure: str, said: str, pictured: list[s
 def test_a_figure_is_named_of_a_picture(name: str, tmp_path: Path) -> None:
     for more in ([], ["--html", tmp_path / "page.html"]):
         code, out, err = run(*COMMANDS[name], "--figure", "cache", *more)
-        assert (code, out) == (2, "") and "--figure chooses the figure of a picture" in err
+        assert (code, out) == (2, "") and "--figure works only with --png or --svg" in err

@@ -244,7 +244,7 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
         (["--json", "--csv"], "--json and --csv cannot be combined"),
         (["--gpu", "24 pounds"], "--gpu '24 pounds' is not a size"),
         (["--tp", "5"], "--tp 5: 12 query heads are not divisible by 5 GPUs"),
-        (["--pp", "5"], "--pp 5: 12 layers cannot be split into 5 stages"),
+        (["--pp", "5"], "--pp 5: 12 layers cannot be split into 5 pipeline stages"),
         (["--tp", "0"], "--tp must be a whole number from 1"),
         (["--tp", "2", "--dtype", "q8_0"], "not split over several GPUs"),
         (["--explain", "--batch", "2"], "--batch works only with"),

@@ -53,4 +53,4 @@ def test_a_filter_of_greedy_decoding_names_its_option(option: str) -> None:
 
 def test_ids_that_were_typed_are_not_blamed_on_a_tokenizer() -> None:
     said = wrong("generate", "sample:gpt2", "--ids", "1 600")
-    assert "outside the vocabulary of 512: 600" in said and "0 to 511" in said and "tokenizer" not in said
+    assert "outside the vocabulary of 512 tokens: 600" in said and "0 to 511" in said and "tokenizer" not in said

@@ -256,7 +256,7 @@ def test_learned_positions_end_the_stream(gpt2: Decoder) -> None:
     with pytest.warns(UserWarning, match="positions, and all are used") as warned:
         assert len(generate_ids(gpt2, full, 100)) == 1
     assert len(warned) == 1
-    with pytest.raises(UsageError, match=f"{length + 1} tokens.*{length} positions"):
+    with pytest.raises(UsageError, match=f"{length + 1} tokens.*{length} rows"):
         generate(gpt2, [*full, 1], 1)
 
 
@@ -283,7 +283,7 @@ def test_rotary_positions_do_not_and_say_where_their_context_ends() -> None:
     [
         ([], "empty"),
         (torch.empty(1, 0, dtype=torch.long), "empty"),
-        ([1, VOCAB], f"vocabulary of {VOCAB}: {VOCAB}"),
+        ([1, VOCAB], f"vocabulary of {VOCAB} tokens: {VOCAB}"),
         ([-1], "-1"),
         ([1, 2**70], str(2**70)),
         (list(range(VOCAB, VOCAB + 20)), "and 15 more"),

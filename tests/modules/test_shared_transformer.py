@@ -104,9 +104,9 @@ def test_what_goes_to_the_next_sub_layer_has_one() -> None:
 def test_a_layer_by_itself_says_what_it_lacks() -> None:
     context = Context(1, 3, 0, False, torch.arange(3)[None], None, torch.float32)
     x = torch.randn(1, 3, 48)
-    with pytest.raises(MissingComponent, match="shared block 0 cannot run before"):
+    with pytest.raises(MissingComponent, match="uses shared block 0 ran before"):
         BlockModule(SPEC.blocks[4])(x, context)
-    with pytest.raises(MissingComponent, match="needs the input of the first layer"):
+    with pytest.raises(MissingComponent, match="stores the input of the first layer"):
         BlockModule(SPEC.blocks[1])(x, context)
     assert SPEC.beside == SharedTransformer.slot
 
@@ -128,7 +128,7 @@ def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None
 
 def test_several_processes_do_not_train_it() -> None:
     require_trainable(SPEC, apart=False, several=False)
-    with pytest.raises(UsageError, match="shares a block"):
+    with pytest.raises(UsageError, match="share the weights of one block"):
         require_trainable(SPEC, apart=False, several=True)
 
 
@@ -139,7 +139,7 @@ def test_devices_share_its_heads_and_units_and_stages_have_no_block_together() -
     one, other = (each.stages[0].weights["shared block"] for each in (whole, halves))
     adapters = 2 * 72 * 6  # rows of units, in each of three layers
     assert one - other == 2 * (2 * linears + 3 * adapters) // 2
-    with pytest.raises(UsageError, match="shares a block between layers"):
+    with pytest.raises(UsageError, match="share the weights of one block"):
         split(SPEC, 1, 5, context=8)
 
 

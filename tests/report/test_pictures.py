@@ -41,11 +41,11 @@ def no_page(*blocks: Any) -> Page:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--png", "picture.svg"), "--png picture.svg: the name must end in .png"),
-        (("--svg", "picture"), "the name must end in .svg"),
+        (("--png", "picture.svg"), "--png picture.svg: the name of the file must end in .png"),
+        (("--svg", "picture"), "the name of the file must end in .svg"),
         (("--png", "no/picture.png"), "no such folder"),
-        (("--svg", "folder.svg"), "it is not a regular file"),
-        (("--html", "p.html", "--png", "picture.jpg"), "the name must end in .png"),
+        (("--svg", "folder.svg"), "it exists, but is not a regular file"),
+        (("--html", "p.html", "--png", "picture.jpg"), "the name of the file must end in .png"),
         (("--html", "p.PNG"), "use --png p.PNG"),
         (("--html", "p.txt"), "must end in .html"),
         (("--html", "page"), "must end in .html"),
@@ -86,7 +86,7 @@ def test_a_browser_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_page_without_a_figure_has_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no figure to draw"):
+    with pytest.raises(UsageError, match="this command has no figure"):
         pictures.write(no_page(Table("t", (), ())), tmp_path / "page.html", None, tmp_path / "a.svg")
     assert (tmp_path / "page.html").exists()  # what could be written was
     assert not (tmp_path / "a.svg").exists()

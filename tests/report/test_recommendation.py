@@ -100,7 +100,10 @@ def test_quiet_and_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     call = ["recommend", "--goal", "speed", "--params", "7B", "-q"]
     result = runner.invoke(app, call)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "-q without --out gives no result at all" in result.stderr and "--out FILE.json" in result.stderr
+    assert (
+        "-q prints nothing, and without --out gptkit also writes nothing" in result.stderr
+        and "--out FILE.json" in result.stderr
+    )
     result = runner.invoke(app, [*call, "--out", "a.json"])
     assert (result.exit_code, result.output) == (0, "") and Path("a.json").is_file()
     assert json.loads(runner.invoke(app, [*call, "--json"]).stdout)["goal"] == "speed"

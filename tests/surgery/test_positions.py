@@ -260,7 +260,7 @@ def test_a_shorter_table(tmp_path: Path) -> None:
     short = exactly(tmp_path / "hf", tmp_path / "short", context="20")
     assert short.chain.promise.length == 20
     assert inverse(Step("context", "20"), spec_of(CONFIGS["gpt2"])) is None
-    with pytest.raises(UsageError, match="do not fit the model's table of 20 positions"):
+    with pytest.raises(UsageError, match="the model's position table has only 20 rows"):
         gptkit.load(tmp_path / "short")(torch.zeros(1, 21, dtype=torch.long))
 
 

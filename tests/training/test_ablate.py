@@ -153,7 +153,7 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
     assert base.flops == training_flops(original, table.context, windows).dense
     assert changed.flops == training_flops(mqa, table.context, windows).dense + answers
     assert [each["tokens"] for each in changed.runs[0].curve][-1] == changed.tokens == base.tokens
-    with pytest.raises(InvalidInput, match=r"how = 'heal' needs weights, and .*tree\.json has none"):
+    with pytest.raises(InvalidInput, match=r"how = 'heal' needs a base with weights, but .*tree\.json has none"):
         ran(tmp_path, plan(tmp_path, text, how='"heal"'), "no")
     recipe = tmp_path / "mqa.toml"
     recipe.write_text(f"[[step]]\nattention = 'mqa'\n[[step]]\nheal = '{play}'\nsettings = {{ tokens = 256 }}\n")
@@ -190,10 +190,10 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     "no variants": ({}, "variant = []", "variant is empty"),
     "two of a name": ({}, VARIANTS + '[[variant]]\nname = "mha"\nswap = ["tie"]', "two variants have this name"),
     "nothing changed": ({}, '[[variant]]\nname = "x"', "variant 'x' changes nothing"),
-    "include": ({}, '[[variant]]\nname = "x"\ninclude = ["y"]', "variant 'x': include names 'y'"),
+    "include": ({}, '[[variant]]\nname = "x"\ninclude = ["y"]', "variant 'x': include has 'y'"),
     "key of a variant": ({}, '[[variant]]\nname = "x"\nswaps = ["tie"]', "no key is called swaps; did you mean swap"),
     "swap": ({}, '[[variant]]\nname = "x"\nswap = ["nrom=rmsnorm"]', "variant 'x': .*nrom"),
-    "path": ({}, '[[variant]]\nname = "x"\nset = { "blocks.*.attn.heads" = 2 }', "heads' matches nothing"),
+    "path": ({}, '[[variant]]\nname = "x"\nset = { "blocks.*.attn.heads" = 2 }', "heads' matches no field"),
     "field": ({}, '[[variant]]\nname = "x"\nset = { "head.colour" = 2 }', r"`colour` - at `\$\.head`; known: "),
     "field of a layer": (
         {}, '[[variant]]\nname = "x"\nset = { "blocks.*.feed_forward.activatoin" = "gelu" }',
@@ -208,18 +208,18 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     ),
     "remove": ({}, '[[variant]]\nname = "x"\nremove = ["final_nrom"]', "the model has no final_nrom there"),
     "vocabulary": (
-        {}, '[[variant]]\nname = "x"\nmodel = "sample:llama"', "'x': its vocabulary has 512 tokens, and the base"
+        {}, '[[variant]]\nname = "x"\nmodel = "sample:llama"', "'x': the variant's vocabulary has 512 tokens, but"
     ),
     "context": ({"context": "128", "batch": "256"}, VARIANTS, "128, but variant 'base' has only 64 positions"),
-    "rate": ({"rate": "20"}, VARIANTS, "the learning rate must be more than 0 and at most 10, not 20"),
+    "rate": ({"rate": "20"}, VARIANTS, "--lr, the learning rate, must be more than 0 and at most 10, not 20"),
     "one budget twice": (
-        {"tokens": "[1000, 1001]"}, VARIANTS, "budgets of 1,000 and 1,001 are both 1,024 tokens for variant 'base'"
+        {"tokens": "[1000, 1001]"}, VARIANTS, "the budgets 1,000 and 1,001 both come to 1,024 tokens for variant 'base'"
     ),
-    "no rate": ({"rate": "0"}, VARIANTS, "the learning rate must be more than 0"),
+    "no rate": ({"rate": "0"}, VARIANTS, "--lr, the learning rate, must be more than 0"),
     "batch": ({"batch": "8"}, VARIANTS, "--batch is smaller than one window"),
     "a table is healed": (
         {"how": '"heal"', "base": '{ model_type = "gpt2" }'}, '[[variant]]\nname = "x"\nswap = ["norm=rmsnorm"]',
-        "base: how = 'heal' needs weights, and a table has none"
+        "base: how = 'heal' needs a base with weights, but this plan"
     ),
     "set of a healed one": ({"how": '"heal"'}, VARIANTS, "'no positions': set and remove do not work"),
 }  # fmt: skip
@@ -239,13 +239,13 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     path = plan(tmp_path)
     with pytest.raises(UsageError, match=r"no plan nope\.toml"):
         ablate("nope.toml", tmp_path / "out", data=[tmp_path / "text.jsonl"])
-    with pytest.raises(UsageError, match="the plan has no data"):
+    with pytest.raises(UsageError, match="the plan does not name a training text"):
         ablate(path, tmp_path / "out")
     told = call("ablate", path, tmp_path / "nod/ir", "--data", tmp_path / "text.jsonl")
     assert told.exit_code == 2 and "nod does not exist\n  Create the parent folder first." in told.stderr
     (tmp_path / "mine/runs").mkdir(parents=True)
     (tmp_path / "mine/file").write_text("kept")
-    with pytest.raises(UsageError, match="it is not the folder of an ablation"):
+    with pytest.raises(UsageError, match="but gptkit ablate did not write it"):
         ran(tmp_path, path, "mine", force=True)
     assert (tmp_path / "mine/file").read_text() == "kept"
     with pytest.raises(InvalidInput, match="cannot read"):
@@ -262,10 +262,10 @@ def test_an_ablation_is_lost_only_for_one_that_can_run(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Two words. " * 12)
     for data, changes, why in (
         (tmp_path / "nofile.txt", {}, "cannot read"),
-        (tmp_path / "short.txt", {}, "a step needs 8 windows"),
+        (tmp_path / "short.txt", {}, "a training step needs 8 windows"),
         (text, {"held_out": "2.0"}, "held-out share must be between 0 and 1, not 2"),
         (text, {"held_out": '"nofile.txt"'}, "cannot read"),
-        (text, {"batch": "1_000_000"}, "a step needs 31,250 windows"),
+        (text, {"batch": "1_000_000"}, "a training step needs 31,250 windows"),
     ):
         other = plan(tmp_path, one, seeds="1", tokens="256", **changes)
         with pytest.raises(GptkitError, match=why):
@@ -331,7 +331,7 @@ def test_edits_go_by_paths() -> None:
     )
     with pytest.raises(ConfigError, match="not a valid model spec"):
         edited(spec, {"blocks.*.attention": {"type": "Attention"}})
-    with pytest.raises(InvalidInput, match="matches nothing in the model"):
+    with pytest.raises(InvalidInput, match="matches no field of the model"):
         edited(spec, {"blocks.7.attention.heads": 1})
 
 

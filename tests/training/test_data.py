@@ -43,7 +43,7 @@ def test_bytes_are_a_tokenizer(tmp_path: Path) -> None:
     other = tokenize([PLAY], tmp_path / "play", tokenizer="bytes")
     names = ("tokenizer.json", "tokenizer_config.json")
     assert all((found.folder / name).read_bytes() == (other.folder / name).read_bytes() for name in names)
-    with pytest.raises(UsageError, match="--vocabulary works only without --tokenizer"):
+    with pytest.raises(UsageError, match="--vocabulary and --tokenizer cannot be combined"):
         tokenize([text], tmp_path / "third", tokenizer="bytes", vocabulary=300)
 
 
@@ -124,7 +124,7 @@ def test_pieces_give_the_tokens_of_the_whole(tmp_path: Path, monkeypatch, tokeni
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", b"", "there is no text"),
+        ("a.txt", b"", "these files are empty"),
         ("a.txt", b"abc\xff", "not text in UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2 is not a JSON object"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),

@@ -221,7 +221,7 @@ def test_alibi_goes_past_its_context(tmp_path: Path) -> None:
 def test_a_short_document_ends_the_curve(tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", PLAY[:2000])
     found = evaluate("sample:llama", path, past=64)
-    assert any("curve ends there" in note for note in found.notes)
+    assert any("nothing was measured at larger positions" in note for note in found.notes)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def refused(kind: type[GptkitError], match: str, *args: Any, **kwargs: Any) -> N
 
 
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
-    refused(InvalidInput, "does not exist", "sample:gpt2", tmp_path / "none.txt")
+    refused(InvalidInput, "there is no file or folder", "sample:gpt2", tmp_path / "none.txt")
     refused(InvalidInput, "every text has fewer than two tokens", "sample:gpt2", text_file(tmp_path / "empty.txt", ""))
     refused(InvalidInput, "every text has fewer than two tokens", "sample:gpt2", text_file(tmp_path / "one.txt", "a"))
-    refused(InvalidInput, "is not a folder that gptkit tokenize wrote", "sample:gpt2", tmp_path)
+    refused(InvalidInput, "was not written by gptkit tokenize", "sample:gpt2", tmp_path)
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     refused(InvalidInput, "not text in UTF-8", "sample:gpt2", tmp_path / "binary")
     refused(UsageError, "no text to measure on", "sample:gpt2", [])
@@ -246,13 +246,13 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"context": 0}, "context must be 1 token or more, not 0"),
-        ({"context": 257}, "has only 256 positions"),
-        ({"past": 2}, "has only 256 positions"),
+        ({"context": 0}, "--context must be 1 or more, not 0"),
+        ({"context": 257}, "has only 256 rows"),
+        ({"past": 2}, "has only 256 rows"),
         ({"past": 0}, "--past must be 1 or more, not 0"),
-        ({"stride": 0}, "the stride must be from 1 to .*, not 0"),
-        ({"context": 8, "stride": 9}, "the stride must be from 1 to .*, not 9"),
-        ({"top_k": (0,)}, "--top-k must be numbers from 1, not 0"),
+        ({"stride": 0}, "--stride must be from 1 to .*, not 0"),
+        ({"context": 8, "stride": 9}, "--stride must be from 1 to .*, not 9"),
+        ({"top_k": (0,)}, "--top-k must be whole numbers of 1 or more, not 0"),
         ({"rope": "yarn:4"}, "--past 4"),
         ({"context": 32, "past": 2, "rope": "spiral:4"}, "spiral"),
     ],

@@ -52,7 +52,7 @@ def test_prompts_are_continued_alike(both: tuple[Any, Any]) -> None:
 
 
 def test_more_than_the_model_takes_is_refused(both: tuple[Any, Any]) -> None:
-    with pytest.raises(UsageError, match="300 new tokens, but max_length is 256"):
+    with pytest.raises(UsageError, match="300 tokens, but the model's longest sequence \\(max_length\\) is 256"):
         both[0].generate_until(asked(("a", {"max_gen_toks": 300})))
-    with pytest.raises(UsageError, match="tokens, but max_length is 256"):
+    with pytest.raises(UsageError, match="tokens, but the model's longest sequence \\(max_length\\) is 256"):
         both[0].loglikelihood(asked(("a", PLAY)), disable_tqdm=True)

@@ -63,6 +63,6 @@ def test_what_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> None:
     for words in (["--recipe", tmp_path / "plain.toml"], ["--norm", "rmsnorm"]):
         told = call("swap", "sample:llama", tmp_path / "out", "--resume", *words)
         assert told.exit_code == 2 and "--resume needs a recipe that ends with heal" in told.stderr
-    with pytest.raises(UsageError, match=r"mqa\.toml: heal has two budgets, tokens and seconds"):
+    with pytest.raises(UsageError, match=r"mqa\.toml: the heal step sets both tokens and seconds"):
         gptkit.swap("sample:llama", tmp_path / "out", recipe=recipe(tmp_path, "tokens = 1024, seconds = 1.0"))
     assert {each.name for each in tmp_path.iterdir()} == {"mqa.toml", "plain.toml", "play.txt"}

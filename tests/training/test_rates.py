@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
     options: dict[str, Any] = {**SHORT, "beside": "control", "tell": stop}
     with pytest.raises(KeyboardInterrupt):
         heal(near, TEACHER, text, tmp_path / "out", **options)
-    with pytest.raises(UsageError, match=r"its decay is 0\.0, not 0\.1"):
+    with pytest.raises(UsageError, match=r"decay was 0\.0, and is now 0\.1"):
         heal(near, TEACHER, text, tmp_path / "out", **options, decay=0.1, resume=True)
     done = heal(near, TEACHER, text, tmp_path / "out", **options, resume=True)
     assert len(made) in (count, count + 1)  # an interrupt ends a run after its next step at the latest
@@ -259,5 +259,5 @@ def test_notes_that_cannot_be_read_are_made_again(tmp_path: Path) -> None:
             path.write_text(broken)
             assert Notes(tmp_path, call_of, us).tried("healed") == ()
         path.write_text(whole)
-        with pytest.raises(UsageError, match="its run is 1, not 2"):
+        with pytest.raises(UsageError, match="run was 1, and is now 2"):
             Notes(tmp_path, {"run": 2}, us)

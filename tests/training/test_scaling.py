@@ -92,7 +92,7 @@ def test_what_no_run_has_shown_is_not_told() -> None:
     for some, why in (
         (points(0.0, sizes=(1e8,)), "have only one size"),
         ([each for each in points(0.0) if each.tokens == 10**9], "have only one number of tokens"),
-        (points(0.0, sizes=(1e8, 1e9))[:5], "5 runs are too few to fit five unknowns"),
+        (points(0.0, sizes=(1e8, 1e9))[:5], "5 runs are too few to fit the five constants"),
         ([], "have no size"),
     ):
         with pytest.raises(UsageError, match=why):
@@ -117,16 +117,16 @@ def test_runs_that_are_of_no_one_law_are_refused_by_name(tmp_path: Path) -> None
     other = table(tmp_path / "other", SIZES[3:], **about)
     assert len(fit_scaling([one, other], drawn=0).points) == len(SIZES) * len(TOKENS)
     for head, why in (
-        ({**about, "data": "b" * 64}, "one and of .*other have different texts"),
-        ({**about, "held_out": 0.1}, "one and of .*other have different held-out texts"),
-        ({**about, "how": "heal"}, "the runs of .*other were healed"),
-        ({"how": "train"}, "other does not record which text"),
+        ({**about, "data": "b" * 64}, "one and in .*other have different texts"),
+        ({**about, "held_out": 0.1}, "one and in .*other have different held-out texts"),
+        ({**about, "how": "heal"}, "the runs in .*other healed"),
+        ({"how": "train"}, "other/ablation.json does not record on which text"),
     ):
         told = call("fit-scaling", one, table(tmp_path / "other", SIZES[3:], **head), "--draws", "0")
         assert told.exit_code == 2 and re.search(why, told.stderr.replace("\n", " ")), told.stderr
     (tmp_path / "other/ablation.json").write_text('{"rows": [{"a": 1}]}')
     told = call("fit-scaling", tmp_path / "other")
-    assert told.exit_code == 2 and "other: its ablation.json is damaged" in told.stderr
+    assert told.exit_code == 2 and "other/ablation.json is damaged" in told.stderr
 
 
 def test_numbers_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_every_family_takes_a_step(tmp_path: Path, variant: Variant, dtype: str)
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, (2, 17))
     windows = Windows(ids[:, :-1].copy(), ids[:, 1:].copy(), np.repeat([[0] * 5 + [1] * 7 + [2] * 4], 2, 0))
     if any(isinstance(each, ops.Scan | ops.Convolve) for b in spec.blocks for each in spec.block_operations(b)):
-        with pytest.raises(UsageError, match="carry their state from one document into the next"):
+        with pytest.raises(UsageError, match="carry a state from one document into the next"):
             load_random(spec, "float32")(torch.from_numpy(windows.ids), documents=torch.from_numpy(windows.documents))
         windows = windows._replace(documents=None)
     alone = Group(0, 1, torch.device("cpu"))
@@ -247,16 +247,16 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
     (note,) = caught.value.__notes__
     assert "step 6 is saved" in note and "--resume" in note
     assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000006"]
-    with pytest.raises(UsageError, match="has an unfinished run"):
+    with pytest.raises(UsageError, match="contains an unfinished run"):
         trained(tmp_path)
-    with pytest.raises(UsageError, match="its seed is 1, not 2"):
+    with pytest.raises(UsageError, match="seed was 1, and is now 2"):
         trained(tmp_path, seed=2, resume=True)
-    with pytest.raises(UsageError, match="differs from this call: it holds out other text"):
+    with pytest.raises(UsageError, match="differs from this command: the held-out text is different"):
         trained(tmp_path, held_out=0.1, resume=True)
     (tmp_path / "other.txt").write_text("abc abb " * 200)
-    with pytest.raises(UsageError, match="differs from this call: it holds out other text"):
+    with pytest.raises(UsageError, match="differs from this command: the held-out text is different"):
         trained(tmp_path, held_out=tmp_path / "other.txt", resume=True)
-    with pytest.raises(UsageError, match="its context is 32, not 16"):
+    with pytest.raises(UsageError, match="context was 32, and is now 16"):
         trained(tmp_path, context=16, resume=True)
     trained(tmp_path, resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -267,7 +267,7 @@ def test_a_run_that_has_ended_is_not_to_be_replaced(tmp_path: Path) -> None:
     made(tmp_path)
     trained(tmp_path)
     before = contents(tmp_path / "out")
-    with pytest.raises(UsageError, match="there is no unfinished run to resume") as caught:
+    with pytest.raises(UsageError, match="there is no unfinished run, and") as caught:
         trained(tmp_path, resume=True)
     assert "force" not in str(caught.value)
 
@@ -277,7 +277,7 @@ def test_a_run_that_has_ended_is_not_to_be_replaced(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, force=True, every=1, tell=stop)
-    with pytest.raises(UsageError, match="Use --resume with --force"):
+    with pytest.raises(UsageError, match="Give --resume and --force"):
         trained(tmp_path, resume=True, every=1)
     assert contents(tmp_path / "out") == before
     trained(tmp_path, resume=True, force=True, every=1)
@@ -374,14 +374,14 @@ def test_a_process_of_two_takes_its_share_of_memory(tmp_path: Path) -> None:
         ({"tokens": None}, "needs exactly one budget"),
         ({"seconds": 1.0}, "needs exactly one budget"),
         ({"batch": 16}, "--batch is smaller than one window"),
-        ({"accumulate": 32}, "fewer than its 32 parts"),
+        ({"accumulate": 32}, "but is divided into 32 parts"),
         ({"model": "sample:gpt2", "context": 300, "batch": 4800}, "300"),
-        ({"batch": 10**6}, "a step needs"),
+        ({"batch": 10**6}, "a training step needs"),
         ({"held_out": 2.0}, "held-out share must be between 0 and 1, not 2"),
         ({"held_out": 0}, "held-out share must be between 0 and 1, not 0"),
         ({"held_out": 1}, "held-out share must be between 0 and 1, not 1"),
-        ({"rate": -1.0}, "the learning rate must be more than 0 and at most 10, not -1"),
-        ({"rate": 0.0}, "the learning rate must be more than 0 and at most 10, not 0"),
+        ({"rate": -1.0}, "--lr, the learning rate, must be more than 0 and at most 10, not -1"),
+        ({"rate": 0.0}, "--lr, the learning rate, must be more than 0 and at most 10, not 0"),
         ({"context": 0}, "--context must be 1 or more, not 0"),
         ({"tokens": None, "seconds": 0.0}, "--time must be more than 0 seconds, not 0"),
         ({"tokens": None, "seconds": math.nan}, "--time must be more than 0 seconds, not nan"),
@@ -403,7 +403,7 @@ def test_a_wrong_call_is_refused(tmp_path: Path, options: dict[str, Any], said: 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch) -> None:
     made(tmp_path, lines=200)
     monkeypatch.chdir(tmp_path)
-    for out, said in ((".", "exists"), ("..", "exists"), ("/", "cannot be created as a folder"), ("a/b", "a/b")):
+    for out, said in ((".", "exists"), ("..", "exists"), ("/", "cannot create the folder"), ("a/b", "a/b")):
         done = call("train", "tree.json", out, "--data", "text.jsonl", "--tokens", "1k")
         assert done.exit_code in (1, 2) and said in done.output and "bug" not in done.output, done.output
     Path("out.training").write_text("a file")
@@ -413,9 +413,11 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch) ->
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     made(tmp_path, lines=3)
-    with pytest.raises(UsageError, match="a step needs 16 windows of 32 tokens, but the text has only"):
+    with pytest.raises(
+        UsageError, match="a training step needs 16 windows of 32 tokens, but the training text has only"
+    ):
         trained(tmp_path)
-    with pytest.raises(UsageError, match=r"a step needs|shorter than one window"):
+    with pytest.raises(UsageError, match=r"a training step needs|shorter than one window"):
         trained(tmp_path, context=64)
 
 
@@ -441,7 +443,7 @@ def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, wh
     assert kept.name == "step-00000004" and not (tmp_path / "out").exists()
     # What would come to the same again is gone on with otherwise, in its rate alone, and the manifest says so.
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="its seed is 1, not 2"):
+    with pytest.raises(UsageError, match="seed was 1, and is now 2"):
         trained(tmp_path, rate=1e-3, seed=2, resume=True)
     trained(tmp_path, rate=1e-3, resume=True)
     record = manifest_of(tmp_path / "out")["history"][-1]["trained"]
@@ -471,7 +473,7 @@ def test_no_number_behind_the_last_step_is_not_written(tmp_path: Path, monkeypat
 def test_another_rate_is_for_a_run_that_broke_alone(tmp_path: Path, monkeypatch) -> None:
     made(tmp_path)
     stopped(tmp_path)
-    with pytest.raises(UsageError, match=r"its rate is 0\.003, not 0\.001"):
+    with pytest.raises(UsageError, match=r"rate was 0\.003, and is now 0\.001"):
         trained(tmp_path, rate=1e-3, resume=True)
     monkeypatch.setattr(loop.fit, "__kwdefaults__", {**loop.fit.__kwdefaults__, "loss": nowhere})
     with pytest.raises(GptkitError, match=r"is NaN or infinite\n.*start again with --force") as caught:
@@ -565,7 +567,7 @@ def test_another_text_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trained(tmp_path, tell=stop)
     text.write_text(text.read_text() + '{"text": "more"}\n')
-    with pytest.raises(InvalidInput, match="is not the text that the run in"):
+    with pytest.raises(InvalidInput, match="has changed since the start of the run in"):
         trained(tmp_path, resume=True)
     before = open_tokens(tmp_path / "out.training/data").tokens
     trained(tmp_path, force=True)
@@ -591,7 +593,7 @@ def test_other_weights_are_not_gone_on_with(tmp_path: Path) -> None:
     gptkit.save(half, tmp_path / "half", "hf")
     shutil.copytree(Path(gptkit.__file__).parent / "samples/gpt2", tmp_path / "copy")
     stopped(tmp_path, model="sample:gpt2")
-    with pytest.raises(UsageError, match="differs from this call: it started from other weights"):
+    with pytest.raises(UsageError, match="differs from this command: the initial weights are different"):
         trained(tmp_path, model=tmp_path / "half", resume=True)
     trained(tmp_path, model=tmp_path / "copy", resume=True)  # the same, wherever they lie
 
@@ -657,7 +659,7 @@ def test_tokens_are_of_the_checkpoints_tokenizer(tmp_path: Path) -> None:
     gptkit.convert("sample:gpt2", tmp_path / "model.gguf", "gguf")
     with pytest.raises(UsageError, match="was not tokenised with the tokenizer of"):
         trained(tmp_path, data=other, **{**options, "model": tmp_path / "model.gguf"})
-    with pytest.raises(UsageError, match=r"own is a folder of tokens, which already has a tokenizer\n.*--tokenizer"):
+    with pytest.raises(UsageError, match=r"own, a folder of tokens that already has a tokenizer\n.*--tokenizer"):
         trained(tmp_path, data=own, tokenizer="sample:gpt2", **options)
     assert not (tmp_path / "out").exists()
     trained(tmp_path, data=own, **options)
@@ -764,7 +766,7 @@ def test_the_command_says_what_it_does(tmp_path: Path, monkeypatch) -> None:
         assert refused.exit_code == 2 and f"between 0 and 1, not {float(share):g}" in refused.output
     assert call(*words[:2], "tenth", *words[3:], "--held-out", "1e-1", "-q").exit_code == 0
     short = call(*words[:2], "more", *words[3:5], "--tokens", "1M", "--context", "100000")
-    assert short.exit_code == 2 and "the text is shorter than one window of 100,000 tokens" in short.output
+    assert short.exit_code == 2 and "the text is shorter than one window (--context) of 100,000 tokens" in short.output
     assert call(*words[:4], "--time", "soon", "out").exit_code == 2
     assert BUDGET["context"] == 32
 
