@@ -17,11 +17,11 @@ PAGE = """# What each step to LLaMA gives
 This page is for you if you want to know which of the usual steps from GPT-2 to LLaMA improve a small model. The page
 applies them to a GPT-2 with {parameters:,} parameters, one at a time and all together.
 
-All variants train on tiny Shakespeare and read the same windows in the same order. A run has {tokens:,} tokens in
-windows of {context} tokens, and every variant has {seeds} seeds. The loss is on held-out text, in nats per token,
-with a vocabulary of 512. ± is the largest minus the smallest over seeds. *Less base* is the mean difference from
-the base with the same seed, followed by its 95 % confidence interval (Student's t). Rows are bold if their interval
-is entirely above or below 0.
+All variants of the model train on tiny Shakespeare and read the same windows of the text in the same order. A run has
+{tokens:,} tokens in windows of {context} tokens, and every variant has {seeds} seeds. The loss is on held-out text, in
+nats per token, with a vocabulary of 512. ± is the largest minus the smallest loss over seeds. *Less base* is the mean
+difference from the loss of the unchanged GPT-2 (*base*) with the same seed, followed by its 95 % confidence interval
+(Student's t). Rows are bold if their interval is entirely above or below 0.
 
 {table}
 
@@ -29,11 +29,11 @@ is entirely above or below 0.
 
 {comments}
 
-Runs this short show what is learnt fast, and not what is best in the end. With seven variants, remember that one in
-twenty intervals excludes 0 by chance. Tokens per second are those of the median step, on a processor that other
-programs used as well.
+Such short runs show which variant learns fast, and not which is best after long training. Of 95 % confidence intervals,
+one in twenty excludes 0 by chance, and the table has seven. Tokens per second are those of the median training step, on
+a processor that other programs used as well.
 
-`make ablation` writes this page. `gptkit ablate gpt2-to-llama OUT --data TEXT` makes the same runs
+`make ablation` writes this page. `gptkit ablate gpt2-to-llama OUT --data TEXT` makes the same training runs
 ([how](howto/ablate.md)).
 """
 

@@ -47,22 +47,23 @@ COLUMNS = (
 )
 MARKS = "<!-- seven changes -->", "<!-- end of seven changes -->"
 PAGE = """
-The table shows seven changes of the GPT-2 sample ({parameters:,} parameters), before and after healing on the play
-that comes with gptkit. Each run has {tokens:,} tokens, which is the text several times over, and every row has
-{seeds} seeds. The learning rate is {rate}. The last twentieth of the text is held out.
+The table shows seven changes of `sample:gpt2`, a small trained GPT-2 that comes with gptkit ({parameters:,}
+parameters), before and after healing on a play that also comes with gptkit. Each run has {tokens:,} tokens, which is
+the text several times over, and every row has {seeds} seeds. The learning rate is {rate}. The last twentieth
+of the text is held out.
 
-KL is the KL divergence of the changed model's predictions from the
-original's, in nats per token. *Recovered* is the share of it that healing removes. The swaps are the plain forms
-(`--approximate`), which do more damage than the fitted ones.
+KL is the KL divergence of the changed model's predictions from the original's, in nats per token. *Recovered* is the
+share of this divergence that healing removes. The changes were made by swaps in their plain form (`--approximate`),
+which do more damage than swaps that are fitted on a text.
 
-The *control* is the original, trained on the same tokens as a language model. Its perplexity falls from
-{original:.2f} to {control:.2f} (± {spread:.2f}), only because it has read the text. The *floor* is the changed
-model, trained in the same way from random weights.
+The *control* is the original, trained on the same tokens to predict the next token. Its perplexity falls from
+{original:.2f} to {control:.2f} (± {spread:.2f}), only because it has read the text. The *floor* is the changed model,
+trained from random weights in the same way as in healing.
 
 {table}
 
-± is the largest minus the smallest over seeds. *Seconds* are processor seconds of one healing run, on one thread,
-while another process was running. `make healing` writes this section.
+In the table of seven changes, ± is the largest minus the smallest value over seeds. *Seconds* are processor seconds
+of one healing run, on one thread, while another process was running. `make healing` writes this section.
 """
 
 

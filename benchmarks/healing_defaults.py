@@ -72,20 +72,23 @@ COLUMNS = ("model", "change", "KL before", "healed", "rate", "plain loop", "its 
 PAGE = """
 ## At the default settings
 
-This table compares `gptkit heal`, with no option but the teacher and the text, with a plain AdamW loop. The plain
-loop has the same loss and reads the same windows in the same order. It gets the same processor time, which includes
-the trials and evaluations of `heal`. It advances after every step of `heal`, so that other work on the machine
-slows both equally. It runs at a constant rate of 3e-4 and of 1e-4, and the better result counts. KL is in nats per
-token on all of the held-out text. The samples read {bytes:,} bytes of the play that comes with gptkit, and
-stories260K reads as much text that it wrote itself. Each run has {least:,} to {most:,} tokens.
+This table compares `gptkit heal`, with no option but the teacher and the text, with a plain AdamW loop. The plain loop
+has the same loss as `heal` and reads the same windows of the text in the same order. The plain loop gets the same
+processor time as `heal`, including the trials and evaluations of `heal`. The plain loop takes its turn after every step
+of `heal`, so that other work on the machine slows both equally. The plain loop runs at a constant learning rate of 3e-4
+and of 1e-4, and the better result is in the table. KL is the KL divergence from the original model, in nats per token
+on all of the held-out text. The models gpt2 and llama, small trained models that come with gptkit, read {bytes:,} bytes
+of a play. stories260K reads {bytes:,} bytes of text that it generated itself. Each run has {least:,} to {most:,}
+tokens.
 
 {table}
 
-{better} of {rows} healed models are closer to the original than their start. {within} of {rows} ratios to the plain
-loop are {bound:.2f} or less, and the largest is {worst:.2f}.
+{better} of {rows} healed models are closer to the original than before healing. The column *healed / plain* divides the
+KL after `heal` by the KL after the plain loop. {within} of {rows} ratios are {bound:.2f} or less, and the largest is
+{worst:.2f}.
 
-The control is the original, trained on the same text at its best rate. Its perplexity on the held-out text, and
-that of the original before this training:
+The control is the original model, trained on the same text at the learning rate that is best for it. The list has the
+control's perplexity on the held-out text, and the perplexity of the original before this training:
 
 {controls}
 

@@ -33,16 +33,17 @@ MARKS = "<!-- SmolLM2 -->", "<!-- end of SmolLM2 -->"
 PAGE = """{begin}
 ## SmolLM2-135M
 
-SmolLM2-135M-Instruct gets one key-value head instead of three in all 30 layers. The text consists of README files of
-Python packages, and the README files of other packages are held out. Only the tensors that the swap changed are
-trained, in steps of 256 tokens, at a learning rate of {rate:g}, in bfloat16, with one seed. The first table compares
-the closed forms, with {short:,} tokens of healing:
+In this experiment, SmolLM2-135M-Instruct gets one key-value head instead of three in all 30 layers. The training text
+consists of README files of Python packages, and the README files of other packages are held out. Healing trains only
+the tensors that the swap changed, in steps of 256 tokens, at a learning rate of {rate:g}, in bfloat16, with one seed.
+The first table compares the five closed forms for the new head, before and after healing with {short:,} tokens:
 
 | start | KL before | perplexity | healed | perplexity |
 | --- | --- | --- | --- | --- |
 {starts}
 
-The second table has gptkit's own form with {tokens:,} tokens. The control is the original, trained at the same rate:
+The second table has the closed form of gptkit, healed with {tokens:,} tokens. The control is the original, trained on
+the same text at the same learning rate:
 
 | model | KL | perplexity | processor |
 | --- | --- | --- | --- |
@@ -51,8 +52,8 @@ The second table has gptkit's own form with {tokens:,} tokens. The control is th
 | healed | {healed.kl:.3f} | {healed.perplexity:.2f} | {taken:.0f} s |
 | control: original, trained | {control.kl:.3f} | {control.perplexity:.2f} | |
 
-Processor seconds are of one thread. Those of healing include its evaluations. `make healing-smollm` writes this
-section.
+The processor seconds are of one thread. Those of healing include its evaluations. `make healing-smollm` makes all runs
+with SmolLM2 and writes this section.
 {end}"""
 
 

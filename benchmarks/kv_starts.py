@@ -33,9 +33,11 @@ PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 FORMS = ("mean", "SVD", "joint SVD", "covariance", "gptkit")
 MARKS = "<!-- key-value starts -->", "<!-- end of key-value starts -->"
 PAGE = """{begin}
-The table compares five closed forms, before and after healing: the {model} sample with one key-value head for all
-query heads, {tokens:,} tokens per run, {seeds} seeds, and two learning rates. KL is the divergence from the
-original. ± is the largest minus the smallest over seeds.
+The table compares five closed forms, that is, formulas that compute the new key-value head from the old weights
+without training. The model is `sample:{model}`, a small trained model that comes with gptkit, with one key-value
+head for all query heads. Healing then trains it to predict what the original predicts, with {tokens:,} tokens per
+run, {seeds} seeds, and two learning rates. KL is the KL divergence from the original. ± is the largest minus the
+smallest over seeds.
 
 {table}
 

@@ -40,25 +40,27 @@ PAGE, DETAILS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity-details.md"
 
 INTRO = """# Parity with transformers
 
-This page is for you if you want to know how far you can rely on gptkit's model of a family: it compares the logits of
-every family with those of transformers, bit by bit.
+This page is for you if you want to know how far you can rely on gptkit's code for a model family: it compares gptkit's
+logits for every family with those of transformers, bit by bit.
 
 {families} families, {variants} variants: {exact:,} of {cases:,} cases are exact.
 
-A case is one call of both models. *Exact* means that all logits have the same bits. All parameters are random,
-including norms and biases. The cases of a variant are:
+A case is one call of gptkit's model and of transformers' model with the same weights and input. *Exact* means that all
+logits have the same bits. All parameters are random, including norms and biases. Each variant (one configuration of a
+family) has these cases:
 
 - texts of 1, 7, 64 and 200 tokens (the windows and original contexts of the variants are shorter than 200),
-- batches of 1 and 3 texts, without padding, with left padding and with right padding (real tokens are compared),
+- batches of 1 and 3 texts, without padding, with left padding and with right padding (the logits of padding tokens are
+  not compared),
 - {steps} steps of cached greedy decoding, all of them compared.
 
-transformers runs with its default settings and with its cache, in float32 and in bfloat16, on the attention paths that
-the table names. [The details](parity-details.md) have a row per family, dtype and attention path, and say which cases
-are left out and why.
+transformers runs with its default settings and with its cache, in float32 and in bfloat16, with the attention
+implementations that the table names (eager or sdpa). [The details](parity-details.md) have a row per family, dtype and
+attention path, and say which cases are left out and why.
 
-The last column says how good the test is. `gptkit verify` plants mistakes in the weight map or the tree, one at a time.
-The column counts the mistakes that its probe detects, over all variants of the family, and the number of different
-kinds.
+The last column of the table says whether `gptkit verify` would notice a mistake in a family. To test itself, `verify`
+makes known mistakes on purpose, one at a time, for example swapped q and k. The column counts the mistakes that it
+detects, over all variants of the family, and the number of different kinds of mistakes.
 
 """
 

@@ -39,35 +39,37 @@ SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 
 INTRO = """# Swaps, measured
 
-This page is for you if you want to know how much a swap changes a model before you try it: it has the figures of
-every swap on small trained models.
+This page is for you if you want to know how much a swap changes a model before you try it: it has measurements of every
+swap on four small trained models that come with gptkit.
 
-`make swaps` writes this page; these figures are of torch {torch} on a CPU, with one thread. Every swap is tried on
-every trained sample (`sample:gpt2`, llama, bloom and falcon). These have half a million parameters each, were
-trained on plays, and have a vocabulary of 512 tokens. `gptkit swap` writes the changed model. Then it is opened
-again and compared with the original.
+`make swaps` writes this page; these figures are of torch {torch} on a CPU, with one thread. Every swap was tried on
+four small trained models, `sample:gpt2`, `sample:llama`, `sample:bloom` and `sample:falcon`. Each has more than half a
+million parameters and a vocabulary of 512 tokens, and was trained on plays. `gptkit swap` wrote the changed model,
+which was then opened again and compared with the original.
 
-- *guarantee*: the guarantee of the swap on this checkpoint. A row with "exact" has a relative logit error of at
-  most {fp64:.0e} in fp64 and {fp32:.0e} in fp32; otherwise this page is not written. "Up to 128 tokens" or "for the
-  448 tokens kept" are limits of the guarantee.
-- *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, with both models in that
-  dtype.
-- *KL*, *top-1*, *perplexity*: figures on {positions:,} tokens of a play. The samples were not trained on it, and no
-  swap was fitted or chosen on it. KL is in nats per token, from the original to the result. The perplexity of the
+- *guarantee*: the guarantee of the swap on this sample: exact, approximate or needs training. A row with "exact" has a
+  relative logit error of at most {fp64:.0e} in fp64 and {fp32:.0e} in fp32; otherwise this page is not written. "Up to
+  128 tokens" or "for the 448 tokens kept" are limits of the guarantee.
+- *fp32*, *fp64*: the largest difference of a logit between the original and the changed model on test tokens, relative
+  to the largest logit, with both models in that dtype.
+- *KL*, *top-1*, *perplexity*: figures on {positions:,} tokens of a play. The samples were not trained on these tokens,
+  and no swap was fitted or chosen on them. KL is the KL divergence of the changed model from the original, in nats per
+  token. *Top-1* is the share of tokens for which both models have the same most likely token. The perplexity of the
   originals is {before}.
-- *plain*: KL and perplexity of the plain form (`--approximate`), if the swap is fitted. If no fit is better than
-  the plain form, the swap is the plain form.
+- *plain*: KL and perplexity of the plain form of a swap that is fitted on a text, that is, of the same change without
+  the fit (`--approximate`). If no fit is better than the plain form, the result of the swap is the plain form.
 
-`gptkit swaps` lists the needs and sources of every swap, and `gptkit swaps MODEL` tries them on your model. Samples
-of this size show which form is better. They do not show the loss of a large model. `gptkit swap` measures that for
-your model.
+`gptkit swaps` lists the requirements and sources of every swap, and `gptkit swaps MODEL` tries all swaps on your model.
+Models as small as these samples show which form of a swap is better. They do not show how much a large model loses.
+`gptkit swap` measures the loss for your model.
 """
 
 OUTRO = """
 ## Not in the table
 
-`--vocab prune:FILE` and `prune-text:FILE` need a file, and `--merge-lora` needs an adapter. Their tests have both. The
-table has the values that a swap suggests for the sample. Other values are possible.
+Three swaps are not in the tables: `--vocab prune:FILE` and `--vocab prune-text:FILE` need a file, and `--merge-lora`
+needs an adapter. They are covered by gptkit's tests. For swaps with a number, the tables have only the values that
+gptkit suggests for the sample. Other values are possible.
 """
 
 
