@@ -98,7 +98,8 @@ def verify(
         if against is not None:
             from ..parity.port import verify_port
 
-            result = verify_port(model, against, long=long, offline=opening["offline"], progress=tell)
+            how: Any = {"long": long, "offline": opening["offline"], "mutations": mutations}
+            result = verify_port(model, against, **how, progress=tell)
         else:
             from ..parity.verify import verify as run
 

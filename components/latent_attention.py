@@ -200,7 +200,7 @@ class LatentAttention(Mixer, Component, frozen=True):
         if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # YaRN's mscale, in all that were released
             found["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.query_dim**-0.5)
         if isinstance(self.position, Rotary):
-            other = self.position.slips()["RoPE in the other pairs (neighbours or halves)"]
+            other = self.position.in_other_pairs()
             found["RoPE pairs of latent attention confused"] = msgspec.structs.replace(self, position=other)
         return found
 

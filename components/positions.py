@@ -259,6 +259,11 @@ class Biasing(Position, frozen=True):
         return self.scaled
 
 
+PAIRED_HALVES = "RoPE pairs halves (0 with d/2) instead of neighbours (0 with 1)"
+PAIRED_NEIGHBOURS = "RoPE pairs neighbours (0 with 1) instead of halves (0 with d/2)"
+"""The two mistakes in which elements of a head are rotated together that are not a pair in the model."""
+
+
 class Rotary(Turning, Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
 
@@ -283,7 +288,7 @@ class Rotary(Turning, Component, frozen=True):
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
     forgotten: ClassVar[dict[str, str]] = {
         "scaling": "rope scaling dropped",
-        "pairs": "RoPE in the other pairs",
+        "pairs": PAIRED_HALVES,
         "direction": "RoPE turned the other way",
         "spread": "RoPE frequencies spread over the elements that turn",
     }
@@ -344,9 +349,12 @@ class Rotary(Turning, Component, frozen=True):
 
     def slips(self) -> dict[str, Self]:
         name, bases = "wrong rope base", [msgspec.structs.replace(self, base=self.base * each) for each in (10.0, 0.1)]
-        other = msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
-        pairs = "RoPE in the other pairs (neighbours or halves)"
-        return {name: bases[0], f"{name}, the other way round": bases[1], pairs: other}
+        pairs = PAIRED_NEIGHBOURS if self.pairs == "halves" else PAIRED_HALVES
+        return {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
+
+    def in_other_pairs(self) -> Self:
+        """Return the same rotation of neighbouring elements instead of halves, or the reverse."""
+        return msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
 
     def partners(self) -> list[int]:
         """Of each element that turns, the one that turns with it."""

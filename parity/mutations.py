@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..components import KINDS, Component, CrossAttention, MixtureOfExperts, ModelSpec, Rotary
+from ..components.positions import PAIRED_HALVES, PAIRED_NEIGHBOURS
 from ..errors import ConfigError
 from ..modules.context import Context
 from ..modules.cross_attention import CrossAttentionModule
@@ -30,7 +31,7 @@ Mutant = tuple[ModelSpec, dict[str, Tensor]]
 Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """The changed tree and weights; None where a mistake has no object."""
 
-_IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
+_IN_PORTS = (PAIRED_NEIGHBOURS, PAIRED_HALVES, "no RoPE")
 """Slips that in a checkpoint are others, or cannot be overlooked there."""
 _BACK = ", the other way round"
 

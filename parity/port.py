@@ -34,7 +34,7 @@ from .outputs import computed_rightly, outputs_of
 from .passes import hooked
 from .port_causes import Differing, Made, causes
 from .probe import Batch, limits, longest, passed, probe
-from .score import assigned, wide_weights
+from .score import Score, assigned, try_mistakes, wide_weights
 from .sides import Stream, default_dtype, load_reference, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE, versions
 
@@ -72,6 +72,8 @@ class PortVerification:
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     reference: str = "transformers"
+    score: Score | None = None
+    """The mistakes on purpose that these inputs detect; None for a port that differs, and if they were not made."""
 
     @property
     def verdict(self) -> str:
@@ -168,6 +170,7 @@ def verify_port(
     *,
     long: bool = False,
     offline: bool = False,
+    mutations: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PortVerification:
     """Hold a port of a checkpoint, which `package.module:callable` returns with its weights, against transformers, or
@@ -242,11 +245,15 @@ def verify_port(
         explained = (lambda *_: False) if place is None else place.explained
         given = (batches, exact, candidate64, allowed, explained, ignores)
         made = causes(Differing(spec, wide_weights(source), *given), notes)
+    score = None
+    if not differs and mutations is not False:
+        say("mistakes on purpose")
+        score = try_mistakes(source, batches, mutations is True, False, notes, None)
     beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, taken=taken), long)]
     notes += [f"not probed past the {limit}: --long does" for limit in beyond]
     held_to = "transformers" if architecture is not None else "gptkit's own modules"
     matched = () if place is None else place.matches
-    rest = (tuple(made), left_out, tuple(notes), held_to)
+    rest = (tuple(made), left_out, tuple(notes), held_to, score)
     return PortVerification(str(model), against, found, functions, allowed, rounding, matched, *rest)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
     from ..parity.compare import Difference
     from ..parity.port import PortVerification
+    from ..parity.score import Score
     from ..parity.verify import Verification
 
 _SHOWN = 5  # tensors named, of however many
@@ -125,12 +126,7 @@ def verdict_lines(result: Verification) -> list[str]:
         for each in result.limited:
             lines += textwrap.wrap(f"LIMITED   not looked at: {each}", 80, subsequent_indent=" " * 10)
     if marks is not None:
-        seen = marks.tried - len(marks.missed)
-        lines.append(f"probe     {seen} of {marks.tried} mistakes made on purpose were caught")
-        for how, names in (("only with", marks.caught_random), ("nor with", marks.invisible)):
-            if names:
-                lines += indented(f"not visible on this checkpoint, {how} random weights: {', '.join(names)}")
-        lines += [f"          MISSED: {name}" for name in marks.missed]
+        lines += _score_lines(marks)
         if marks.missed and result.same:
             lines.append("          the models agree on this probe, but the probe should detect more mistakes")
     if divergence is not None:
@@ -141,6 +137,16 @@ def verdict_lines(result: Verification) -> list[str]:
         if not divergence.causes and result.verdict == "different":
             lines.append("cause     not found among the repairs tried")
     return lines + [f"note: {note}" for note in result.notes]
+
+
+def _score_lines(marks: Score) -> list[str]:
+    """Say how many mistakes made on purpose the probe detects, and which it does not."""
+    seen = marks.tried - len(marks.missed)
+    lines = [f"probe     {seen} of {marks.tried} mistakes made on purpose were caught"]
+    for how, names in (("only with", marks.caught_random), ("nor with", marks.invisible)):
+        if names:
+            lines += indented(f"not visible on this checkpoint, {how} random weights: {', '.join(names)}")
+    return lines + [f"          MISSED: {name}" for name in marks.missed]
 
 
 def _apart(functions: float, allowed: float) -> str:
@@ -167,6 +173,11 @@ def port_report(result: PortVerification) -> RenderableType:
     ]
     if result.imprecise:
         lines.append(f"          {_rounds_worse('float32', result.rounding)}")
+    if result.score is not None:
+        lines += _score_lines(result.score)
+    else:
+        tokens = sum(prompt.positions for prompt in result.prompts)
+        lines.append(f"probe     {counted(len(result.prompts), 'input')} with {tokens:,} tokens")
     if result.first is not None:
         near = result.first.module or "no module has an output of its size"
         lines.append(f"place     {result.first.place.name}")

@@ -151,7 +151,7 @@ WRONG = {
     "rope": (
         {"pairs": "x[..., 0::2], x[..., 1::2]", "interleaved": "True"},
         "attention mix",
-        "RoPE in the other pairs (neighbours or halves)",
+        "RoPE pairs neighbours (0 with 1) instead of halves (0 with d/2)",
     ),
     "base": ({"base": "500000.0"}, "attention mix", "a RoPE base of 500,000"),
     "odd base": (
@@ -298,9 +298,13 @@ def test_a_port_cannot_widen_its_own_bound(port):
 
 def test_what_the_port_was_not_given_is_told(port):
     """Its forward takes no mask, so that padding was never tried."""
-    run = call("verify", "sample:llama", "--against", port("unmasked_port"), "--json")
+    command = ("verify", "sample:llama", "--against", port("unmasked_port"), "--json")
+    run = call(*command)
     found = json.loads(run.stdout)
     assert found["left_out"] == ["left padding", "right padding"]
+    assert found["score"]["caught"] and not found["score"]["missed"]
+    assert "probe 21 of 21 mistakes made on purpose were caught" in " ".join(call(*command[:-1]).stdout.split())
+    assert json.loads(call(*command, "--no-mutations").stdout)["score"] is None
     assert {prompt["name"] for prompt in found["prompts"]}.isdisjoint(found["left_out"])
     assert found["notes"] == ["not probed: left padding, right padding, since forward takes no attention_mask"]
 
@@ -311,7 +315,9 @@ def test_the_command(port):
     assert run.exit_code == 3, run.output
     assert "no module of yours computes" in run.stdout
     said = " ".join(run.stdout.split())
-    assert "cause RoPE in the other pairs (neighbours or halves): the reference with this mistake computes what" in said
+    cause = "RoPE pairs neighbours (0 with 1) instead of halves (0 with d/2)"
+    assert f"cause {cause}: the reference with this mistake computes what" in said
+    assert "probe 5 inputs with 361 tokens" in said
     assert "note: not probed: left padding, right padding, since forward takes no attention_mask" in said
     assert max(len(line) for line in run.stdout.splitlines()) <= 80
     assert call("verify", "sample:llama", "--against", port("fine_port")).exit_code == 0
