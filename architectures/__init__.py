@@ -28,7 +28,7 @@ def register(family: Architecture) -> None:
     """
     taken = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
     if taken:
-        raise ConfigError(f"there is already a family {taken[0]}")
+        raise ConfigError(f"an architecture with the name {taken[0]} exists already")
     ARCHITECTURES[family.name] = family
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 
@@ -53,7 +53,10 @@ def named(name: str) -> Architecture:
         UnknownFamily: with the list of known ones.
     """
     if name not in ARCHITECTURES:
-        raise UnknownFamily(f"gptkit has no family {shown(name)}", f"gptkit families lists all {len(ARCHITECTURES)}.")
+        raise UnknownFamily(
+            (f"gptkit does not support the architecture {shown(name)}"),
+            f"gptkit families lists all {len(ARCHITECTURES)}.",
+        )
     return ARCHITECTURES[name]
 
 
@@ -75,11 +78,13 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     kind = config.get("model_type")
     known = f"gptkit families lists all {len(ARCHITECTURES)}."
     if not isinstance(kind, str):
-        raise ConfigError("config.json has no model_type", known)
+        raise ConfigError("config.json has no field model_type", known)
     if kind not in BY_MODEL_TYPE:
         near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
         guess = f" (did you mean {near[0]}?)" if near else ""
-        raise UnknownFamily(f"the model_type {shown(kind)} is not a family gptkit knows{guess}", _way_on(config, known))
+        raise UnknownFamily(
+            (f"gptkit does not support the model_type {shown(kind)} in config.json{guess}"), _way_on(config, known)
+        )
     return BY_MODEL_TYPE[kind]
 
 

@@ -48,7 +48,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     if not isinstance(text, dict):
         if config.get("vision_config") is None:
             raise InvalidInput(
-                f"the model type {told} has no {_PART}, so it is not a multimodal model",
+                f"the config of the model_type {told} has no {_PART}, so it is not a multimodal model",
                 "Give a model that reads images and text.",
             )
         text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}

@@ -228,7 +228,7 @@ class ConfigReader:
             value = self.data[key]
             if told and found is not None and value != found:
                 both = f"{self.place}{told} is {shown(found)} but {self.place}{key} is {shown(value)}"
-                raise ConfigError(f"config.json: {both}, but both are names of the same field")
+                raise ConfigError(f"config.json: {both}, but transformers uses both names for the same field")
             found, told = value, key
         return found
 
@@ -319,7 +319,7 @@ class ConfigReader:
         said = self.kinds_of_layers()
         if isinstance(said, list) and len(said) == len(types):
             types = [own or other for own, other in zip(types, said, strict=True)]
-        reason = "transformers' cache goes by it in decoding, and the layers of this family do not"
+        reason = "transformers' KV cache uses this field, but the layers of this model_type ignore it"
         if said not in (None, list(types)):
             raise ConfigError(f"config.json: {self.place}layer_types is {shown(said)}: {reason}")
         refused: dict[str, tuple[tuple[Any, ...], str]] = {}

@@ -212,7 +212,7 @@ class Decoder:
         experts, top_k = own["experts"], own["top_k"]
         if top_k > experts:
             told = names["mixture.experts"]
-            raise config.fail(names["mixture.top_k"], top_k, f"at most {told} ({experts})")
+            raise config.fail(names["mixture.top_k"], top_k, f"at most {told}, the number of experts ({experts})")
         width = values.get("expert_size") or dense.intermediate_size
         expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
         size = values.get("shared_size") or width * (values.get("shared_experts") or 0)
@@ -281,7 +281,7 @@ class Decoder:
                 transformers refuses.
         """
         if spec.head is None:
-            raise CannotExpress("the model has no head, but this family outputs logits")
+            raise CannotExpress("the model has no language model head, but this architecture has one")
         first = next((block for block in spec.blocks if block.mixer("attention") is not None), spec.blocks[0])
         attention = of_kind(first.attention, self.mixer)
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
@@ -298,7 +298,7 @@ class Decoder:
             )
         norm: Any = next(iter(first.norms().values()), spec.final_norm)
         if norm is None:
-            raise CannotExpress("the model has no norm, but this family needs one")
+            raise CannotExpress("the model has no norm after the last layer, but this architecture needs one")
         sizes = {
             "vocab": spec.vocab_size,
             "hidden": spec.hidden_size,

@@ -67,7 +67,7 @@ class EncoderDecoder:
         """The config fields of a tree; raises CannotExpress where it is of one stack, or of other components."""
         encoder = spec.encoder
         if encoder is None:
-            raise CannotExpress("the model has no encoder, but this family needs one")
+            raise CannotExpress("the model has no encoder, but this architecture needs one")
         table = replace(encoder.embedding, shared=False)
         head = None if spec.head is None else replace(spec.head, vocab_size=encoder.vocab_size)
         alone = tuple(

@@ -77,8 +77,10 @@ def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
         if family in kinds[0].written:
             raise refused[0].refusal()
         error = min(refused, key=lambda each: each.weight).refusal()
-        whose = "this tree, which never had a family" if family is None else family
-        error.message = f"gptkit writes no GGUF files of {whose}. The nearest architecture differs: {error.message}"
+        whose = "a model that was not read from a transformers architecture" if family is None else family
+        error.message = (
+            f"gptkit cannot write {whose} as GGUF. The most similar llama.cpp architecture differs: {error.message}"
+        )
         raise error
     kind = cast("GgufArchitecture", found.target)
     notes = () if spec == before else (_ROUNDED,)

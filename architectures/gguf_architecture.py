@@ -133,7 +133,7 @@ class GgufArchitecture:
         """The fields of a config.json. Raises ConfigError: the metadata say what this family is not."""
         if "expert_count" not in self.fields and facts.raw("expert_count") not in (None, 0):
             raise facts.fail(
-                "expert_count", facts.raw("expert_count"), "no such field: this family has no mixture of experts"
+                "expert_count", facts.raw("expert_count"), "no such field: this architecture has no experts"
             )
         width = None if self.latent else facts.head_dim(only=WIDTH not in {**self.fields, **self.always})
         absent = {"attention.head_count_kv": facts.raw("attention.head_count"), WIDTH: width, **self.absent}
@@ -248,7 +248,7 @@ class GgufArchitecture:
         except ConfigError as error:
             # The message speaks of a config.json, which lies nowhere.
             raise ConfigError(
-                f"the GGUF metadata is invalid: as config.json it gives: {error.message}", error.hint
+                f"the GGUF metadata is invalid. As a config.json, it would have this error: {error.message}", error.hint
             ) from error
 
 

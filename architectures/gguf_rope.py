@@ -38,7 +38,9 @@ def read_scaling(
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
     for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
         if name in facts.shapes and not {*scalings} & {*divisors}:
-            raise ConfigError(f"GGUF: llama.cpp does not read {name} for {facts.name}")
+            raise ConfigError(
+                f"GGUF: the file has the tensor {name}, which llama.cpp ignores for the architecture {facts.name}"
+            )
     if LONG in facts.shapes or _SHORT in facts.shapes:
         return {
             "rope_type": "longrope",
@@ -68,7 +70,9 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
     """Of positions some pairs of which never turn: their divisors are as good as infinite."""
     turning = [value for value in divisors if value < _STILL / 10]
     if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
-        raise ConfigError(f"GGUF: {_FREQS} must have 1 for the first pairs and {_STILL:g} for the rest")
+        raise ConfigError(
+            f"GGUF: the tensor {_FREQS} must have 1 for the dimensions that RoPE rotates and {_STILL:g} for the rest"
+        )
     if turning == divisors and turning[:1] == [1]:
         return None
     # The half is for the floor that transformers takes.

@@ -31,10 +31,10 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     name = next((each.name for each in GGUF.values() if family in each.written), "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())
     if name not in _KNOWN or latent:
-        what = "latent attention" if latent else family or "a model of no family"
+        what = "latent attention" if latent else family or "a model without a transformers architecture"
         raise CannotExpress(
-            f"gptkit does not know llama.cpp's types for {what}",
-            "Use nf4, int8 or int4, which gptkit counts for every model.",
+            f"gptkit does not know which types llama.cpp uses for the tensors of {what}",
+            "Choose --dtype nf4, int8 or int4, which work for every model.",
         )
     return [(each, _type(each, spec, name, kind)) for each in spec.parameters()]
 

@@ -65,7 +65,7 @@ class LatentDecoder(Decoder):
         heads, fields = values["heads"], dict(own)
         kv_heads = config.optional_integer("num_key_value_heads", self.kv_heads)
         if kv_heads not in (None, heads):
-            raise config.fail("num_key_value_heads", kv_heads, f"{heads}, the same as num_attention_heads")
+            raise config.fail("num_key_value_heads", kv_heads, f"{heads}, which is num_attention_heads")
         rope_dim, bias, q_rank = fields.pop("rope_dim"), fields["output_bias"], fields["q_rank"]
         together = config.boolean("rope_interleave", True) if self.interleaved is None else self.interleaved
         turning = self.turning._replace(pairs="adjacent" if together else "halves")

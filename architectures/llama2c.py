@@ -149,7 +149,7 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
     """A tree's sizes as a header has them. Raises CannotExpress: they are none of such a model."""
     _, attention, feed_forward = usual_layer(spec)
     if spec.context_length is None:
-        raise CannotExpress("the model has no context length, which this format needs")
+        raise CannotExpress("the model has no context length, which the llama2.c format needs")
     sizes = Sizes(
         dim=spec.hidden_size,
         hidden_dim=feed_forward.intermediate_size,
@@ -162,7 +162,7 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
     )
     if not sizes.plausible:
         raise CannotExpress(
-            f"the format cannot store hidden size {sizes.dim} with {sizes.n_heads} heads"
+            f"the llama2.c format cannot store hidden size {sizes.dim} with {sizes.n_heads} heads"
             f" and context length {sizes.max_seq_len:,}"
         )
     return sizes

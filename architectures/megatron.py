@@ -162,7 +162,9 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
     if kind == ("RMSNorm", True, True, False) and not (qkv_bias and qk_norm) and turned == 1:
         family = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
         if family == "qwen2" and width * heads != hidden:
-            raise ConfigError(f"the checkpoint's arguments have kv_channels={width}, which {family} has no field for")
+            raise ConfigError(
+                f"the checkpoint's arguments have kv_channels={width}, for which the config of {family} has no field"
+            )
         config |= {**sizes, **base, "num_key_value_heads": groups, "rms_norm_eps": eps}
         return {"model_type": family, **config, **({} if family == "qwen2" else {"head_dim": width})}
     plain = not qk_norm and groups == heads and width * heads == hidden

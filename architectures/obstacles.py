@@ -21,7 +21,7 @@ Kinds = frozenset[type[Component]]
 _STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
 """What every tree has, and no target has to declare."""
 
-OWN_FORMAT = "gptkit's own format can hold any model: convert --to local"
+OWN_FORMAT = "To write the model in gptkit's own format, which can store any model: gptkit convert MODEL OUT --to local"
 _MOST = 12
 """Obstacles that a message lists."""
 
@@ -180,8 +180,19 @@ def express(
         attempts = [tried(each) for each in dict.fromkeys(alike) if each is not None]
     best = min((each for each in attempts if each is not None), key=lambda each: each.weight, default=None)
     if best is None:
-        return Expression(target, spec, None, others, others, reasons[0] if reasons else "its sizes do not fit")
-    return replace(best, found=None, reason="" if best.standing else "what is written is read as another tree")
+        return Expression(
+            target,
+            spec,
+            None,
+            others,
+            others,
+            reasons[0] if reasons else ("its sizes are not possible in this architecture"),
+        )
+    return replace(
+        best,
+        found=None,
+        reason="" if best.standing else ("the config.json that gptkit would write describes another model"),
+    )
 
 
 def first_of(

@@ -343,11 +343,17 @@ def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> 
     if scale == usual:
         return scaling
     if not scaling:
-        raise CannotExpress(f"this family multiplies scores by {usual:.4g} if RoPE is not scaled")
+        raise CannotExpress(
+            f"this architecture multiplies attention scores by {usual:.4g} if RoPE is not scaled, but the "
+            "model does not"
+        )
     factor = scaling.get("factor", 0.0)
     factor = factor if factor > 1 else 2.0  # of LongRoPE, which has none, any will do
     if scaling.get("factor", factor) != factor:
-        raise CannotExpress(f"this family multiplies scores by {usual:.4g} if positions are not divided")
+        raise CannotExpress(
+            f"this architecture multiplies attention scores by {usual:.4g} if RoPE is not linearly scaled, "
+            "but the model does not"
+        )
     wanted = (math.sqrt(scale / usual) - 1) / (0.1 * math.log(factor))
     tried = (float(f"{wanted:.{digits}g}") for digits in range(1, 18))
     made = ((each, _mscale(factor, each)) for each in tried)

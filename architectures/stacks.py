@@ -333,7 +333,7 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     }  # fmt: skip
     if c["use_scaled_rope"] and c["rope_scaling_factor"] is None:
         hint = 'Add "rope_scaling_factor" to it: 8 for Llama 3.1, 32 for Llama 3.2.'
-        raise ConfigError("params.json: use_scaled_rope is true, but the factors of the scaling are missing", hint)
+        raise ConfigError("params.json: use_scaled_rope is true, but rope_scaling_factor is missing", hint)
     window, mistral = (
         c["sliding_window"] or c["_sliding_window"],
         {*said} & {"multiple_of", "hidden_dim"} == {"hidden_dim"},
@@ -385,7 +385,7 @@ def _nanochat(said: _Said, rows: int | None) -> dict[str, Any]:
     """meta_STEP.json -> config.json. Its eps is that of transformers' config class."""
     inner = said.get("model_config")
     if not isinstance(inner, dict):
-        raise ConfigError("nanochat's meta file has no model_config")
+        raise ConfigError("nanochat's meta_*.json has no field model_config")
     c = _Fields("model_config", inner, {"n_kv_head": None})
     width = c.size("n_embd")
     config = {

@@ -58,7 +58,7 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
             f"{name}: the logits have different shapes, {tuple(reference.shape)} and {tuple(candidate.shape)}"
         )
     if reference.numel() == 0:
-        raise GptkitError(f"{name}: no logits to compare")
+        raise GptkitError(f"{name}: there are no logits to compare")
     return Difference(
         name=name,
         positions=reference.shape[0],
@@ -154,7 +154,7 @@ def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> Non
     """Raise GptkitError where the vocabularies are of different sizes and nothing says which tokens are the same."""
     sizes = before.spec.vocab_size, after.spec.vocab_size
     if tokens is None and sizes[0] != sizes[1]:
-        raise GptkitError(f"the vocabularies differ: {sizes[0]} tokens before, {sizes[1]} after")
+        raise GptkitError(f"the vocabularies differ: {sizes[0]} tokens in the first model, {sizes[1]} in the second")
 
 
 def perplexity(lost: Tensor) -> float:

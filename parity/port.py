@@ -196,7 +196,11 @@ def verify_port(
     known = [batch for batch in every if computed_rightly(architecture, batch)]
     notes = [f"left out, because transformers' class computes it wrongly: {b.name}" for b in every if b not in known]
     left_out = tuple(batch.name for batch in known if not takes_mask and batch.attention_mask is not None)
-    notes += [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
+    notes += (
+        [f"not tested: {', '.join(left_out)}, because forward() of your module has no argument attention_mask"]
+        if left_out
+        else []
+    )
     batches = [batch for batch in known if batch.name not in left_out]
     with _references(source) as (narrow, wide):
         with quiet():
@@ -250,7 +254,7 @@ def verify_port(
         say("mistakes on purpose")
         score = try_mistakes(source, batches, mutations is True, False, notes, None)
     beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, taken=taken), long)]
-    notes += [f"not probed past the {limit}: --long does" for limit in beyond]
+    notes += [f"not tested on texts longer than the {limit}; --long does this" for limit in beyond]
     held_to = "transformers" if architecture is not None else "gptkit's own modules"
     matched = () if place is None else place.matches
     rest = (tuple(made), left_out, tuple(notes), held_to, score)

@@ -98,7 +98,7 @@ def causes(found: Differing, notes: list[str]) -> list[Made]:
             if judge.explains(mutant):
                 return [everything.told((*names, *also), mutant)]
     else:
-        notes.append(f"two mistakes at once were not tried: that is done up to {SMALL:,} parameters")
+        notes.append(f"pairs of mistakes were not tried, because the model has more than {SMALL:,} parameters")
     mutants = [(PADDING, (found.spec, dict(found.weights)), SAME)] if padding else []
     mutants += [(name, made, PLACE) for name, made in _mutants(found, at_place)]
     parts = [Made(name, False, everything.left(*mutant), part=part) for name, mutant, part in mutants]

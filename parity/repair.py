@@ -188,11 +188,13 @@ def diagnose(
     large = max(count(each.spec).total for each in (source, target)) > SMALL
     if large and both.folder is not None and not asked:
         notes.append(
-            "not bisected: it takes seven passes, and by default gptkit does it only up to 50 million parameters"
+            "the first differing component was not searched for, because the model has more than 50 million parameters"
         )
         return None
     if len(source.spec.blocks) != len(target.spec.blocks):
-        notes.append("not bisected: the models have different numbers of layers")
+        notes.append(
+            "the first differing component was not searched for, because the models have different numbers of layers"
+        )
         return None
     if large:
         # About what one position takes in fp64, of all outputs, and of as many inputs of projections.

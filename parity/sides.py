@@ -62,7 +62,7 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     try:
         plan = plan_conversion(checkpoint, Target("hf", architecture.name))
     except CannotExpress as error:
-        raise CannotExpress(error.message, "compare it with its original: gptkit verify ORIGINAL THIS") from error
+        raise CannotExpress(error.message, "To compare it with its original: gptkit verify ORIGINAL THIS") from error
     with tempfile.TemporaryDirectory(prefix="gptkit-reference-") as parent:
         target = Path(parent) / "hf"
         with Staging(target) as staging:
@@ -242,7 +242,10 @@ class _Absent(Tensor):
             pass
         name = next(each.full_name for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         raise GptkitError(
-            f"this model uses {name} without calling its module, so it cannot be run one layer at a time",
+            (
+                f"--stream: this model uses the weights of {name} without calling that module, so it cannot "
+                "be run one layer at a time"
+            ),
             "Leave --stream out.",
         )
 

@@ -115,7 +115,9 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
             f"{source.reference} does not match its manifest: {'; '.join(problems[:3])}",
             "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
         )
-    return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
+    return BytesVerdict(
+        len(source.leaves), ("the source, after its layout was changed and changed back"), tuple(different)
+    )
 
 
 def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarray:
@@ -194,14 +196,14 @@ class Reached:
         if not idle:
             return []
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
-        return [f"{idle[0]}{more}, which hold other values and to which no token of the probe is sent"]
+        return [f"{idle[0]}{more}, which have other values and receive no token of the probe"]
 
 
 def _too_many(left: np.ndarray, name: str) -> str:
     if len(left) == 1:
         return f"row {left[0]:,} of {name}, which holds other values and which no batch reads: --long has it read"
     rows = f"{len(left):,} rows of {name}, {left[0]:,} the first"
-    return f"{rows}, which hold other values and which no batch reads: --long has them read"
+    return f"{rows}, which have other values and which the probe does not read; --long includes them"
 
 
 def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:

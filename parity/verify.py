@@ -231,7 +231,7 @@ def verify(
     dtype_name = str(wanted).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
     if not batches:
-        raise GptkitError("nothing was compared, because the probe has no tokens")
+        raise GptkitError("nothing was compared, because no prompt has a token")
     say("comparing bytes")
     both_sides = (source,) if target is source else (source, target)
     for checkpoint in both_sides:
@@ -366,7 +366,7 @@ def _batches(
         ids = [token % source.spec.vocab_size for token in range(length)]
         batches.append(text_batch("the whole context", ids, *specs, taken=taken))
     if tokenizer is None:
-        notes.append("no tokenizer: the probe's token ids are made up from the vocabulary")
+        notes.append("the model has no tokenizer: the test prompts are arbitrary token ids")
     else:
         for text in prompts or _PROMPTS:
             ids = tokenizer.encode(text)
@@ -380,12 +380,14 @@ def _batches(
             why = (
                 f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model supports {table:,} tokens"
             )
-            notes.append(f"not probed past the {limit} ({why})")
+            notes.append(f"not tested on texts longer than the {limit} ({why})")
     if taken is not None and taken < LONG and up_to is None:
-        notes.append(f"not probed past {taken:,} tokens, because transformers' class supports no more")
+        notes.append(f"not tested past {taken:,} tokens, because transformers' class supports no more")
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
-        notes.append(f"position tables of {tables[0]:,} and {tables[1]:,}: compared on up to {most:,} tokens")
+        notes.append(
+            f"the position tables have {tables[0]:,} and {tables[1]:,} rows: compared on up to {most:,} tokens"
+        )
     apart = by_layers(differences(specs[0], specs[-1]), len(specs[0].blocks))
     if apart:
         notes.append(f"the trees differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in apart])}")

@@ -217,9 +217,11 @@ def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped 
     tensors: dict[str, Tensor] = {name: Filled(new[name], 0.0, _beside(model, name)) for name in gained}
     notes = []
     if gained:
-        notes.append(f"{architecture.name} has {_kinds(gained)}: added as zeros")
+        notes.append(f"added as zeros, because {architecture.name} needs them: {_kinds(gained)}")
     if lost:
-        notes.append(f"{architecture.name} has no {_kinds(lost)}, which were all zeros and left out")
+        notes.append(
+            f"left out, because they were all zero and {architecture.name} has no such parameters: {_kinds(lost)}"
+        )
     record = {"swap": "as", "as": f"hf:{architecture.name}", "guarantee": "exact"}
     return Swapped(spec, "exact", tensors, record, tuple(notes))
 

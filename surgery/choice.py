@@ -40,7 +40,7 @@ class Tried:
             return f"fitted on {self.step.tokens:,} tokens"
         if self.step.value != asked.value:
             return f"{spelled(self.step.option)} {self.step.value}"
-        return "its plain form" if self.step.approximate else "as asked"
+        return "without a fit" if self.step.approximate else "as asked"
 
 
 def sizes(step: Step, text: Text, parameters: int) -> list[int]:

@@ -81,4 +81,4 @@ class Assumed(Weights):
         return zeros if self.zeros else trained
 
     def run(self, question: Callable[[Model], _T]) -> _T:  # noqa: ARG002
-        raise TextWanted("this swap needs the weights: it runs a text through the model")
+        raise TextWanted("this swap runs a text through the model, so it needs the weights of the model")

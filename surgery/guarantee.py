@@ -17,7 +17,7 @@ from .fits.calibration import Text
 from .measure import Measurement, measure
 
 EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows
-_REPORT = "Please report this checkpoint; --as local keeps it in gptkit's own format."
+_REPORT = "Please report this. With --as local, gptkit writes the model in its own format instead."
 
 
 def hold_to_transformers(folder: Path) -> None:
@@ -28,7 +28,8 @@ def hold_to_transformers(folder: Path) -> None:
     if not found.passed:
         worst = max(prompt.maximum for prompt in found.prompts)
         raise GptkitError(
-            f"in transformers, these files give different logits ({found.verdict}), by up to {worst:.1e}. Nothing was"
+            f"transformers computes different logits from these files than gptkit ({found.verdict}), by "
+            f"up to {worst:.1e}. Nothing was"
             " written.",
             _REPORT,
         )
@@ -90,7 +91,7 @@ def _hold_to_exact(done: Chain, stored: str, found: Measurement, rounds: bool) -
             raise GptkitError(
                 f"the swap is not exact on this checkpoint: relative error {error:.1e} in {name}, at most {bound:.0e}"
                 " allowed. Nothing was written.",
-                "Please report this checkpoint; --approximate gives the plain replacement.",
+                "Please report this checkpoint. --approximate applies the swap without this guarantee.",
             )
 
 

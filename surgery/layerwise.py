@@ -92,7 +92,7 @@ def weighed(path: str, norm: Norm | None, *more: str) -> None:
     """
     if norm is not None and norm.gain not in ("weight", *more):
         raise SwapRefused(
-            f"{path} multiplies by {norm.gain}; this swap supports only norms that multiply by their weight"
+            f"{path} multiplies by {norm.gain}, but this swap supports only norms that multiply by their weight"
         )
 
 
@@ -217,7 +217,9 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
     """
     mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
     if getattr(mixer, "shared", None) is not None:
-        raise SwapRefused(f"{whole} has a shared expert; this swap supports only mixtures without one")
+        raise SwapRefused(
+            f"{whole} has a shared expert; this swap supports only mixtures of experts without shared experts"
+        )
     inner = getattr(mixer, "expert", mixer)
     for field in ("limit", "up_shift"):
         if getattr(inner, field, None):

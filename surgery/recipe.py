@@ -111,7 +111,7 @@ class Recipe:
         return UsageError(
             f"{self.where}: the recipe was fitted on {name}, which is missing or has changed (sha256 was "
             f"{digest[:16]}…)",
-            "Give a text with --calibrate FILE. The same text gives the same bytes.",
+            "Give a text with --calibrate FILE. The same text gives the same weights.",
         )
 
 
@@ -179,7 +179,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
     try:
         data = read_manifest(path)
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: its {MANIFEST} is damaged") from error
+        raise InvalidInput(f"{where}: its {MANIFEST} is damaged, so gptkit cannot read the recipe from it") from error
     swap = data.get("swap") if isinstance(data, dict) else None
     found = swap.get("recipe") if isinstance(swap, dict) else None
     if not isinstance(found, dict):
@@ -214,10 +214,10 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
         kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
         wrong = [key for key, kind in kinds.items() if key in data and not isinstance(data[key], kind)]
         if wrong:
-            raise InvalidInput(f"{where}: {wrong[0]} does not have the form that gptkit writes")
+            raise InvalidInput(f"{where}: the field {wrong[0]} does not have the form that gptkit writes")
         drawn = data.get("calibration", {})
         if any(type(drawn[key]) is not kind for key, kind in _CALIBRATION.items() if key in drawn):
-            raise InvalidInput(f"{where}: calibration does not have the form that gptkit writes")
+            raise InvalidInput(f"{where}: the field calibration does not have the form that gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
     return Recipe(named, data.get("description", ""), steps, where, data.get("as"), heal=heal, **more)
@@ -292,7 +292,7 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     if wanted.denominator != 1 or wanted < 1:
         fit = [size // n for n in range(size, 0, -1) if size % n == 0]
         reason = f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}"
-        hint = f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it."
+        hint = f"Choose a fraction that gives a whole number, such as one of {', '.join(map(str, fit[-8:]))} divide it."
         raise SwapRefused(reason, hint)
     return replace(step, value=f"{match[1]}{int(wanted)}")
 

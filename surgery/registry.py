@@ -120,7 +120,7 @@ class Asked:
     def text(self, what: str) -> Calibration:
         """The text that something is fitted on; raises UsageError where there is none, for `what`."""
         if self.calibration is None:
-            raise UsageError(f"{what} on a text: give one", "--calibrate FILE")
+            raise UsageError(f"{what} needs a text: pass", "--calibrate FILE")
         return self.calibration()
 
     def chosen(self, spec: ModelSpec) -> tuple[int, ...]:
@@ -383,14 +383,12 @@ def _refuse_shared(spec: ModelSpec) -> None:
     for layer, block in enumerate(spec.blocks):
         for mixer in (each.mixer for each in block.sublayers):
             if mixer.lends:
-                raise SwapRefused(
-                    f"blocks.{layer}.{mixer.slot} is a {type(mixer).__name__}, which this swap does not support"
-                )
+                raise SwapRefused(f"layer {layer} has a {type(mixer).__name__}, which this swap does not support")
         if block.scale is not None:
-            raise SwapRefused(f"blocks.{layer} scales its output, which this swap does not support")
+            raise SwapRefused(f"layer {layer} scales its output, which this swap does not support")
         for name, plain in (("kv_from", "input"), ("v_norm", None)):
             if getattr(block.mixer("attention"), name, plain) != plain:
-                raise SwapRefused(f"blocks.{layer}.attention has {name}, which this swap does not support")
+                raise SwapRefused(f"the attention of layer {layer} has {name}, which this swap does not support")
 
 
 def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:

@@ -172,7 +172,7 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
         lines += [*told[:_FEW], *([f"and {len(told) - _FEW} more for {each.target.owner}"] if len(told) > _FEW else [])]
     lines += [] if refused[0].standing else [f"{refused[0].target.owner}: {refused[0].reason}"]
     listed = "\n".join(f"  {line}" for line in lines)
-    return CannotExpress(f"no transformers architecture can hold this model, because of:\n{listed}", hint)
+    return CannotExpress(f"no transformers architecture can express this model, because of:\n{listed}", hint)
 
 
 def _told_way(way: Way) -> list[str]:

@@ -140,7 +140,7 @@ def swap(
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
     """
     if resume:  # `training.healed` takes it from those that heal
-        hint = "Leave it out: files that a stopped swap has finished are taken over without it."
+        hint = "Leave --resume out: an interrupted swap continues without it."
         raise UsageError("--resume needs a recipe that ends with heal", hint)
     told, repeated = None if recipe is None else read_recipe(recipe), False
     if told is not None:
@@ -162,7 +162,7 @@ def swap(
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     suit(source.spec)
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
-        raise UsageError(f"{out} is the model itself, which would be lost", "Name another folder.")
+        raise UsageError(f"the output folder {out} is the model itself, which would be lost", "Name another folder.")
     most = max((step.tokens for step in wanted if step.tokens is not None), default=None)
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or known or most))
     labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()

@@ -32,7 +32,7 @@ def limits(config: ConfigReader) -> dict[str, Any]:
     fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
     fine = fine and len(numbers) == 2 and 0 <= numbers[0] <= numbers[1] and numbers[0] <= 1e30 and numbers[1] > 0
     if not fine:
-        raise config.fail("time_step_limit", found, "two numbers from 0, the larger one last")
+        raise config.fail("time_step_limit", found, "two numbers, [smaller, larger], neither below 0")
     least, most = (float(min(each, sys.float_info.max)) for each in numbers)
     return {"least": least, "most": None if numbers[1] == math.inf else most}
 

@@ -119,7 +119,9 @@ def _read(config: ConfigReader) -> ModelSpec:
     streams = config.integer("altup_num_inputs", 4, most=MOST_STREAMS)
     active = none_or_more(config, "altup_active_idx", 0)
     if streams < 2 or active >= streams:
-        raise config.fail("altup_active_idx", active, f"a stream from 0 to {streams - 1}, of at least two")
+        raise config.fail(
+            "altup_active_idx", active, (f"an integer from 0 to {streams - 1} (altup_num_inputs must be at least 2)")
+        )
     altup = AlternatingUpdates(hidden_size=hidden, count=streams, norm=norm, active=active)
     low_rank = LowRankResidual(hidden_size=hidden, rank=config.integer("laurel_rank", 64), norm=norm)
     blocks = []

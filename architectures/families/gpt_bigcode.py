@@ -22,7 +22,9 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
     heads = config.integer("n_head", 12)
     kv_heads = 1 if config.boolean("multi_query", True) else heads
     if config.raw("num_key_value_heads", kv_heads) != kv_heads:
-        raise config.fail("num_key_value_heads", config.raw("num_key_value_heads"), f"{kv_heads}, as multi_query says")
+        raise config.fail(
+            "num_key_value_heads", config.raw("num_key_value_heads"), (f"{kv_heads}, which follows from multi_query")
+        )
     scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
     return [{"kv_heads": kv_heads, "scale": scale}] * count
 

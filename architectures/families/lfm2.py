@@ -57,7 +57,7 @@ def _units(config: ConfigReader, name: str, default: int) -> int:
     units = int(2 * stated / 3)
     units = units if factor is None else of * -(-int(factor * units) // of)
     if not 1 <= units < 2**31:
-        raise config.fail(name, stated, f"another number: after adjustment it is {units}")
+        raise config.fail(name, stated, f"another number: block_auto_adjust_ff_dim changes it to {units}")
     return units
 
 

@@ -29,7 +29,7 @@ def _half(config: ConfigReader, name: str, default: int) -> int:
     """Units of the feed-forward, where a field says those of gate and up together."""
     both = config.integer(name, default)
     if both < 2:
-        raise config.fail(name, both, "at least 2: gate and up each get half")
+        raise config.fail(name, both, "at least 2, because gate_proj and up_proj each get half of it")
     return both // 2
 
 
@@ -80,7 +80,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
         wanted = f"{spec.hidden_size} channels (the hidden size) and gates of {attention.heads} heads"
         raise CannotExpress(f"recurrent_gemma needs {wanted}, not {first.inner} channels and {first.heads} heads")
     if attention.window is None:
-        raise CannotExpress("recurrent_gemma needs attention with a window")
+        raise CannotExpress("recurrent_gemma needs sliding-window attention")
     types = [_WHOLE if each is None else _RECURRENT for each in mixers]
     return {**own, "block_types": types, "attention_window_size": attention.window}
 

@@ -42,7 +42,7 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
     def write(spec: ModelSpec) -> dict[str, Any]:
         table = of_kind(spec.positions, LearnedPositions)
         if table.padding is None:
-            raise CannotExpress(f"{name} counts positions without padding tokens, and this model counts them")
+            raise CannotExpress(f"{name} skips padding tokens when it counts positions, but this model counts them")
         rows = {"max_position_embeddings": table.length + table.offset, _PADDING: table.padding}
         return {**encoder.write(spec), **rows}
 

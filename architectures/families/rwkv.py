@@ -46,7 +46,7 @@ def _read(config: ConfigReader) -> ModelSpec:
             "rescale_every", every, f"a larger number, so that {layers} layers halve the hidden states at most 32 times"
         )
     if config.kinds_of_layers() not in (None, ["linear_attention"] * layers):
-        raise config.fail("layer_types", config.raw("layer_types"), "null: every layer is a recurrence")
+        raise config.fail("layer_types", config.raw("layer_types"), "null: rwkv has no attention layers")
     mixers = (
         TimeMixing(hidden_size=hidden, inner=hidden),
         ChannelMixing(hidden_size=hidden, intermediate_size=units or 4 * hidden),
@@ -73,7 +73,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     first, last = of_kind(spec.embedding.norm, LayerNorm), of_kind(spec.final_norm, LayerNorm)
     if time.inner != spec.hidden_size:
         raise CannotExpress(
-            f"rwkv needs as many channels as the hidden size {spec.hidden_size}, but there are {time.inner}"
+            f"rwkv needs attention_hidden_size = hidden_size ({spec.hidden_size}), but it is {time.inner}"
         )
     norms = [of_kind(block.sublayers[0].norm, LayerNorm) for block in spec.blocks]
     ends = [*(norm.eps / first.eps for norm in norms), last.eps / _EPS]

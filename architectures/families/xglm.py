@@ -45,11 +45,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     padding = config.data.get("pad_token_id", 1)  # which says nothing else
     if type(padding) is int and padding >= _DECODER.fixed["positions.offset"]:
-        raise config.fail(
-            "pad_token_id",
-            padding,
-            "0 or 1: gptkit supports no other padding token, whose row of the position table is zeros",
-        )
+        raise config.fail("pad_token_id", padding, "0 or 1: gptkit supports no other padding token for this model_type")
     return _DECODER.read(config)
 
 

@@ -158,7 +158,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
             f" but it is {mamba.inner}"
         )
     if shared.rank is None:
-        raise CannotExpress("this family needs adapters for its shared feed-forwards, and the model has none")
+        raise CannotExpress("zamba2 needs adapters for its shared feed-forwards, but the model has none")
     rotary = shared.position
     return {
         "vocab_size": spec.vocab_size,

@@ -91,7 +91,10 @@ def read_text(
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):
-            hint = "Give --calibrate FILE, some pages of plain text like the model's input, or use --approximate."
+            hint = (
+                "Give --calibrate FILE, a file with some pages of plain text like the model's input, or use "
+                "--approximate."
+            )
             raise NoText("this swap needs a text to fit on", hint)
         path, name = PLAY, "the bundled play"
     else:
@@ -116,7 +119,10 @@ def read_text(
     if len(ids) < tokens + held:
         enough = max(min(len(ids) * 8 // 9, len(ids) - 1), 0)
         raise UsageError(
-            f"{name} is too short: {len(ids):,} tokens, {tokens:,} are needed to fit and {held:,} to measure",
+            (
+                f"{name} is too short: {len(ids):,} tokens, {tokens:,} are needed for the fit and {held:,} "
+                "for the measurement"
+            ),
             "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
         )
     deciding = min(_CHOOSING, (len(ids) - tokens) // 2)

@@ -172,7 +172,8 @@ def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dens
     if far:
         hint = f"Possible from: {', '.join(NEAR)}."
         raise SwapRefused(
-            f"no rescaling brings {new} close to {found[far[0]].activation}, the activation of layer {far[0]}", hint
+            (f"{new} cannot be rescaled to be close to {found[far[0]].activation}, the activation of layer {far[0]}"),
+            hint,
         )
     return found
 
@@ -209,9 +210,12 @@ def _swapped(
             " float16 does not hold such weights"
         )
     if new != "relu" and "gelu_bloom" in {*old, new} and len({*old, new} & {"gelu_bloom", *_TANH}) > 1:
-        notes.append("gelu_bloom has √(2/π) as 0.79788456: not exact, by 1 in the tenth digit")
+        notes.append("gelu_bloom uses 0.79788456 for √(2/π), so it differs in the tenth digit")
     if new == "relu":
-        notes.append(f"{in_words(list(found))}: ReLU gives zeros where {_one_of(found)} did not; train before use")
+        notes.append(
+            f"{in_words(list(found))}: ReLU gives zeros where {_one_of(found)} did not; train the model "
+            "before you use it"
+        )
     summary = {"from": _one_of(found), "to": new, "layers": list(found), "units": width}
     return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, tuple(notes))
 

@@ -200,7 +200,9 @@ class Adapter:
         count = self.shape(self.rows[module])[0]
         if not isinstance(given, list) or not all(type(i) is int for i in given) or len(given) != count:
             told = shown(given)
-            raise SwapRefused(f"{self.reference}: {count} rows for {module}, but trainable_token_indices are {told}")
+            raise SwapRefused(
+                f"{self.reference}: {count} rows for {module}, but trainable_token_indices in its config lists {told}"
+            )
         return given
 
 
@@ -291,7 +293,7 @@ def _require_whole(reference: str, lora: Mapping[str, Lora], unknown: Iterable[s
     unknown = list(unknown)
     halves = [module for module, each in lora.items() if not each.a or not each.b]
     if unknown or halves:
-        what = "tensors that do not belong to LoRA" if unknown else "only one of A and B for"
+        what = "tensors that are not part of LoRA" if unknown else "only one of lora_A and lora_B for"
         raise SwapRefused(f"{reference} has {what}: {', '.join((unknown or halves)[:4])}")
 
 
@@ -312,5 +314,5 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
         raise SwapRefused(
             f"{reference} is trained with init_lora_weights {shown(start, 40)}: the adapter does not start from the"
             " base model's",
-            "Let peft convert it: save_pretrained(…, path_initial_model_for_weight_conversion=…).",
+            "Convert the adapter with peft: save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL).",
         )

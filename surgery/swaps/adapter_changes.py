@@ -52,13 +52,18 @@ def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dic
     """Return the family, and its leaves by every name that they have; those of a tied head too."""
     family = None if origin is None else origin.family
     if family is None:
-        raise SwapRefused("this model has no family, so gptkit cannot match the adapter's names to its weights")
+        raise SwapRefused(
+            "this model was not read from a transformers architecture, so gptkit cannot match the adapter's "
+            "names to its "
+            "weights"
+        )
     architecture = named(family)
     try:
         leaves = architecture.bind_all(spec)
     except CannotExpress as error:
         raise SwapRefused(
-            f"the adapter uses {family}'s names, but {error.message}", "Merge it before other swaps."
+            f"the adapter has the tensor names of {family}, but {error.message}",
+            ("Merge the adapter into the original model first, and apply other swaps after that."),
         ) from error
     if spec.tied:
         shape = (spec.vocab_size, spec.hidden_size)
@@ -140,7 +145,10 @@ def changes_of(
     shared = [name for each in found for name in each]
     if len(shared) != len({*shared}):
         twice = sorted({name for name in shared if shared.count(name) > 1})
-        raise SwapRefused(f"{adapter.reference} changes some weights under two names: {some_of(twice, _TOLD)}")
+        raise SwapRefused(
+            f"{adapter.reference} has two changes for the same weight, under different tensor names: "
+            f"{some_of(twice, _TOLD)}"
+        )
     tied = (HEAD,) if spec.tied else ()
     changes = [Change(sources=(EMBEDDING,) if key == tied else key, **what) for key, what in found.items()]
     return {change.leaf.checkpoint: change for change in changes}
@@ -206,7 +214,7 @@ def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
     lent = [name for name in unknown for bare in bare_names(f"{name}.weight") if bare in names.lent]
     if lent:
         reason = f"{adapter.reference} changes {some_of(lent, _TOLD)}, whose weights are shared with another module"
-        raise SwapRefused(f"{reason}: one merged weight cannot serve both")
+        raise SwapRefused(f"{reason}; one merged weight cannot have two values")
     if unknown:
         reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: "
         raise SwapRefused(reason + some_of(unknown, _TOLD), _hint(adapter))

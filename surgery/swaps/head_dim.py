@@ -121,7 +121,7 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
         if not asked.weights.ask(partial(_in_use, path=path, attention=attention, within=plan.within), True, False):
             return plan
     raise SwapRefused(
-        f"the head dimension cannot change from {old} to {size}: dimensions to be removed are in use in {path}"
+        f"the head dimension cannot change from {old} to {size}: the dimensions to be removed are not zero in {path}"
         + (f" ({reason})" if reason else ""),
         "Use fewer heads (--heads), or fewer key-value heads (--attention), instead.",
     )

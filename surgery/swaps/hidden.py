@@ -189,7 +189,7 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"coordinates {new} to {old - 1} of the residual stream are in use, and only a text shows which ones"
             " matter least",
-            "Give a text with --calibrate FILE, or use --approximate to keep the largest coordinates.",
+            "Give a text with --calibrate FILE, or use --approximate to keep the largest dimensions.",
         )
     return _sliced(spec, new, asked.calibration())
 

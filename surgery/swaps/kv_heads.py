@@ -243,7 +243,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     old = _grouped(spec, asked)
     most = max(2 * each.kv_heads * each.head_dim for each in old.values())
     if rank >= most:
-        note = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
+        note = f"keys and values have {most} numbers per token, and the latent with the rotary keys stores all of them"
         return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
     for layer, each in old.items():
         if rank > whole(each):

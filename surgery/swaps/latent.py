@@ -49,7 +49,8 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
         return rotary
     if isinstance(rotary.scaling, DynamicScaling):
         raise SwapRefused(
-            f"the RoPE base of layer {layer} depends on the length of the text, which DeepSeek's form cannot express"
+            f"the RoPE base of layer {layer} depends on the length of the text, which DeepSeek's latent "
+            "attention cannot express"
         )
     original = original_context(rotary.scaling)
     by_length = isinstance(rotary.scaling, LongRopeScaling) and original is not None
@@ -84,13 +85,15 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
         biased = attention.qkv_bias and attention.q_rank is None
         if biased and not asked.weights.zero(f"{path}.q_proj.bias"):
             hint = "Remove it with --drop query.bias, after --attention mla:full."
-            raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's form does not support", hint)
+            raise SwapRefused(
+                (f"the queries of layer {layer} have a bias, which DeepSeek's latent attention does not support"), hint
+            )
         new = _deepseek_form(layer, attention, spec.context_length)
         if new != attention:
             changed[layer] = new
             tensors |= _in_deepseeks_form(path, attention, new)
     if not changed:
-        raise SwapRefused("the model's latent attention has DeepSeek's form already")
+        raise SwapRefused("the latent attention of this model has the form of DeepSeek-V3 already")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 

@@ -26,7 +26,7 @@ def _recurrent(spec: ModelSpec, layer: int) -> Block:
     attention = block.mixer("attention")
     if not isinstance(attention, Attention):
         raise SwapRefused(
-            f"layer {layer} consists of {block.slots}: linear attention needs softmax attention to start from"
+            f"layer {layer} has no softmax attention (it has {block.slots}), which --attention linear replaces"
         )
     try:
         mixer = recast(attention, LinearAttention)

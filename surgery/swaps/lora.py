@@ -228,7 +228,7 @@ def _ends(
         head_change = found.get(HEAD)
         if head_change is not None and not _same_rows(adapter, table_change, head_change):
             raise SwapRefused(
-                f"{adapter.reference} has new rows for the embedding, which is tied to the head, and also "
+                f"{adapter.reference} changes rows of the embedding, which is tied to the head, and also "
                 "changes the head"
             )
         return {name: change for name, change in changes.items() if change is not head_change}, False

@@ -119,7 +119,7 @@ def shifts_taken(
                 old = each.bias_name if each.bias else None
                 made[each.bias_name] = _shifted(each.weight, old, f"{each.norm}.bias")
             elif each.norm in shifting and routers:
-                raise SwapRefused(f"{each.path} has no bias, so it cannot take over the bias of {each.norm}")
+                raise SwapRefused(f"the bias of {each.norm} cannot be moved into {each.path}, which has no bias")
         blocks[layer] = _with_read_biases(block, path, shifting)
     if layers is None and spec.final_norm is not None and has_bias(spec.final_norm):
         made["head.bias"] = _shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")

@@ -62,7 +62,10 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"{in_words(alone)}: there is only one sub-layer, so there is nothing to run in parallel")
     beside = [layer for layer in serial if any(each.beside for each in spec.blocks[layer].sublayers)]
     if beside:
-        raise SwapRefused(f"{in_words(beside)}: some mixers run in parallel already, and others follow them")
+        raise SwapRefused(
+            f"{in_words(beside)}: attention runs in parallel with another layer already, and the feed-forward "
+            "follows them"
+        )
     for layer in serial:
         there = spec.blocks[layer].norms()
         if "attention" in there and "feed_forward" not in there:

@@ -221,8 +221,11 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
             )
         return after
     if not isinstance(norm, LayerNorm):
-        reason = "the mean position would be added after the embedding's RMSNorm, which has no bias to take it up"
-        raise SwapRefused(reason, "Use --approximate to leave it out.")
+        reason = (
+            "the mean of the position table would have to be added by the RMSNorm after the embedding, which "
+            "has no bias"
+        )
+        raise SwapRefused(reason, "Use --approximate to leave the mean out.")
     tensors["embedding.norm.bias"] = joining("embedding.norm.bias", norm.bias)
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 

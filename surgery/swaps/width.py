@@ -87,7 +87,10 @@ def _narrowed(
         return "approximate", tensors, {"method": "activity", "kept": stay}
     if asked.calibration is None:
         first = short[0].path
-        reason = f"{first} has {alive[first]} units in use, and finding the least important ones needs a text"
+        reason = (
+            f"{first} has {alive[first]} units that affect the output, and gptkit needs a text to measure "
+            "which ones matter least"
+        )
         hint = (
             f"Keep {alive[first]} or more, give a text with --calibrate FILE, or use --approximate to choose units by"
         )

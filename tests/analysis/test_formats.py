@@ -93,5 +93,5 @@ def test_trees_that_llama_cpp_has_no_types_for() -> None:
     assert found["q4_k_m"] is None and found["nf4"] is not None and found["bfloat16"] == 2 * count(latent).total
     with pytest.raises(CannotExpress, match="latent attention"):
         weighed(latent, "q8_0", "llama")
-    with pytest.raises(CannotExpress, match="a model of no family"):
+    with pytest.raises(CannotExpress, match="a model without a transformers architecture"):
         weighed(preset_spec("gpt2"), "q8_0")

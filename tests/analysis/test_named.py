@@ -93,7 +93,7 @@ def test_files_and_a_config_alone_are_counted_alike(
         assert sum(layer["total"] for layer in told["by_layer"]) < told["total"]
         assert told["active"] is told["tied"] is told["non_embedding"] is None
         assert (told["family"], told["model_type"]) == ("", config["model_type"])
-        assert any("is not a family gptkit knows" in note for note in told["notes"])
+        assert any("gptkit does not support the model_type" in note for note in told["notes"])
     stored = files[0].as_json()["stored"]
     assert stored["bytes"] == 4 * numbers(model)
     assert len(stored["files"]) > 1

@@ -141,7 +141,10 @@ def test_formats_of_weights() -> None:
     sums = {by: sum(int(row["bytes"]) for row in csv.DictReader(io.StringIO(text))) for by, text in by.items()}
     assert sums["tensor"] == sums["layer"] == models("gpt2", "--dtype", "q4_k_m")[0]["weights"]["bytes"]["total"]
     told = call("params", "gpt2", "--swap", "norm=rmsnorm", "--dtype", "q4_k_m", code=1).stderr
-    assert "gptkit does not know llama.cpp's types for a model of no family" in told
+    assert (
+        "gptkit does not know which types llama.cpp uses for the tensors of a model without a transformers "
+        "architecture" in told
+    )
 
 
 def test_csv() -> None:

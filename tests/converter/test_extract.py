@@ -60,7 +60,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
     text = config["text_config"]
-    refused("'opera' is not a family", text_config={**text, "model_type": "opera"})
+    refused("does not support the model_type 'opera'", text_config={**text, "model_type": "opera"})
     refused("is not a multimodal model", text_config=None, vision_config=None)
     refused("quantised", quantization_config={"quant_method": "gptq"})
     refused("do not belong to a llama", text_config={**text, "num_hidden_layers": 1})

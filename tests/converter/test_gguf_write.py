@@ -988,4 +988,4 @@ def test_transformers_builds_what_comes_back(tmp_path: Path, name: str) -> None:
 def test_a_family_that_is_not_written_is_named_first(tmp_path: Path, name: str) -> None:
     with pytest.raises(CannotExpress) as refused:
         convert(saved(name, tmp_path), tmp_path / "model.gguf", "gguf")
-    assert refused.value.message.startswith(f"gptkit writes no GGUF files of {name}. ")
+    assert refused.value.message.startswith(f"gptkit cannot write {name} as GGUF. ")

@@ -63,12 +63,12 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
     [
         ({}, "describes no model: it has neither a model_type, as config.json, nor a spec"),
         ({"version": "1.0", "model": {}, "added_tokens": []}, "describes no model"),
-        ({"model_type": "umt5", "spec": {}}, "is not a family gptkit knows"),
+        ({"model_type": "umt5", "spec": {}}, "gptkit does not support the model_type"),
         ({"spec": {}}, "has schema version None, this gptkit reads 1"),
         ({"spec": {}, "schema_version": 2}, "has schema version 2"),
         ({"spec": {}, "schema_version": 1}, "its origin or history does not have the form that gptkit writes"),
         ({"spec": {}, "schema_version": 1, "origin": {}}, "schema_version"),
-        ({"spec": {}, "schema_version": 1, "origin": {"family": "x"}}, "gptkit has no family"),
+        ({"spec": {}, "schema_version": 1, "origin": {"family": "x"}}, "gptkit does not support the architecture"),
     ],
 )
 def test_what_is_no_model_says_what_it_expected(content: Any, message: str, tmp_path: Path) -> None:

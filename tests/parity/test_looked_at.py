@@ -167,7 +167,8 @@ def test_more_rows_than_are_read_unasked_limit_the_verdict(
     found = quick(hf, bad)
     assert (found.verdict, found.passed, found.exit_code) == ("equal", False, 3)
     assert found.limited == (
-        "6 rows of embedding.weight, 1,234 the first, which hold other values and which no batch reads: --long has them"
+        "6 rows of embedding.weight, 1,234 the first, which have other values and which the probe does "
+        "not read; --long includes them"
         " read",
     )
 
@@ -189,7 +190,7 @@ def test_an_expert_that_no_token_is_sent_to_is_not_looked_at(tmp_path: Path) -> 
     for stream in (False, True):
         found = quick(tmp_path / "hf", bad, stream=stream)
         assert (found.verdict in ("identical", "equal"), found.passed) == (True, False)
-        assert found.limited == (f"{path}, which hold other values and to which no token of the probe is sent",)
+        assert found.limited == (f"{path}, which have other values and receive no token of the probe",)
     gptkit.swap(tmp_path / "hf", tmp_path / "wide", intermediate="96", measured=False)
     wide = damaged(tmp_path / "wide", tmp_path / "bad-wide", lambda t: t[f"{path}.up_proj.weight"].mul_(3))
     assert quick(tmp_path / "hf", wide).limited[0].startswith(path)

@@ -306,7 +306,9 @@ def test_what_the_port_was_not_given_is_told(port):
     assert "probe 21 of 21 mistakes made on purpose were caught" in " ".join(call(*command[:-1]).stdout.split())
     assert json.loads(call(*command, "--no-mutations").stdout)["score"] is None
     assert {prompt["name"] for prompt in found["prompts"]}.isdisjoint(found["left_out"])
-    assert found["notes"] == ["not probed: left padding, right padding, since forward takes no attention_mask"]
+    assert found["notes"] == [
+        "not tested: left padding, right padding, because forward() of your module has no argument attention_mask"
+    ]
 
 
 def test_the_command(port):
@@ -318,7 +320,10 @@ def test_the_command(port):
     cause = "RoPE pairs neighbours (0 with 1) instead of halves (0 with d/2)"
     assert f"cause {cause}: the reference with this mistake computes what" in said
     assert "probe 5 inputs with 361 tokens" in said
-    assert "note: not probed: left padding, right padding, since forward takes no attention_mask" in said
+    assert (
+        "note: not tested: left padding, right padding, because forward() of your module has no argument "
+        "attention_mask" in said
+    )
     assert max(len(line) for line in run.stdout.splitlines()) <= 80
     assert call("verify", "sample:llama", "--against", port("fine_port")).exit_code == 0
 

@@ -487,7 +487,7 @@ def test_position_tables_of_two_lengths(pair: Callable[[str], tuple[Path, Path]]
     )
     assert exit_code(hf, short, "--up-to", 100) == 0
     assert exit_code(hf, short, "--up-to", 101) == 2
-    assert "position tables of 256 and 100: compared on up to 100 tokens" in result.notes
+    assert "the position tables have 256 and 100 rows: compared on up to 100 tokens" in result.notes
 
 
 def test_attention_paths_that_transformers_has_not(pair: Callable[[str], tuple[Path, Path]]) -> None:
@@ -523,7 +523,7 @@ def test_own_prompts_are_cut_to_a_short_table(tmp_path: Path) -> None:
 
 def test_windows_out_of_reach_are_noted(pair: Callable[[str], tuple[Path, Path]]) -> None:
     result = unscored(pair("mistral-default-window")[0])
-    assert "not probed past the window of 4,096 (more than 1,024 tokens: --long does)" in result.notes
+    assert "not tested on texts longer than the window of 4,096 (more than 1,024 tokens: --long does)" in result.notes
     assert max(prompt.positions for prompt in result.prompts) == 200
 
 
@@ -597,7 +597,7 @@ def test_bad_input_has_its_exit_code(
 def test_a_missing_tokenizer_is_said(options: list[str], pair: Callable[[str], tuple[Path, Path]]) -> None:
     run = call("verify", str(pair("llama")[0]), "--no-mutations", *options)
     assert run.exit_code == 0
-    assert "no tokenizer: the probe's token ids are made up from the vocabulary" in " ".join(run.stdout.split())
+    assert "the model has no tokenizer: the test prompts are arbitrary token ids" in " ".join(run.stdout.split())
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ REFUSALS = [
     ("gpt2-by-layer", "silu:2", "two silu units replace one of .*: relu needs only one unit"),
     ("gpt2-other-names", "silu:2", "quick_gelu needs only one unit"),
     ("gpt2-other-names", "silu:fit", "nothing to fit: the scale from quick_gelu to silu is known"),
-    ("gpt2-relu2", "silu", "no rescaling brings silu close to relu2, the activation of layer 0"),
+    ("gpt2-relu2", "silu", "silu cannot be rescaled to be close to relu2, the activation of layer 0"),
     ("mixtral", "gelu:fit", "nothing to fit: gptkit cannot fit experts"),
 ]
 

@@ -85,7 +85,7 @@ def test_the_form_of_least_kl_is_taken_and_told(tmp_path: Path, monkeypatch: pyt
     assert len(fitted) > 1 and step.tokens == tried[0].step.tokens
     assert [each.step.approximate for each in tried].count(True) == 1
     (note,) = (note for note in done.chain.notes if note.startswith("chosen by KL"))
-    assert f"fitted on {step.tokens:,} tokens {tried[0].kl:.4f} (tried: " in note and "its plain form" in note
+    assert f"fitted on {step.tokens:,} tokens {tried[0].kl:.4f} (tried: " in note and "without a fit" in note
     # What was tried is measured on a part of the text that is neither fitted on nor reported.
     text = read_text(done.source, tmp_path / "text.txt", None)
     found = measure_text(done.chain.models[0], done.chain.models[1], done.chain.promise, text.choosing)
@@ -99,7 +99,7 @@ def test_a_fit_that_fails_gives_way_to_the_plain_form(tmp_path: Path, monkeypatc
     monkeypatch.setattr(rounding, "gptq", lambda weight, gram, grid: np.zeros_like(weight))
     done = gptkit.swap("sample:gpt2", tmp_path / "out", quantize="int4", measured=False, **given)
     assert done.chain.steps[0].approximate and done.chain.swapped[0].summary["by"] == "nearest"
-    assert "chosen by KL on a part of the text: its plain form" in "\n".join(done.chain.notes)
+    assert "chosen by KL on a part of the text: without a fit" in "\n".join(done.chain.notes)
     assert done.recipe is not None and done.recipe.steps == (Step("quantize", "int4", approximate=True),)
     assert not done.recipe.calibration
     plain = gptkit.swap("sample:gpt2", tmp_path / "plain", quantize="int4", approximate=True, measured=False)

@@ -105,7 +105,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "the head dimension is already 20" in refused("llama", "20")
-    assert "cannot change from 20 to 16: dimensions to be removed are in use in blocks.0.attention" in refused(
+    assert "cannot change from 20 to 16: the dimensions to be removed are not zero in blocks.0.attention" in refused(
         "llama", "16"
     )
     assert "23 is odd" in refused("llama", "theta:23")

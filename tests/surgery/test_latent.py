@@ -62,7 +62,7 @@ def test_more_than_there_is_to_hold_is_all_of_it(tmp_path: Path) -> None:
     save_hf(CONFIGS["mistral"], tmp_path / "hf")
     done = exactly(tmp_path / "hf", tmp_path / "out", attention="mla:512")
     assert done.chain.notes == (
-        "keys and values have 32 numbers per token, which a latent and rotary keys hold: none is left out",
+        "keys and values have 32 numbers per token, and the latent with the rotary keys stores all of them",
     )
 
 

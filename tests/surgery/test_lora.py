@@ -323,9 +323,9 @@ def test_an_adapter_with_more_tokens_than_the_model(tmp_path: Path) -> None:
 
 def test_files_that_are_missing_or_broken(copy: Path, tmp_path: Path) -> None:
     tensors(copy, lambda old: {n: t for n, t in old.items() if "layers.1.self_attn.q_proj.lora_B" not in n})
-    assert "only one of A and B for: model.layers.1.self_attn.q_proj" in refused(copy).message
+    assert "only one of lora_A and lora_B for: model.layers.1.self_attn.q_proj" in refused(copy).message
     tensors(copy, lambda old: {**old, "base_model.model.model.layers.0.mlp.ia3_l": torch.ones(3)})
-    assert "tensors that do not belong to LoRA: model.layers.0.mlp.ia3_l" in refused(copy).message
+    assert "tensors that are not part of LoRA: model.layers.0.mlp.ia3_l" in refused(copy).message
     shutil.move(copy / "adapter" / "adapter_model.safetensors", copy / "adapter" / "adapter_model.bin")
     error = refused(copy)
     assert isinstance(error, UntrustedInput) and "adapter_model.bin is a pickle" in error.message
@@ -352,7 +352,7 @@ def test_weights_that_are_not_finite(copy: Path) -> None:
 def test_after_a_swap_that_leaves_the_family_it_is_refused(copy: Path) -> None:
     save_hf(CONFIGS["gpt2"], copy / "tree")
     steps = [Step("mlp", "gated"), Step("merge_lora", str(copy / "adapter"))]
-    with pytest.raises(SwapRefused, match="the adapter uses gpt2's names"):
+    with pytest.raises(SwapRefused, match="the adapter has the tensor names of gpt2"):
         gptkit.swap(copy / "tree", copy / "out", steps)
 
 

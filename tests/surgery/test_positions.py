@@ -109,7 +109,7 @@ def test_behind_a_norm_the_mean_joins_its_bias(bias: bool) -> None:
     assert swapped.spec.embedding.norm == LayerNorm(size=48, eps=1e-5)
     assert error(model, result, swapped) <= 1e-12
     rms = replace(spec, embedding=replace(spec.embedding, norm=RMSNorm(size=48, eps=1e-5)))
-    with pytest.raises(SwapRefused, match="after the embedding's RMSNorm, which has no bias") as refused:
+    with pytest.raises(SwapRefused, match="RMSNorm after the embedding, which has no bias") as refused:
         apply(Weights(rms), Step("position", "none"))
     assert "--approximate" in str(refused.value.hint)
     assert apply(Weights(rms), Step("position", "none", approximate=True)).guarantee == "retrained"
