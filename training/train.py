@@ -370,8 +370,9 @@ def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             raise InvalidInput(
-                f"the text {name} has changed since the start of the run in {own.parent}",
-                "Restore the original text, or start again with --force.",
+                f"the texts differ from those at the start of the run in {own.parent}: {name} is new, missing "
+                "or changed",
+                "Give the original texts again, or start again with --force.",
             )
 
 
