@@ -44,6 +44,7 @@ class _SwapCommand(Command):
 @command(
     "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm",
     "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern",
+    "gptkit swap BASE merged --merge-lora ADAPTER --as hf",
     cls=_SwapCommand,
 )
 def swap(

@@ -167,7 +167,8 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"plain form  perplexity {perplexity}, KL {kl} (with --approximate)")
     for dtype, error in measured.maximum.items():
         apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
-        lines.append(f"{dtype:<12}logits before against after: {apart}")
+        sides = "base+adapter against merged" if result.chain.merges else "before against after"
+        lines.append(f"{dtype:<12}logits {sides}: {apart}")
     same = f"top-1 {measured.top1:.1%}, {measured.positions:,} positions"
     lines.append(f"random ids  KL {number(measured.kl)} nats per token, {same}")
     return lines + [line for note in measured.notes for line in indented(note, 12)]
@@ -243,14 +244,14 @@ def steps_report(result: SwapResult) -> RenderableType:
 
 
 def dry_run_report(result: SwapResult) -> RenderableType:
-    """The tree that would come out, its costs, and what each step guarantees."""
+    """Return tables of the tree that would come out, its costs, and what each step guarantees. The notes of the steps
+    are among `swap_lines`.
+    """
     before, spec = costs(result.source.spec), result.spec
-    parts: list[RenderableType] = [
+    return Group(
         parameter_table([ModelCount(str(result.target), "as it would be", spec)]),
         Text(),
         costs_table(before, costs(spec, before.context)),
         Text(),
         steps_report(result),
-    ]
-    notes = [line for note in result.chain.notes for line in indented(f"note: {note}", 0)]
-    return Group(*parts, *([Text()] if notes else []), *map(Text, notes))
+    )

@@ -67,6 +67,11 @@ class Chain:
         return self.models[0]
 
     @property
+    def merges(self) -> bool:
+        """Whether the result is to equal a base model with an adapter, rather than the model before."""
+        return any(each.against is not None for each in self.swapped)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return tuple(note for each in self.swapped for note in each.notes)
 

@@ -186,6 +186,8 @@ def test_a_merge_into_bf16_says_what_it_is_stored_as_and_why(tmp_path: Path) -> 
     assert said[None][0].endswith(": exact swap, up to the rounding to bfloat16")
     assert said["float64"][0].endswith(": exact swap")
     assert "stored as   float64 where computed, as asked" in said["float64"]
+    for lines in said.values():
+        assert any(line.startswith("float32     logits base+adapter against merged: max Δ ") for line in lines)
 
 
 def test_a_merged_model_is_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
