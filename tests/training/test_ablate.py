@@ -206,11 +206,11 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
         {}, '[[variant]]\nname = "x"\nset = { "blocks.*.attention.position" = { type = "ALiBy" } }',
         "no component 'ALiBy'.*did you mean ALiBi"
     ),
-    "remove": ({}, '[[variant]]\nname = "x"\nremove = ["final_nrom"]', "the model has no final_nrom there"),
+    "remove": ({}, '[[variant]]\nname = "x"\nremove = ["final_nrom"]', "the model has no final_nrom at this path"),
     "vocabulary": (
         {}, '[[variant]]\nname = "x"\nmodel = "sample:llama"', "'x': the variant's vocabulary has 512 tokens, but"
     ),
-    "context": ({"context": "128", "batch": "256"}, VARIANTS, "128, but variant 'base' has only 64 positions"),
+    "context": ({"context": "128", "batch": "256"}, VARIANTS, "128, but the position table of variant 'base' has only 64 rows"),
     "rate": ({"rate": "20"}, VARIANTS, "--lr, the learning rate, must be more than 0 and at most 10, not 20"),
     "one budget twice": (
         {"tokens": "[1000, 1001]"}, VARIANTS, "the budgets 1,000 and 1,001 both come to 1,024 tokens for variant 'base'"
@@ -237,7 +237,7 @@ def test_a_bad_plan_is_told_before_anything_is_trained(case: str, tmp_path: Path
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     path = plan(tmp_path)
-    with pytest.raises(UsageError, match=r"no plan nope\.toml"):
+    with pytest.raises(UsageError, match=r"no file nope\.toml"):
         ablate("nope.toml", tmp_path / "out", data=[tmp_path / "text.jsonl"])
     with pytest.raises(UsageError, match="the plan does not name a training text"):
         ablate(path, tmp_path / "out")
