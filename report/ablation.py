@@ -141,7 +141,7 @@ def _curves(table: Ablation) -> Figure:
         )  # fmt: skip
         keys.append(Key(f"line {colour} {dash}", name))
         cells_ += [(name, f"{tokens:,}", f"{mean:.4f}", str(len(at[tokens]))) for tokens, mean in means.items()]
-    layout = _layout("tokens", f"{what}, nats a token", 420)
+    layout = _layout("tokens", f"{what}, nats per token", 420)
     columns = (("variant", False), ("tokens", True), (what, True), ("seeds", True))
     shown = Table("The curves as a table", columns, tuple(cells_), folded=True)
     summary = f"{what.capitalize()} by tokens trained on: the mean of seeds, and bars from the least to the largest."
@@ -160,7 +160,7 @@ def _differences(table: Ablation) -> Figure:
     marks = {"marker": {"color": "var(--c1)", "size": 9}, "error_x": errors, "hovertext": hints, "hoverinfo": "text"}
     rows = list(range(len(found)))
     trace = {"type": "scatter", "mode": "markers", "x": [each.mean for _, each in found], "y": rows, **marks}
-    layout = _layout("loss less the base's, nats a token", "", 60 + 34 * len(found))
+    layout = _layout("loss less the base's, nats per token", "", 60 + 34 * len(found))
     layout["yaxis"] |= {"tickvals": rows, "ticktext": [safe(name) for name, _ in found], "autorange": "reversed"}
     layout["shapes"] = [
         {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--quiet)"}}

@@ -48,8 +48,8 @@ def _share(found: Estimate) -> str:
 
 _FIGURES: tuple[tuple[str, Callable[[Score], str]], ...] = (
     ("perplexity", _perplexity),
-    ("nats a token", lambda score: _estimate(score.nats)),
-    ("bits a byte", lambda score: _estimate(score.bits_per_byte)),
+    ("nats per token", lambda score: _estimate(score.nats)),
+    ("bits per byte", lambda score: _estimate(score.bits_per_byte)),
 )
 
 
@@ -58,8 +58,7 @@ def _sheet(evaluation: Evaluation) -> Sheet:
     scores = [each for each in (evaluation.score, evaluation.against) if each is not None]
     rows = [Row(name, tuple(tell(score) for score in scores)) for name, tell in _FIGURES]
     for k in evaluation.score.top_k:
-        name = "likeliest is right" if k == 1 else f"right of the {k} likeliest"
-        rows.append(Row(name, tuple(_share(score.top_k[k]) for score in scores)))
+        rows.append(Row(f"top-{k} accuracy", tuple(_share(score.top_k[k]) for score in scores)))
     if len({score.tokens for score in scores}) > 1:
         rows.append(Row("tokens", tuple(f"{score.tokens:,}" for score in scores)))
     return Sheet("", tuple(score.reference for score in scores), tuple(rows))
@@ -70,9 +69,10 @@ def _difference(paired: Paired) -> str:
     value, error = paired.difference.value, paired.difference.error
     if value == 0 and not error:
         return f"the same in each of {counted(paired.windows, 'window')}"
+    unit = paired.unit.replace(" a ", " per ")  # the JSON output has "nats a token" and "bits a byte"
     sign = "−" if value < 0 else "+"
     return (
-        f"{sign}{_between(abs(value), error)} {paired.unit}; better in {paired.better:.1%} of"
+        f"{sign}{_between(abs(value), error)} {unit}; better in {paired.better:.1%} of"
         f" {counted(paired.windows, 'window')}, worse in {paired.worse:.1%}"
     )
 
@@ -107,7 +107,7 @@ def evaluation_report(page: Layout, evaluation: Evaluation) -> RenderResult:
         yield ""
         yield page.text(f"less {evaluation.against.reference}: {_difference(evaluation.paired)}")
     yield ""
-    yield Text("Nats a token, by the position that it is predicted from", style="bold")
+    yield Text("Nats per token, by the position that it is predicted from", style="bold")
     yield from _drawn(page, _curves(evaluation), evaluation.context)
     yield from map(page.note, evaluation.notes)
 
@@ -175,14 +175,14 @@ def evaluation_page(evaluation: Evaluation) -> Page:
 
 
 def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
-    """Nats a token against the position, a line a curve, with standard errors; the end of the context is marked."""
+    """Nats per token against the position, a line a curve, with standard errors; the end of the context is marked."""
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
     for number, curve in enumerate(curves):
         colour, dash = f"c{number % PALETTE}", DASHES[number % len(DASHES)]
         bins = [each for each in curve.bins if math.isfinite(each.nats.value)]
         hints = [
             f"<b>{safe(curve.name)}</b><br>position {_place(each.first, each.last)}, {each.tokens:,} tokens"
-            f"<br>{_estimate(each.nats)} nats a token"
+            f"<br>{_estimate(each.nats)} nats per token"
             for each in bins
         ]
         paint = f"var(--{colour})"
@@ -196,7 +196,12 @@ def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
         rows += [(curve.name, *place) for place in places]
     width = max(curve.width for curve in curves)
     across = powers(1, width) | {"title": {"text": "position, in tokens"}}
-    up = {"title": {"text": "nats a token", "standoff": 4}, "gridcolor": "var(--line)", "zeroline": False, "ticks": ""}
+    up = {
+        "title": {"text": "nats per token", "standoff": 4},
+        "gridcolor": "var(--line)",
+        "zeroline": False,
+        "ticks": "",
+    }
     layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
     layout |= {"xaxis": across, "yaxis": {**up, "automargin": True}}
     if width > context:
@@ -205,8 +210,8 @@ def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
             {"type": "line", "x0": context, "x1": context, "yref": "paper", "y0": 0, "y1": 1, "line": line}
         ]
     ends = [f"{_estimate(curve.bins[-1].nats, 2)} at the last positions ({curve.name})" for curve in curves]
-    summary = f"Nats a token by the position that a token is predicted from: {'; '.join(ends)}."
+    summary = f"Nats per token by the position that a token is predicted from: {'; '.join(ends)}."
     summary += f" The dashed line is where the context of {context:,} tokens ends." if width > context else ""
-    columns = (("model", False), ("position", False), ("tokens", True), ("nats a token", True))
+    columns = (("model", False), ("position", False), ("tokens", True), ("nats per token", True))
     table = Table("By position, as a table", columns, tuple(rows), folded=True)
-    return figure("Nats a token by position", summary, traces, keys, table, layout)
+    return figure("Nats per token by position", summary, traces, keys, table, layout)

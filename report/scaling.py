@@ -100,7 +100,7 @@ def _picture(found: Scaling) -> Figure:
         line |= {"line": {"color": paint, "dash": dash}, "hoverinfo": "skip"}
         traces.append({"type": "scatter", "mode": "lines", "name": name, **line})
         own = [each for each in found.points if each.parameters == size]
-        hints = [f"<b>{name}</b><br>{each.tokens:,} tokens<br>{each.loss:.4f} nats a token" for each in own]
+        hints = [f"<b>{name}</b><br>{each.tokens:,} tokens<br>{each.loss:.4f} nats per token" for each in own]
         marks: dict[str, Any] = {"x": [each.tokens for each in own], "y": [each.loss for each in own]}
         marks |= {"marker": {"color": paint, "size": 7}, "hovertext": hints, "hoverinfo": "text"}
         traces.append({"type": "scatter", "mode": "markers", "name": name, **marks})
@@ -112,7 +112,7 @@ def _picture(found: Scaling) -> Figure:
     axis["automargin"] = True
     layout: dict[str, Any] = {"height": 420, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
     layout |= {"xaxis": {**axis, "title": {"text": "tokens", "standoff": 4}}}
-    layout |= {"yaxis": {**axis, "title": {"text": "loss, nats a token"}}}
+    layout |= {"yaxis": {**axis, "title": {"text": "loss, nats per token"}}}
     columns = (("size", False), ("tokens", True), ("loss", True), ("by the law", True))
     shown = Table("Runs and law as a table", columns, tuple(rows), folded=True)
     summary = "Each run's loss by the tokens that it was trained on, a colour a size; lines are the law."

@@ -75,6 +75,14 @@ def test_as_json(play: Path) -> None:
     assert values["against"]["top_k"].keys() == {"1", "5"}
 
 
+def test_the_terminal_names_the_figures_in_the_words_of_the_field(play: Path) -> None:
+    done = runner.invoke(app, ["eval", "sample:gpt2", "--data", str(play), "--against", "sample:llama"])
+    assert done.exit_code == 0, done.output
+    labels = ("nats per token", "bits per byte", "top-1 accuracy", "top-5 accuracy")
+    assert [line[:14].strip() for line in done.output.splitlines() if line.startswith(labels)] == [*labels]
+    assert " nats per token; better in " in done.output
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [
