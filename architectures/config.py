@@ -34,6 +34,21 @@ SUMMARIES = dict.fromkeys(
     "heads other than the language model's",
 )
 """What configs of GPT-2's kin say of a classifier's head, for a family's `irrelevant`."""
+GPT2_ALIASES = {
+    "n_embd": ("hidden_size",),
+    "n_head": ("num_attention_heads",),
+    "n_layer": ("num_hidden_layers",),
+    "n_positions": ("max_position_embeddings",),
+}
+
+
+OF_GPT2 = {
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), "training only"),
+    "n_ctx": "an old copy of n_positions",
+    **SUMMARIES,
+}
+"""Fields of GPT-2's config class that others took over, and that change nothing."""
+
 COMMON_IRRELEVANT: dict[str, str] = {
     "_name_or_path": "where the file came from",
     "architectures": "the class to build; used to choose the family",

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec, Pooler, TokenTypes
+from .base import Leaf, leaves_of
 from .config import ConfigReader
 from .decoder import Decoder
 from .fields import BIASED, SUM_NORMS, Field, Fields
@@ -134,3 +135,39 @@ class Encoder(Decoder):
         fields = super().write(replace(spec, head=usual, pooler=None))
         about = {name for name, each in self.fields.items() if each.role.startswith("head.")}
         return {**{name: value for name, value in fields.items() if name not in about}, **types}
+
+
+_B, LAYER = "blocks.{layer}.", "bert.encoder.layer.{layer}."
+
+
+def layers_of(layer: str) -> tuple[Leaf, ...]:
+    """The leaves of BERT's layers, whose names begin so."""
+    return leaves_of(
+        {
+            layer + "attention.self.query": _B + "attention.q_proj",
+            layer + "attention.self.key": _B + "attention.k_proj",
+            layer + "attention.self.value": _B + "attention.v_proj",
+            layer + "attention.output.dense": _B + "attention.o_proj",
+            layer + "attention.output.LayerNorm": _B + "attention_sum_norm",
+            layer + "intermediate.dense": _B + "feed_forward.up_proj",
+            layer + "output.dense": _B + "feed_forward.down_proj",
+            layer + "output.LayerNorm": _B + "feed_forward_sum_norm",
+        }
+    )
+
+
+def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
+    """The leaves of what is before BERT's layers."""
+    return leaves_of(
+        {
+            prefix + "embeddings.word_embeddings": "embedding",
+            prefix + "embeddings.position_embeddings": "positions",
+            prefix + "embeddings.token_type_embeddings": "token_types",
+            prefix + "embeddings.LayerNorm": "first_norm",
+        }
+    )
+
+
+def renamed_norms(*names: str) -> tuple[tuple[str, str], ...]:
+    """`Architecture.aliases` of norms as TensorFlow calls their parameters."""
+    return tuple((f"{n}.{old}", f"{n}.{new}") for n in names for old, new in (("gamma", "weight"), ("beta", "bias")))

@@ -4,12 +4,13 @@ A table maps the name of a field in config.json to a `Field`. `USUAL` has those 
 `USUAL` with other defaults and with further fields.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 from ..components import LEARNT, MOST_EXPERTS, Activation
 from ..errors import CannotExpress
-from .config import ConfigReader
+from .config import FLOAT32_MAX, ConfigReader
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
@@ -100,9 +101,36 @@ _BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = 
 )
 
 
+def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
+    """What the embedding is multiplied by: the root of its width, of that field and default, where a field says so."""
+
+    def read(config: ConfigReader, name: str, default: bool) -> float:
+        return math.sqrt(config.integer(hidden, usual)) if config.boolean(name, default) else 1.0
+
+    return read
+
+
+def is_scaled(multiplier: float) -> bool:
+    """Whether the embedding is scaled at all."""
+    return multiplier != 1
+
+
+def _inverse(config: ConfigReader, name: str, default: float) -> float:
+    """The factor of the logits, which config.json gives as a divisor."""
+    divisor = config.number(name, default)
+    if 1 / divisor > FLOAT32_MAX:
+        raise config.fail(name, divisor, "a number whose inverse float32 can hold")
+    return 1 / divisor
+
+
 def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
     """The table with other defaults, by the fields' names."""
     return {**fields, **{name: fields[name]._replace(default=value) for name, value in defaults.items()}}
+
+
+def without(fields: Fields, *names: str) -> dict[str, Field]:
+    """Return the table without some of its fields."""
+    return {name: each for name, each in fields.items() if name not in names}
 
 
 USUAL: Fields = {
@@ -132,6 +160,7 @@ PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: be
 
 ATTENTION_BIAS = Field("attention.qkv_bias attention.output_bias", False)
 MLP_BIAS = Field("feed_forward.up_bias feed_forward.down_bias", False)
+LOGITS_DIVISOR = Field("head.multiplier", 1.0, _inverse, lambda factor: float(f"{1 / factor:.14g}"))
 WINDOW = Field("attention.window", 4096, ConfigReader.optional_integer)
 """A sliding window of all layers; absent means the default, and null means none."""
 GROUPED_EXPERTS: Fields = {

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Leaf, qkv
-from .families.falcon import other_norms, two_parallel_norms
 from .gguf_architecture import LOCAL_BASE, PATTERN, WIDTH, WINDOW, GgufArchitecture, Made
 from .gguf_facts import Facts
 from .latent import DOWN, UP
 from .layout import Layout
 from .rope import ORIGINAL, PART, RotaryKind
+from .usual import other_norms, two_parallel_norms
 
 _B, _T = "blocks.{layer}.", "blk.{layer}."
 

@@ -12,10 +12,11 @@ from ..components import LatentAttention, ModelSpec, RMSNorm, Rotary
 from .base import Leaf, leaves_of
 from .config import ConfigReader
 from .decoder import Decoder
-from .fields import Field
+from .fields import USUAL, Field
 from .layout import Layout
 from .obstacles import of_kind
 from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
+from .usual import EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 _EPS = 1e-6  # of the norms on latents, whatever the config says of the others
 
@@ -35,6 +36,9 @@ LATENT: Mapping[str, Field] = {
     "attention_bias": Field("attention.output_bias", False),
 }
 """The fields about attention."""
+_HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
+LATENT_FIELDS = {**{name: field for name, field in USUAL.items() if name not in _HEADS}, **LATENT}
+"""The fields of a dense model with latent attention."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +140,5 @@ MADE = {"qk_head_dim": "made of qk_nope_head_dim and qk_rope_head_dim"}
 """What transformers writes and does not read, for a family's `irrelevant`."""
 KNOWN = {"head_dim": "made of qk_rope_head_dim", **MADE}
 """The same of families whose classes set `head_dim` anew."""
+
+LATENT_LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))

@@ -1,13 +1,16 @@
 """What differs by layer in config.json: windows, positions, layer types, and which layers are mixtures of experts."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from msgspec import structs
 
 from ..components import Attention, ModelSpec, Rotary
 from .config import ConfigReader
 from .fields import Field, none_or_more
 from .obstacles import of_kind
-from .rope import RotaryKind, read_rotaries, write_rotaries
+from .rope import RotaryKind, read_rotaries, read_rotary, write_rotaries
 
 Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
 """Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
@@ -162,3 +165,69 @@ def sparse_by_step(config: ConfigReader, layers: int, usual: Sequence[int] = ())
 def write_by_step(sparse: Sequence[bool]) -> Mapping[str, Any]:
     """The config fields that `sparse_by_step` reads."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, each in enumerate(sparse) if not each]}
+
+
+_BASES = "layer_rope_theta"
+
+
+def windows_above(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
+    switched_on = config.boolean("use_sliding_window", False)
+    stated = config.optional_integer("sliding_window", 4096)
+    return _windows_above(config, layers, stated if switched_on else None, 28, "since use_sliding_window is off")
+
+
+def windows_from(default: int) -> Layers:
+    """As `windows_above`, where no switch is; `default`: of `max_window_layers`."""
+    return lambda config, layers, _: _windows_above(
+        config, layers, config.optional_integer("sliding_window", 4096), default, "since there is no window"
+    )
+
+
+def _windows_above(
+    config: ConfigReader, layers: int, window: int | None, default: int, why: str
+) -> Sequence[Mapping[str, Any]]:
+    first = config.raw("max_window_layers", default)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise config.fail("max_window_layers", first, "an integer from 0")
+    usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
+    types = config.layer_types(usual)
+    if window is None and "sliding_attention" in types:
+        raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
+    return [{"window": window if kind == "sliding_attention" else None} for kind in types]
+
+
+def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that say each layer's window."""
+    windows = [block.attention.window for block in spec.blocks]
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": windows.index(window) if window is not None else len(windows),
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+    }
+
+
+def turned_by_base(context: int) -> Layers:
+    """Each layer's window, and its positions by its base, none where that is 0; `context` is the config class's."""
+
+    def found(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+        windows, bases = sliding(4, 128, first=0)(config, count, head_dim), config.raw(_BASES)
+        if bases is None:
+            return windows
+        if not isinstance(bases, list) or len(bases) != count or any(type(each) not in (int, float) for each in bases):
+            raise config.fail(_BASES, bases, f"{count} numbers, 0 where a layer has no positions")
+        if not all(0 <= each < math.inf for each in bases):
+            raise config.fail(_BASES, bases, "finite numbers from 0")
+        rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", context))
+        turned = [structs.replace(rotary, base=float(base)) if base else None for base in bases]
+        return [{**each, "position": position} for each, position in zip(windows, turned, strict=True)]
+
+    return found
+
+
+def write_by_base(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of each layer's window and base."""
+    positions = [of_kind(block.attention, Attention).position for block in spec.blocks]
+    return {**write_sliding(spec), _BASES: [0 if each is None else of_kind(each, Rotary).base for each in positions]}

@@ -6,6 +6,7 @@ shared names of a layer, and `T` begins the names of a layer in files.
 
 from collections.abc import Mapping, Sequence
 
+from ..components import Block
 from .base import Leaf, Stacked, by_name, leaves_of
 from .layout import IDENTITY, Layout
 
@@ -91,3 +92,34 @@ GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=(
 head_dim]; with one key-value head it is MQA's q … q, k, v."""
 
 GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
+
+
+_OUTPUT_NORMS = {
+    T + "post_attention_layernorm": B + "attention_output_norm",
+    T + "post_feedforward_layernorm": B + "feed_forward_output_norm",
+}
+
+OUTPUT_NORM_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_OUTPUT_NORMS, **ENDS})
+
+
+def fairseq(top: str) -> dict[str, str]:
+    """The modules of a layer in models that come from fairseq, below `top`."""
+    b, t = "blocks.{layer}.", top + "layers.{layer}."
+    return {
+        **{f"{t}self_attn.{name}_proj": f"{b}attention.{name}_proj" for name in ("k", "v", "q")},
+        t + "self_attn.out_proj": b + "attention.o_proj",
+        t + "self_attn_layer_norm": b + "attention_norm",
+        t + "fc1": b + "feed_forward.up_proj",
+        t + "fc2": b + "feed_forward.down_proj",
+        t + "final_layer_norm": b + "feed_forward_norm",
+    }
+
+
+def two_parallel_norms(block: Block) -> bool:
+    """40b: attention and feed-forward side by side, each behind its own norm."""
+    return block.parallel and block.feed_forward_norm is not None
+
+
+def other_norms(block: Block) -> bool:
+    """7b and 11b share one norm; rw has two in a row."""
+    return not two_parallel_norms(block)

@@ -98,3 +98,17 @@ def test_circles_and_arrows_are_seen() -> None:
     assert seen == {"report.notebook", "cli", "surgery.swap", "analysis.parameters", "version.__version__"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) != []
     assert circles({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"a"}}) == []
+
+
+def test_a_family_is_read_in_two_files_at_most() -> None:
+    """A family imports at most families that import none, and the engine imports no family but those of formats."""
+    place = "architectures.families."
+    between = {name: {each for each in named if each.startswith(place)} for name, named in arrows().items()}
+    deep = {
+        name: sorted(each for each in named if between[each])
+        for name, named in between.items()
+        if name.startswith(place)
+    }
+    assert not {name: each for name, each in deep.items() if each}
+    engine = {name for name, named in between.items() if named and not name.startswith(place)}
+    assert engine == {"architectures.llama2c", "architectures.nanogpt", "converter.formats.llama2c"}

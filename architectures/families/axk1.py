@@ -11,10 +11,10 @@ from ..base import Stacked
 from ..config import ConfigReader
 from ..decoder import Mixtures
 from ..fields import none_or_more, with_defaults
-from ..latent import MADE
+from ..latent import LATENT_LEAVES, MADE
 from ..lenses import by_type
 from ..usual import CORRECTION, ROTARY_BUFFERS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
-from . import deepseek_v3, youtu
+from . import deepseek_v3
 
 _NORM = T + "post_mlp_layernorm"
 _FIELDS = with_defaults(
@@ -43,7 +43,7 @@ _HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (_NORM + ".weigh
 _AXK1 = _DECODER.architecture(
     "axk1",
     "AXK1ForCausalLM",
-    mixed_leaves(_MODULES, youtu.LEAVES, _HELD, choice=CORRECTION),
+    mixed_leaves(_MODULES, LATENT_LEAVES, _HELD, choice=CORRECTION),
     released="2026-01",
     token_ids={"bos_token_id": 163691, "eos_token_id": 163691},
     config_aliases={"n_routed_experts": ("num_local_experts",)},

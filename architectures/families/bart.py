@@ -16,9 +16,8 @@ from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
-from ..fields import BIASED, SUM_NORMS, Field
+from ..fields import BIASED, SUM_NORMS, Field, is_scaled, root_of
 from ..layout import Layout
-from .biogpt import is_scaled, root_of
 
 BASE = "BartModel"
 

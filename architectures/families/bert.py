@@ -6,50 +6,16 @@ read, and what tells the next sentence is carried along.
 """
 
 from ..base import Leaf, leaves_of
-from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder
+from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder, embeddings_of, layers_of, renamed_norms
 
 _ENCODER = Encoder(BERT_FIELDS, masked=("BertForMaskedLM", "BertForPreTraining"), pooled=True)
 
-B, LAYER = "blocks.{layer}.", "bert.encoder.layer.{layer}."
 
-
-def layers_of(layer: str) -> tuple[Leaf, ...]:
-    """The leaves of BERT's layers, whose names begin so."""
-    return leaves_of(
-        {
-            layer + "attention.self.query": B + "attention.q_proj",
-            layer + "attention.self.key": B + "attention.k_proj",
-            layer + "attention.self.value": B + "attention.v_proj",
-            layer + "attention.output.dense": B + "attention.o_proj",
-            layer + "attention.output.LayerNorm": B + "attention_sum_norm",
-            layer + "intermediate.dense": B + "feed_forward.up_proj",
-            layer + "output.dense": B + "feed_forward.down_proj",
-            layer + "output.LayerNorm": B + "feed_forward_sum_norm",
-        }
-    )
-
-
-def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
-    """The leaves of what is before BERT's layers."""
-    return leaves_of(
-        {
-            prefix + "embeddings.word_embeddings": "embedding",
-            prefix + "embeddings.position_embeddings": "positions",
-            prefix + "embeddings.token_type_embeddings": "token_types",
-            prefix + "embeddings.LayerNorm": "first_norm",
-        }
-    )
-
-
-def renamed_norms(*names: str) -> tuple[tuple[str, str], ...]:
-    """`Architecture.aliases` of norms as TensorFlow calls their parameters."""
-    return tuple((f"{n}.{old}", f"{n}.{new}") for n in names for old, new in (("gamma", "weight"), ("beta", "bias")))
-
-
+_LAYER = "bert.encoder.layer.{layer}."
 _NORMS = (
     "bert.embeddings.LayerNorm",
-    LAYER + "attention.output.LayerNorm",
-    LAYER + "output.LayerNorm",
+    _LAYER + "attention.output.LayerNorm",
+    _LAYER + "output.LayerNorm",
     "cls.predictions.transform.LayerNorm",
 )
 
@@ -58,7 +24,7 @@ BERT = _ENCODER.architecture(
     "BertForMaskedLM",
     (
         *embeddings_of("bert."),
-        *layers_of(LAYER),
+        *layers_of(_LAYER),
         *leaves_of({"bert.pooler.dense": "pooler.dense"}),
         Leaf("cls.predictions.bias", "head.bias"),
         *leaves_of(

@@ -4,29 +4,11 @@ starts at its third row.
 Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which reads no eps.
 """
 
-import math
-from collections.abc import Callable
-
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
-from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import BIASED, Field
-
-
-def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
-    """What the embedding is multiplied by: the root of its width, of that field and default, where a field says so."""
-
-    def read(config: ConfigReader, name: str, default: bool) -> float:
-        return math.sqrt(config.integer(hidden, usual)) if config.boolean(name, default) else 1.0
-
-    return read
-
-
-def is_scaled(multiplier: float) -> bool:
-    """Whether the embedding is scaled at all."""
-    return multiplier != 1
-
+from ..fields import BIASED, Field, is_scaled, root_of
+from ..usual import fairseq
 
 _DECODER = Decoder(
     {
@@ -46,19 +28,6 @@ _DECODER = Decoder(
     rotary=None,
     learned=True,
 )
-
-
-def fairseq(top: str) -> dict[str, str]:
-    """The modules of a layer in models that come from fairseq, below `top`."""
-    b, t = "blocks.{layer}.", top + "layers.{layer}."
-    return {
-        **{f"{t}self_attn.{name}_proj": f"{b}attention.{name}_proj" for name in ("k", "v", "q")},
-        t + "self_attn.out_proj": b + "attention.o_proj",
-        t + "self_attn_layer_norm": b + "attention_norm",
-        t + "fc1": b + "feed_forward.up_proj",
-        t + "fc2": b + "feed_forward.down_proj",
-        t + "final_layer_norm": b + "feed_forward_norm",
-    }
 
 
 _BIOGPT = _DECODER.architecture(

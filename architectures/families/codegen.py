@@ -10,9 +10,8 @@ from dataclasses import replace
 from ...components import ModelSpec
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
-from ..config import ConfigReader
+from ..config import GPT2_ALIASES, ConfigReader
 from ..layout import Layout
-from .gpt2 import ALIASES
 from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
 
 _CORES = 4
@@ -49,7 +48,7 @@ _CODEGEN = Architecture(
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     read=_read,
     write=_write,
-    config_aliases=ALIASES,
+    config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     leaves=(
         *leaves_of(EMBEDDING),

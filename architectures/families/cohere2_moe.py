@@ -9,19 +9,31 @@ from dataclasses import replace
 from typing import Any
 
 from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
-from ..base import Architecture
+from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import Field, none_or_more
+from ..fields import PRE, Field, none_or_more, without
 from ..lenses import by_type, write_sliding
 from ..obstacles import of_kind
 from ..rope import read_rotary
-from ..usual import OF_ROUTERS, ROTARY_BUFFERS, ROUTED, STACKED, mixed_leaves, shared_expert
-from . import cohere, cohere2
+from ..usual import (
+    EMBEDDING,
+    ENDS,
+    FEED_FORWARD,
+    OF_ROUTERS,
+    ROTARY_BUFFERS,
+    ROUTED,
+    STACKED,
+    B,
+    T,
+    mixed_leaves,
+    shared_expert,
+)
+from . import cohere
 
 _ROTARY = cohere.ROTARY._replace(base=1e4)
 _MIXED = by_type(lambda config: none_or_more(config, "first_k_dense_replace", 0))
-_FIELDS = cohere2.DECODER.fields
+_FIELDS = without(cohere.DECODER.fields, "use_qk_norm")
 _PATTERN = "prefix_dense_sliding_window_pattern"
 
 
@@ -87,7 +99,7 @@ _DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", True),
     },
     norm=LayerNorm,
-    norms=cohere2.DECODER.norms,
+    norms=PRE[:1],
     fixed={
         **cohere.FIXED,
         "mixture.normalise": lambda values: values["mixture.normalise"] or values["mixture.scores"] == "softmax",
@@ -136,7 +148,12 @@ _COHERE2_MOE = Architecture(
     kinds=_DECODER.kinds | _RMS.kinds,
     read=_read,
     write=_write,
-    leaves=mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, cohere2.LEAVES),
+    leaves=mixed_leaves(
+        {**ROUTED, **shared_expert("shared_experts")},
+        leaves_of(
+            {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}
+        ),
+    ),
     prefix="model.",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
     dropped=ROTARY_BUFFERS,

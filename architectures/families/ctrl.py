@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import Architecture, leaves_of
-from ..config import ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, Field
-from .gpt2 import ALIASES, OF_GPT2
 
 _DECODER = Decoder(
     {
@@ -76,7 +75,7 @@ _CTRL = Architecture(
     kinds=_DECODER.kinds,
     read=_read,
     write=_write,
-    config_aliases=ALIASES,
+    config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     leaves=leaves_of(_MODULES),
     dropped=("transformer.pos_encoding",),

@@ -13,11 +13,10 @@ from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import Mixtures
 from ..fields import MLP_BIAS, with_defaults
-from ..latent import KNOWN, LatentDecoder
+from ..latent import KNOWN, LATENT_LEAVES, LatentDecoder
 from ..lenses import after
 from ..rope import RotaryKind
 from ..usual import OF_DRAFTS, OF_ROUTERS, ROTARY_BUFFERS, ROUTED, STACKED, mixed_leaves, shared_expert
-from . import youtu
 from .deepseek_v3 import FIELDS, TRAINING
 
 _GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
@@ -79,7 +78,7 @@ _DEEPSEEK_V2 = Architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
     write=_DECODER.write,
-    leaves=mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, youtu.LEAVES),
+    leaves=mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, LATENT_LEAVES),
     config_aliases={"n_routed_experts": ("num_experts",)},
     stated={"num_experts_per_tok": 6},
     prefix="model.",

@@ -8,14 +8,12 @@ tokens (`layers.61`), is left out there, and carried along here.
 from ..base import BEHIND
 from ..decoder import Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
-from ..latent import LATENT, MADE, LatentDecoder
+from ..latent import _HEADS, LATENT, LATENT_LEAVES, MADE, LatentDecoder
 from ..lenses import after
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
-from . import youtu
-from .youtu import HEADS
 
 FIELDS = {
-    **{name: field for name, field in USUAL.items() if name not in HEADS},
+    **{name: field for name, field in USUAL.items() if name not in _HEADS},
     **LATENT,
     "moe_intermediate_size": Field("expert_size", 2048),
     "n_shared_experts": Field("shared_experts", 1),
@@ -38,7 +36,7 @@ DECODER = LatentDecoder(
     tables=True,
     mixtures=Mixtures(**after("first_k_dense_replace", 3)),
 )
-LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
+LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, LATENT_LEAVES, choice=CORRECTION)
 
 TRAINING = {
     "aux_loss_alpha": "training only",

@@ -4,9 +4,8 @@ Source: transformers models/distilbert/{configuration,modeling}_distilbert.py.
 """
 
 from ..base import leaves_of
-from ..encoder import BOTH_WAYS, OF_BERT, TASKS, Encoder
+from ..encoder import BOTH_WAYS, OF_BERT, TASKS, Encoder, renamed_norms
 from ..fields import BIASED, Field
-from .bert import renamed_norms
 
 _ENCODER = Encoder(
     {

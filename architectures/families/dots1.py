@@ -6,9 +6,8 @@ own, which every file states.
 
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
-from ..lenses import after
+from ..lenses import after, windows_from, write_windows_above
 from .glm4_moe import LEAVES
-from .qwen2 import windows_from, write_windows
 
 _DECODER = Decoder(
     {
@@ -23,7 +22,7 @@ _DECODER = Decoder(
     fixed=SIGMOID_ROUTER,
     layers=windows_from(62),
     mixtures=Mixtures(**after("first_k_dense_replace", 0)),
-    written=write_windows,
+    written=write_windows_above,
 )
 
 _DOTS1 = _DECODER.architecture(

@@ -12,7 +12,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import OUTPUT_NORMS, USUAL, with_defaults
 from ..lenses import sliding, turned_in_windows, write_sliding
-from . import olmo2
+from ..usual import OUTPUT_NORM_LEAVES
 
 _WINDOW = 4096
 
@@ -46,5 +46,9 @@ _DECODER = Decoder(
 )
 
 _EXAONE4 = _DECODER.architecture(
-    "exaone4", "Exaone4ForCausalLM", olmo2.LEAVES, released="2025-07", token_ids={"bos_token_id": 0, "eos_token_id": 2}
+    "exaone4",
+    "Exaone4ForCausalLM",
+    OUTPUT_NORM_LEAVES,
+    released="2025-07",
+    token_ids={"bos_token_id": 0, "eos_token_id": 2},
 )

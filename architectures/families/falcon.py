@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...components import ALiBi, Attention, Biasing, Block, FeedForward, LayerNorm, ModelSpec, Rotary
+from ...components import ALiBi, Attention, Biasing, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, Field
 from ..obstacles import of_kind
 from ..rope import read_rotary, write_rotary
-from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
+from ..usual import GROUPED_BIAS, GROUPED_WEIGHT, other_norms, two_parallel_norms
 
 
 def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
@@ -108,16 +108,6 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "alibi": alibi,
         **({} if alibi else write_rotary(of_kind(attention.position, Rotary), attention.head_dim)),
     }
-
-
-def two_parallel_norms(block: Block) -> bool:
-    """40b: attention and feed-forward side by side, each behind its own norm."""
-    return block.parallel and block.feed_forward_norm is not None
-
-
-def other_norms(block: Block) -> bool:
-    """7b and 11b share one norm; rw has two in a row."""
-    return not two_parallel_norms(block)
 
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

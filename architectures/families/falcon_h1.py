@@ -14,8 +14,9 @@ from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field, with_defaults
 from ..obstacles import of_kind
+from ..recurrences import mamba2_leaves, mamba2_sizes, write_mamba2
 from ..usual import ATTENTION, EMBEDDING, ROTARY_BUFFERS, T
-from .bamba import ENDS, FEED_FORWARD, NORMS, mixer_leaves, sizes, write_mamba
+from .bamba import ENDS, FEED_FORWARD, NORMS
 
 _BRANCHES = {  # the multipliers of what each mixer reads, and of what it gives
     "recurrence": ("ssm_in_multiplier", "ssm_out_multiplier"),
@@ -35,7 +36,7 @@ def _multipliers(config: ConfigReader, name: str, count: int) -> list[float]:
 
 def _mamba(config: ConfigReader, hidden: int, activation: Any, eps: float) -> Mamba2:
     inner = config.optional_integer("mamba_d_ssm", 1024)
-    found = sizes(config, {"hidden": hidden, "activation": activation}, inner=inner)
+    found = mamba2_sizes(config, {"hidden": hidden, "activation": activation}, inner=inner)
     first, normed = config.boolean("mamba_norm_before_gate", True), config.boolean("mamba_rms_norm", False)
     norm = RMSNorm(size=found["heads"] * found["head_dim"], eps=eps, groups=found["groups"], cast="after_weight")
     return Mamba2(
@@ -78,7 +79,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     for slot, (read, given) in _BRANCHES.items():
         found |= {read: by_slot[slot].input_multiplier, given: by_slot[slot].multiplier}
     return {
-        **write_mamba(replace(mamba, hidden_size=mamba.inner)),
+        **write_mamba2(replace(mamba, hidden_size=mamba.inner)),
         "mamba_d_ssm": mamba.inner,
         "mamba_proj_bias": mamba.bias,
         "projectors_bias": mamba.output_bias,
@@ -110,7 +111,7 @@ _FALCON_H1 = _DECODER.architecture(
     "FalconH1ForCausalLM",
     (
         *leaves_of({**EMBEDDING, **FEED_FORWARD}),
-        *mixer_leaves(T + "mamba."),
+        *mamba2_leaves(T + "mamba."),
         *leaves_of({**ATTENTION, **NORMS, **ENDS}),
     ),
     hf_config="FalconH1Config",

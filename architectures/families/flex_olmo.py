@@ -6,8 +6,7 @@ Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, ROUNDED_ROUTER, USUAL, Field, with_defaults
 from ..rope import RotaryKind
-from ..usual import ROUTED, mixed_leaves
-from .olmo2 import FIXED, LEAVES
+from ..usual import OUTPUT_NORM_LEAVES, ROUTED, mixed_leaves
 
 _DECODER = Decoder(
     {
@@ -19,7 +18,7 @@ _DECODER = Decoder(
     },
     norms=OUTPUT_NORMS,
     head_norms="whole",
-    fixed={**FIXED, **ROUNDED_ROUTER},
+    fixed={"norm.cast": "after_weight", **ROUNDED_ROUTER},
     rotary=RotaryKind(500_000.0, rounding="result"),
     mixtures=Mixtures(),
 )
@@ -27,7 +26,7 @@ _DECODER = Decoder(
 _FLEX_OLMO = _DECODER.architecture(
     "flex_olmo",
     "FlexOlmoForCausalLM",
-    mixed_leaves(ROUTED, LEAVES),
+    mixed_leaves(ROUTED, OUTPUT_NORM_LEAVES),
     released="2025-07",
     token_ids={"eos_token_id": 100257, "pad_token_id": 100277},
     config_aliases={"num_experts": ("num_local_experts",)},

@@ -12,22 +12,28 @@ from typing import Any
 from ..base import Leaf, Stacked
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import Field, with_defaults
+from ..fields import ATTENTION_BIAS, Field, with_defaults
 from ..lenses import sparse_by_step, turned_in_windows, write_by_step, write_sliding
 from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
-from . import qwen3_moe
+from . import qwen2
 
-_FIELDS = with_defaults(
-    {name: each for name, each in qwen3_moe.DECODER.fields.items() if name != "sliding_window"},
-    vocab_size=150144,
-    num_hidden_layers=49,
-    head_dim=128,
-    max_position_embeddings=262144,
-    moe_intermediate_size=512,
-    num_experts=256,
-    num_experts_per_tok=6,
-    norm_topk_prob=True,
-)
+_FIELDS = {
+    **with_defaults(
+        qwen2.FIELDS,
+        vocab_size=150144,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=49,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=262144,
+    ),
+    "attention_bias": ATTENTION_BIAS,
+    "moe_intermediate_size": Field("expert_size", 512),
+    "num_experts": Field("mixture.experts", 256),
+    "num_experts_per_tok": Field("mixture.top_k", 6),
+    "norm_topk_prob": Field("mixture.normalise", True),
+}
 _SINKS = T + "self_attn.softmax_offset"  # in files
 _DENSE = (0, 1)  # layers that are, where nothing else is said
 

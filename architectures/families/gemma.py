@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, with_defaults
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..usual import LEAVES
 
 FIELDS = {
@@ -33,6 +33,26 @@ FIXED: dict[str, Any] = {
     "embedding.multiplier": lambda values: values["hidden"] ** 0.5,
     "embedding.scaling": "rounded",
 }
+
+
+def _read_scale(config: ConfigReader, name: str, default: int) -> float:
+    """Return the factor of the scores, which is 1 over the root of the field."""
+    return float(config.integer(name, default) ** -0.5)
+
+
+LATER_FIELDS = {
+    **with_defaults(
+        {"hidden_activation" if name == "hidden_act" else name: each for name, each in FIELDS.items()},
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+    "query_pre_attn_scalar": Field("attention.scale", 256, _read_scale, lambda scale: max(round(scale**-2), 1)),
+    "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
+}
+"""The fields of Gemma 2 and later."""
 GEMMA_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_bidirectional_attention": ((None, False), "gptkit does not support bidirectional attention for this family")

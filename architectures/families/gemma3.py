@@ -10,10 +10,9 @@ from ..fields import AROUND, with_defaults
 from ..lenses import sliding, turned_by_kind, write_by_kind
 from ..rope import RotaryKind
 from ..usual import SANDWICH_LEAVES
-from . import gemma2
-from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
+from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS, LATER_FIELDS
 
-_FIELDS = with_defaults(gemma2.FIELDS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None)
+_FIELDS = with_defaults(LATER_FIELDS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None)
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
 

@@ -31,12 +31,9 @@ from ..decoder import Decoder
 from ..fields import AROUND, none_or_more, with_defaults
 from ..lenses import sliding, turned_by_kind, write_by_kind
 from ..obstacles import of_kind
-from ..rope import ROTARY
+from ..rope import ROTARY, RotaryKind
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
-from . import gemma2
-from .gemma import GEMMA_IDS
-from .gemma3 import KINDS
-from .gemma4 import BEHIND, INPUTS, LATE, TOWERS, UNUSED
+from .gemma4 import BEHIND, FIELDS, INPUTS, LATE, TOWERS, UNUSED
 
 
 def _read_width(config: ConfigReader, name: str, default: int) -> int:
@@ -45,8 +42,9 @@ def _read_width(config: ConfigReader, name: str, default: int) -> int:
     return config.integer(name, default) if not isinstance(said, list) else 1
 
 
+_KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 _FIELDS = with_defaults(
-    {name: each for name, each in gemma2.FIELDS.items() if name != "query_pre_attn_scalar"},
+    FIELDS,
     vocab_size=262400,
     hidden_size=2048,
     intermediate_size=16384,
@@ -56,7 +54,7 @@ _FIELDS = with_defaults(
 )
 _FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_width)
 _FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(read=ConfigReader.number)
-_WINDOWS = turned_by_kind(sliding(5, 512), KINDS, _FIELDS["max_position_embeddings"])
+_WINDOWS = turned_by_kind(sliding(5, 512), _KINDS, _FIELDS["max_position_embeddings"])
 SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where nothing else is said
 
 
@@ -80,7 +78,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     first, inputs = spec.blocks[0], of_kind(spec.layer_inputs, LayerEmbedding)
     inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
     return {
-        **write_by_kind(KINDS)(spec),
+        **write_by_kind(_KINDS)(spec),
         "intermediate_size": [each.intermediate_size for each in inners],
         "activation_sparsity_pattern": [each.sparsity or 0.0 for each in inners],
         "num_kv_shared_layers": sum(of_kind(each.attention, Attention).kv_from == "earlier" for each in spec.blocks),
@@ -206,7 +204,7 @@ GEMMA3N = _DECODER.architecture(
     hf_config="Gemma3nTextConfig",
     kinds=_DECODER.kinds | {*ROTARY, AlternatingUpdates, LayerEmbedding, LayerInput, LowRankResidual, Streams},
     read=_read,
-    token_ids=GEMMA_IDS,
+    token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
     part="text_config",
     renamed=(("model.language_model.", "model."),),
     carried={**TOWERS, "unused": UNUSED},

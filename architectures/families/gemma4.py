@@ -29,22 +29,34 @@ from ...components import (
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import AROUND, Field, none_or_more, with_defaults
+from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, none_or_more, with_defaults
 from ..layout import Layout
 from ..lenses import write_sliding
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
-from . import gemma2
-from .gemma import GEMMA_IDS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+FIELDS = {
+    **with_defaults(
+        {"hidden_activation" if name == "hidden_act" else name: each for name, each in USUAL.items()},
+        vocab_size=256000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        hidden_activation="gelu_pytorch_tanh",
+    ),
+    "attention_bias": ATTENTION_BIAS,
+    "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
+}
+"""The fields of Gemma 3n, with its defaults or those of Gemma 2."""
 _FIELDS = with_defaults(
-    {name: each for name, each in gemma2.FIELDS.items() if name != "query_pre_attn_scalar"},
-    vocab_size=262144,
-    num_hidden_layers=30,
-    max_position_embeddings=131072,
-    final_logit_softcapping=None,
+    FIELDS, vocab_size=262144, num_hidden_layers=30, max_position_embeddings=131072, final_logit_softcapping=None
 )
 _KINDS = {
     FULL: RotaryKind(
@@ -336,7 +348,7 @@ GEMMA4 = DECODER.architecture(
     kinds=DECODER.kinds | {*ROTARY, BlockScale, DenseBesideExperts, LayerEmbedding, LayerInput, MixtureOfExperts},
     read=_read,
     write=_write,
-    token_ids=GEMMA_IDS,
+    token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
     part="text_config",
     renamed=(("model.language_model.", "model."),),
     carried={**TOWERS, "unused": UNUSED},

@@ -15,7 +15,6 @@ from ..config import ConfigReader
 from ..fields import with_defaults
 from ..rope import ROTARY
 from . import gemma4
-from .gemma import GEMMA_IDS
 from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
 
 _OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
@@ -48,7 +47,7 @@ GEMMA4_UNIFIED = _DECODER.architecture(
     hf_config="Gemma4UnifiedTextConfig",
     kinds=_DECODER.kinds | {*ROTARY, BlockScale},
     read=_read,
-    token_ids=GEMMA_IDS,
+    token_ids=gemma4.GEMMA4.token_ids,
     part="text_config",
     renamed=(("model.language_model.", "model."),),
     carried={

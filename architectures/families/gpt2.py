@@ -10,24 +10,11 @@ from typing import Any
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
-from ..config import SUMMARIES, ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, Field
 from ..layout import Layout
 from ..obstacles import of_kind
-
-ALIASES = {
-    "n_embd": ("hidden_size",),
-    "n_head": ("num_attention_heads",),
-    "n_layer": ("num_hidden_layers",),
-    "n_positions": ("max_position_embeddings",),
-}
-OF_GPT2 = {
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), "training only"),
-    "n_ctx": "an old copy of n_positions",
-    **SUMMARIES,
-}
-"""Fields of GPT-2's config class that others took over, and that change nothing."""
 
 _FUSED_WEIGHT = Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", "part", ("1", "1", "1"))
 FUSED_BIAS = Layout("(part heads head_dim)", split="part", parts=("1", "1", "1"))
@@ -118,7 +105,7 @@ GPT2 = _DECODER.architecture(
     model_types=("gpt2", "gpt-sw3"),
     hf_config="GPT2Config",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    config_aliases=ALIASES,
+    config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     aliases=tuple(
         (f"{norm}.{old}", f"{norm}.{new}")

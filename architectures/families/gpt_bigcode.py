@@ -9,12 +9,12 @@ from typing import Any
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
-from ..config import ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, Field
 from ..obstacles import of_kind
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
-from .gpt2 import ALIASES, FIELDS, OF_GPT2
+from .gpt2 import FIELDS
 
 
 def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
@@ -73,7 +73,7 @@ _GPT_BIGCODE = _DECODER.architecture(
     ),
     released="2022-12",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    config_aliases=ALIASES,
+    config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     dropped=(_T + "attn.bias", _T + "attn.masked_bias", "transformer.bias"),
     irrelevant={

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, leaves_of
-from ..config import ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, Field
 from ..lenses import Layers
 from ..obstacles import Kinds, of_kind
-from .gpt2 import ALIASES, OF_GPT2
 
 
 def turning(rounding: Literal["input", "keys"]) -> Layers:
@@ -98,7 +97,7 @@ _GPTJ = Architecture(
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     read=DECODER.read,
     write=DECODER.write,
-    config_aliases=ALIASES,
+    config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     leaves=leaves_of({**EMBEDDING, **_QKV, **REST}),
     dropped=GPTJ_DROPPED,

@@ -8,17 +8,21 @@ from typing import Any
 
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import Decoder, Mixtures
-from ..fields import Field
+from ..fields import ATTENTION_BIAS, LOGITS_DIVISOR, USUAL, Field
 from ..layout import Layout
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
-from . import granite
 
 FIELDS = {
-    **{name: field for name, field in granite.DECODER.fields.items() if name != "mlp_bias"},
+    **USUAL,
+    "attention_bias": ATTENTION_BIAS,
+    "embedding_multiplier": Field("embedding.multiplier", 1.0),
+    "attention_multiplier": Field("attention.scale", 1.0),
+    "residual_multiplier": Field("branch.multiplier", 1.0),
+    "logits_scaling": LOGITS_DIVISOR,
     "num_local_experts": Field("mixture.experts", 8),
     "num_experts_per_tok": Field("mixture.top_k", 2),
 }
-FIXED: dict[str, Any] = {**granite.DECODER.fixed, "mixture.chosen_by": "logits", "mixture.rounded": True}
+FIXED: dict[str, Any] = {"head.scaling": "divide", "mixture.chosen_by": "logits", "mixture.rounded": True}
 
 _DECODER = Decoder(FIELDS, fixed=FIXED, mixtures=Mixtures())
 
@@ -39,6 +43,20 @@ STACKED = (
     Stacked(_MOE + "router.weight", (_ROUTER,)),
 )
 LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *_MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)
+
+
+def shared_mlp(suffix: str) -> tuple[Leaf, ...]:
+    """Return the leaves of a shared expert (".shared"), or of a feed-forward without other experts ("")."""
+    ours = f"{B}feed_forward{suffix}."
+    return (
+        Leaf(
+            T + "shared_mlp.input_linear.weight",
+            (ours + "gate_proj.weight", ours + "up_proj.weight"),
+            Layout(f"(part {'shared' if suffix else 'intermediate'}) hidden", split="part", parts=("1", "1")),
+        ),
+        Leaf(T + "shared_mlp.output_linear.weight", ours + "down_proj.weight"),
+    )
+
 
 GRANITEMOE = _DECODER.architecture(
     "granitemoe",

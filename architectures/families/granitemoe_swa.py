@@ -5,34 +5,37 @@ Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_s
 
 from dataclasses import replace
 
-from ..base import leaves_of
-from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS
-from . import granite_swa, granitemoe, granitemoeshared
+from ..base import Leaf, leaves_of
+from ..decoder import Decoder, Mixtures
+from ..fields import Field, none_or_more
+from ..lenses import turned_by_base, write_by_base
+from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
+from .granitemoe import FIELDS, FIXED, GRANITEMOE, LEAVES, STACKED, shared_mlp
 
-_DECODER = replace(
-    granitemoeshared.DECODER,
-    fixed={**granitemoeshared.DECODER.fixed, **granite_swa.SINKS},
-    layers=granite_swa.layers(2048),
-    written=granite_swa.written,
+_DECODER = Decoder(
+    {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
+    fixed={**FIXED, "attention.sinks": True, "attention.sunk": "behind it"},
+    mixtures=Mixtures(shared={"fused": True}),
+    layers=turned_by_base(2048),
+    written=write_by_base,
 )
 
-_LEAVES = granitemoeshared.GRANITEMOESHARED.leaves
-_HELD = {each.checkpoint[0]: each.parameter for each in granitemoe.STACKED}
-_MIXTURE = tuple(replace(leaf, checkpoint=_HELD[leaf.checkpoint]) for leaf in _LEAVES if leaf.checkpoint in _HELD)
+_HELD = {each.checkpoint[0]: each.parameter for each in STACKED}
+_MIXTURE = tuple(replace(leaf, checkpoint=_HELD[leaf.checkpoint]) for leaf in LEAVES if leaf.checkpoint in _HELD)
 
 _GRANITEMOE_SWA = _DECODER.architecture(
     "granitemoe_swa",
     "GraniteMoeSWAForCausalLM",
     (
         *leaves_of(EMBEDDING),
-        *granite_swa.SUNK,
+        Leaf(T + "self_attn.sinks", B + "attention.sinks"),
         *leaves_of({**ATTENTION, **NORMS}),
         *reversed(_MIXTURE),  # as modules have them: the router first
-        *(leaf for leaf in _LEAVES if ".shared_mlp." in leaf.checkpoint),
+        *shared_mlp(".shared"),
         *leaves_of(ENDS),
     ),
     released="2026",
-    token_ids=granitemoe.GRANITEMOE.token_ids,
+    token_ids=GRANITEMOE.token_ids,
     reference=lambda _: ("eager",),
     reference_quirk="transformers' granitemoe_swa has no sdpa path",
 )

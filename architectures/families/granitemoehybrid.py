@@ -9,16 +9,15 @@ from typing import Any
 
 from ...components import Attention, Mamba2, ModelSpec
 from ...components.mixture import MOST_EXPERTS
-from ..base import Leaf, by_name, leaves_of
+from ..base import by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import Field, none_or_more
-from ..layout import Layout
 from ..lenses import one_of
 from ..obstacles import of_kind
+from ..recurrences import LINEAR, mamba2_leaves, read_mamba2, written_by
 from ..usual import B, T
-from .bamba import LINEAR, mamba, mixer_leaves, written_by
-from .granitemoe import FIELDS, FIXED, LEAVES, STACKED
+from .granitemoe import FIELDS, FIXED, LEAVES, STACKED, shared_mlp
 
 
 def _some(config: ConfigReader, name: str, default: int) -> int | None:
@@ -36,7 +35,7 @@ def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2 | None]:
     """What stands in the layers without attention."""
     count = values["layers"]
-    mixer = mamba(config, values)
+    mixer = read_mamba2(config, values)
     return [mixer if kind == LINEAR else None for kind in one_of(config, count, [LINEAR] * count, LINEAR)]
 
 
@@ -71,29 +70,16 @@ _DECODER = Decoder(
 )
 
 
-def _shared(suffix: str) -> tuple[Leaf, ...]:
-    """The shared expert, or the feed-forward where it is alone: of a module of this name within a layer."""
-    ours = f"{B}feed_forward{suffix}."
-    return (
-        Leaf(
-            T + "shared_mlp.input_linear.weight",
-            (ours + "gate_proj.weight", ours + "up_proj.weight"),
-            Layout(f"(part {'shared' if suffix else 'intermediate'}) hidden", split="part", parts=("1", "1")),
-        ),
-        Leaf(T + "shared_mlp.output_linear.weight", ours + "down_proj.weight"),
-    )
-
-
 _GRANITEMOEHYBRID = _DECODER.architecture(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     by_name(
         (
             *LEAVES,
-            *_shared(".shared"),
-            *_shared(""),
+            *shared_mlp(".shared"),
+            *shared_mlp(""),
             *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
-            *mixer_leaves(T + "mamba."),
+            *mamba2_leaves(T + "mamba."),
         ),
         STACKED,
     ),

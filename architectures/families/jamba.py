@@ -14,9 +14,9 @@ from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import USUAL, Field, with_defaults
 from ..obstacles import of_kind
+from ..recurrences import LINEAR, channels_of, mamba_leaves, norms_of, steps_of_rank, width_of
 from ..usual import ATTENTION, EMBEDDING, PROJECTIONS, B, T
-from .bamba import ENDS, FEED_FORWARD, LINEAR, NORMS
-from .mamba import channels_of, mixer_leaves, norms_of, steps_of_rank, width_of
+from .bamba import ENDS, FEED_FORWARD, NORMS
 
 
 def _every(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
@@ -118,7 +118,7 @@ _JAMBA = _DECODER.architecture(
             *leaves_of({_F + "router": B + "feed_forward.router"}),
             *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS}),
             *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
-            *mixer_leaves(T + "mamba."),
+            *mamba_leaves(T + "mamba."),
             *leaves_of({f"{T}mamba.{name}_layernorm": f"{B}recurrence.{name}_norm" for name in ("dt", "b", "c")}),
             *leaves_of({**ATTENTION, **ENDS}),
         ),

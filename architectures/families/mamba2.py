@@ -11,9 +11,8 @@ from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..fields import activation_named, name_of
 from ..obstacles import of_kind
+from ..recurrences import alone, limits, mamba2_leaves, write_limits
 from ..usual import B
-from .bamba import limits, mixer_leaves, write_limits
-from .mamba import alone
 
 _SIZES = {"state_size": ("state_size", 128), "conv_kernel": ("kernel", 4), "chunk_size": ("chunk", 256)}
 _STARTS = dict.fromkeys(
@@ -87,7 +86,7 @@ _MAMBA2 = Architecture(
     leaves=(
         *leaves_of({"backbone.embeddings": "embedding"}),
         *leaves_of({_T + "norm": B + "recurrence_norm"}),
-        *mixer_leaves(_T + "mixer."),
+        *mamba2_leaves(_T + "mixer."),
         *leaves_of({"backbone.norm_f": "final_norm", "lm_head": "head"}),
     ),
     released="2024-05",

@@ -12,9 +12,8 @@ from ...components import ModelSpec
 from ..base import Architecture
 from ..config import ConfigReader
 from ..fields import MLP_BIAS, Field, with_defaults
-from ..latent import KNOWN, LatentDecoder
+from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 from ..usual import ROTARY_BUFFERS
-from .youtu import FIELDS, LEAVES
 
 
 def _read(config: ConfigReader) -> ModelSpec:
@@ -49,7 +48,7 @@ def _written(spec: ModelSpec) -> Mapping[str, Any]:
 _DECODER = LatentDecoder(
     {
         **with_defaults(
-            {name: field for name, field in FIELDS.items() if name != "v_head_dim"},
+            {name: field for name, field in LATENT_FIELDS.items() if name != "v_head_dim"},
             vocab_size=73448,
             hidden_size=2560,
             intermediate_size=6400,
@@ -83,7 +82,7 @@ _MINICPM3 = Architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
     write=_DECODER.write,
-    leaves=LEAVES,
+    leaves=LATENT_LEAVES,
     prefix="model.",
     dropped=ROTARY_BUFFERS,
     irrelevant={**KNOWN, "logits_scaling": "made of hidden_size and dim_model_base"},

@@ -4,14 +4,13 @@ Source: transformers models/mistral/{configuration,modeling}_mistral.py. An abse
 null means none.
 """
 
-from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import USUAL, Field, with_defaults
+from ..fields import USUAL, WINDOW, with_defaults
 from ..usual import LEAVES
 
 FIELDS = {
     **with_defaults(USUAL, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
-    "sliding_window": Field("attention.window", 4096, ConfigReader.optional_integer),
+    "sliding_window": WINDOW,
 }
 _DECODER = Decoder(FIELDS)
 

@@ -7,14 +7,16 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 
 from ..base import Leaf, Stacked
 from ..decoder import Decoder, Mixtures
-from ..fields import Field, with_defaults
+from ..fields import USUAL, WINDOW, Field, with_defaults
 from ..rope import RotaryKind
 from ..usual import B, T
-from . import mistral
 
 _DECODER = Decoder(
     {
-        **with_defaults(mistral.FIELDS, rms_norm_eps=1e-5, sliding_window=None),
+        **with_defaults(
+            USUAL, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
+        ),
+        "sliding_window": WINDOW._replace(default=None),
         "num_local_experts": Field("mixture.experts", 8),
         "num_experts_per_tok": Field("mixture.top_k", 2),
     },

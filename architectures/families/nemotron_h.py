@@ -25,8 +25,8 @@ from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
 from ..fields import activation_named, name_of
 from ..obstacles import of_kind
+from ..recurrences import LINEAR, mamba2_leaves
 from ..usual import B
-from .bamba import LINEAR, mixer_leaves
 
 _KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # as older files write them, a letter a layer
 _SIZES = {
@@ -198,7 +198,7 @@ _NEMOTRON_H = Architecture(
                     for slot in ("recurrence", "attention", "feed_forward")
                     for leaf in leaves_of({_T + "norm": f"{B}{slot}_norm"})
                 ),
-                *mixer_leaves(_M),
+                *mamba2_leaves(_M),
                 *leaves_of({f"{_M}{name}_proj": f"{B}attention.{name}_proj" for name in "qkvo"}),
                 *leaves_of({_M + name: f"{B}feed_forward.{name}" for name in _UP_DOWN}),
                 *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in _UP_DOWN}),

@@ -7,6 +7,7 @@ from ..decoder import Decoder
 from ..fields import OUTPUT_NORMS
 from ..lenses import sliding, turned_by_kind, write_by_kind
 from ..rope import RotaryKind
+from ..usual import OUTPUT_NORM_LEAVES
 from . import olmo2
 
 _KINDS = {
@@ -24,5 +25,9 @@ _DECODER = Decoder(
 )
 
 _OLMO3 = _DECODER.architecture(
-    "olmo3", "Olmo3ForCausalLM", olmo2.LEAVES, released="2025-11", token_ids={"eos_token_id": 50279, "pad_token_id": 1}
+    "olmo3",
+    "Olmo3ForCausalLM",
+    OUTPUT_NORM_LEAVES,
+    released="2025-11",
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
 )

@@ -10,10 +10,10 @@ from typing import Any
 from ...components import Activation, FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
 from ..base import leaves_of
-from ..config import ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, SUM_NORMS, Field
-from .gpt2 import ALIASES, ATTENTION, FEED_FORWARD, OF_GPT2
+from .gpt2 import ATTENTION, FEED_FORWARD
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
 _NAMES = {ours: name for name, ours in reversed(list(_ACT_FNS.items()))}
@@ -76,7 +76,7 @@ _OPENAI_GPT = _DECODER.architecture(
     ),
     released="2018-06",
     hf_config="OpenAIGPTConfig",
-    config_aliases=ALIASES,
+    config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     dropped=(_T + "attn.bias",),
     irrelevant={

@@ -3,14 +3,9 @@
 Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import ModelSpec
-from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import USUAL, with_defaults
-from ..lenses import Layers
+from ..lenses import windows_above, write_windows_above
 from ..usual import LEAVES
 
 FIELDS = with_defaults(
@@ -18,47 +13,8 @@ FIELDS = with_defaults(
 )
 
 
-def windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
-    """Each layer's: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
-    switched_on = config.boolean("use_sliding_window", False)
-    stated = config.optional_integer("sliding_window", 4096)
-    return _windows(config, layers, stated if switched_on else None, 28, "since use_sliding_window is off")
-
-
-def windows_from(default: int) -> Layers:
-    """As `windows`, where no switch is; `default`: of `max_window_layers`."""
-    return lambda config, layers, _: _windows(
-        config, layers, config.optional_integer("sliding_window", 4096), default, "since there is no window"
-    )
-
-
-def _windows(
-    config: ConfigReader, layers: int, window: int | None, default: int, why: str
-) -> Sequence[Mapping[str, Any]]:
-    first = config.raw("max_window_layers", default)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise config.fail("max_window_layers", first, "an integer from 0")
-    usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
-    types = config.layer_types(usual)
-    if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
-    return [{"window": window if kind == "sliding_attention" else None} for kind in types]
-
-
-def write_windows(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that say each layer's window."""
-    windows = [block.attention.window for block in spec.blocks]
-    window = next((w for w in windows if w is not None), None)
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": windows.index(window) if window is not None else len(windows),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
-    }
-
-
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
-_DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows, written=write_windows)
+_DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above, written=write_windows_above)
 
 # Qwen2VLTextConfig, and Qwen2_5_VLTextConfig alike
 _VISION = {

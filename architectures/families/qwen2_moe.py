@@ -13,7 +13,7 @@ from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import sparse_by_step, write_by_step
+from ..lenses import sparse_by_step, write_by_step, write_windows_above
 from ..usual import ROUTED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
@@ -39,7 +39,7 @@ def _windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapp
 
 def _write_windows(spec: ModelSpec) -> dict[str, Any]:
     """The config fields that `windows` reads."""
-    return {**qwen2.write_windows(spec), "max_window_layers": len(spec.blocks)}
+    return {**write_windows_above(spec), "max_window_layers": len(spec.blocks)}
 
 
 _DECODER = Decoder(

@@ -11,34 +11,34 @@ from typing import Any
 from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import Decoder
-from ..fields import with_defaults
-from ..usual import EMBEDDING, ROTARY_BUFFERS
-from . import qwen2
-from .qwen3_next import (
-    BIASES,
+from ..fields import USUAL, with_defaults
+from ..recurrences import (
     DELTA,
+    DELTA_REST,
     GATED,
+    GATED_BIAS,
     PARTLY,
     QUERIES_AND_GATE,
-    REST,
     SPLIT_PROJECTIONS,
-    recurrences,
-    write_recurrences,
+    delta_nets,
+    write_delta_nets,
 )
+from ..usual import EMBEDDING, ROTARY_BUFFERS
 
 FIELDS = {
     **with_defaults(
-        qwen2.FIELDS,
+        USUAL,
         vocab_size=248320,
         intermediate_size=12288,
         num_attention_heads=16,
         num_key_value_heads=4,
         head_dim=256,
+        max_position_embeddings=32768,
     ),
-    "attention_bias": BIASES,
+    "attention_bias": GATED_BIAS,
 }
 _DECODER = Decoder(
-    FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=recurrences("by part"), written=write_recurrences
+    FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=delta_nets("by part"), written=write_delta_nets
 )
 
 COMPOSITE: dict[str, Any] = {
@@ -64,7 +64,7 @@ UNREAD = {
 _QWEN3_5 = _DECODER.architecture(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    (*leaves_of(EMBEDDING), *DELTA, *SPLIT_PROJECTIONS, *QUERIES_AND_GATE, *REST),
+    (*leaves_of(EMBEDDING), *DELTA, *SPLIT_PROJECTIONS, *QUERIES_AND_GATE, *DELTA_REST),
     released="2026-02",
     model_types=("qwen3_5_text", "qwen3_5"),
     hf_config="Qwen3_5TextConfig",

@@ -7,20 +7,20 @@ from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import Decoder, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
+from ..recurrences import (
+    DELTA,
+    DELTA_REST,
+    GATED,
+    GATED_MIXTURE,
+    PARTLY,
+    QUERIES_AND_GATE,
+    SPLIT_PROJECTIONS,
+    delta_nets,
+    write_delta_nets,
+)
 from ..usual import EMBEDDING, mixed_leaves
 from . import qwen3_5
 from .qwen3_5 import COMPOSITE, UNREAD
-from .qwen3_next import (
-    DELTA,
-    GATED,
-    MIXTURE,
-    PARTLY,
-    QUERIES_AND_GATE,
-    REST,
-    SPLIT_PROJECTIONS,
-    recurrences,
-    write_recurrences,
-)
 
 _FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "intermediate_size"}
 
@@ -35,15 +35,15 @@ _DECODER = Decoder(
     head_norms="same",
     fixed={**GATED, **ROUNDED_ROUTER, "mixture.shared_gate": True, "mixture.normalise": True},
     rotary=PARTLY,
-    recurrent=recurrences("by part"),
+    recurrent=delta_nets("by part"),
     mixtures=Mixtures(),
-    written=write_recurrences,
+    written=write_delta_nets,
 )
 
 _QWEN3_5_MOE = _DECODER.architecture(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    mixed_leaves(MIXTURE, (*leaves_of(EMBEDDING), *REST, *DELTA, *QUERIES_AND_GATE, *SPLIT_PROJECTIONS)),
+    mixed_leaves(GATED_MIXTURE, (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE, *SPLIT_PROJECTIONS)),
     released="2026-02",
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hf_config="Qwen3_5MoeTextConfig",

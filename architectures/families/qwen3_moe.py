@@ -8,7 +8,7 @@ from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, with_defaults
 from ..lenses import sparse_by_step, write_by_step
 from ..usual import ROUTED, mixed_leaves
-from . import qwen2_moe
+from . import qwen2
 
 
 def _window(config: ConfigReader, name: str, default: int) -> int | None:
@@ -19,7 +19,9 @@ def _window(config: ConfigReader, name: str, default: int) -> int | None:
 
 DECODER = Decoder(
     {
-        **with_defaults(qwen2_moe.FIELDS, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4),
+        **with_defaults(
+            qwen2.FIELDS, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4
+        ),
         "attention_bias": ATTENTION_BIAS,
         "sliding_window": Field("attention.window", 4096, _window),
         "moe_intermediate_size": Field("expert_size", 768),

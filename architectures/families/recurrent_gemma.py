@@ -17,9 +17,9 @@ from ..decoder import Decoder
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..obstacles import of_kind
+from ..recurrences import LINEAR
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, B, T
-from .bamba import LINEAR
 from .gemma import GEMMA_IDS
 
 _RECURRENT, _WHOLE = "recurrent", "attention"

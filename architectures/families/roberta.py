@@ -12,10 +12,9 @@ from ...components import LearnedPositions, ModelSpec
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
-from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder
+from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder, embeddings_of, layers_of, renamed_norms
 from ..fields import with_defaults
 from ..obstacles import of_kind
-from .bert import embeddings_of, layers_of, renamed_norms
 
 _PADDING = "pad_token_id"
 

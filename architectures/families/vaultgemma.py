@@ -4,15 +4,20 @@ Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
 """
 
 from ..base import leaves_of
+from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import PRE
+from ..fields import PRE, Field
 from ..lenses import sliding, write_sliding
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, B, T
-from . import gemma2
-from .gemma import FIXED, GEMMA_IDS
+from .gemma import FIXED, GEMMA_IDS, LATER_FIELDS
 
 _DECODER = Decoder(
-    gemma2.DECODER.fields, norms=PRE, fixed=FIXED, layers=sliding(2), written=write_sliding, whole_heads=True
+    {**LATER_FIELDS, "attn_logit_softcapping": Field("attention.cap", 50.0, ConfigReader.optional_number)},
+    norms=PRE,
+    fixed=FIXED,
+    layers=sliding(2),
+    written=write_sliding,
+    whole_heads=True,
 )
 _NORMS = {T + "input_layernorm": B + "attention_norm", T + "pre_feedforward_layernorm": B + "feed_forward_norm"}
 

@@ -9,8 +9,8 @@ from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import BIASED, Field
-from .biogpt import fairseq, is_scaled, root_of
+from ..fields import BIASED, Field, is_scaled, root_of
+from ..usual import fairseq
 
 _DECODER = Decoder(
     {

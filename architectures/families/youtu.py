@@ -8,18 +8,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...components import ModelSpec
-from ..base import leaves_of
 from ..config import ConfigReader
-from ..fields import USUAL, with_defaults
-from ..latent import LATENT, MADE, LatentDecoder, latent_leaves
-from ..usual import EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
-
-HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
-FIELDS = {**{name: field for name, field in USUAL.items() if name not in HEADS}, **LATENT}
+from ..fields import with_defaults
+from ..latent import LATENT_FIELDS, LATENT_LEAVES, MADE, LatentDecoder
 
 _DECODER = LatentDecoder(
     with_defaults(
-        FIELDS,
+        LATENT_FIELDS,
         vocab_size=128256,
         hidden_size=2048,
         intermediate_size=6144,
@@ -30,8 +25,6 @@ _DECODER = LatentDecoder(
     kv_heads=16,
     tables=True,
 )
-
-LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
 
 
 def _read(config: ConfigReader) -> ModelSpec:
@@ -53,7 +46,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 _YOUTU = _DECODER.architecture(
     "youtu",
     "YoutuForCausalLM",
-    LEAVES,
+    LATENT_LEAVES,
     released="2025-12",
     read=_read,
     write=_write,

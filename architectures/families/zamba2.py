@@ -17,9 +17,10 @@ from ..config import MAX_LAYERS, ConfigReader
 from ..fields import activation_named, name_of
 from ..layout import Layout
 from ..obstacles import of_kind
+from ..recurrences import LINEAR, mamba2_leaves
 from ..rope import ORIGINAL, PART, ROTARY, read_rotary, write_rotary
 from ..usual import EMBEDDING, B, T
-from .bamba import ENDS, LINEAR, mixer_leaves
+from .bamba import ENDS
 
 _HYBRID = "hybrid"
 _USUAL = [LINEAR] * 6 + [_HYBRID] + ([LINEAR] * 5 + [_HYBRID]) * 6 + [LINEAR] * 4 + [_HYBRID]
@@ -213,7 +214,7 @@ def _is_hybrid(block: Block) -> bool:
 def _recurrent(theirs: str, when: Any) -> tuple[Leaf, ...]:
     """Mamba-2 and its norm, of layers that name them so."""
     norm = leaves_of({theirs + "input_layernorm": B + "recurrence_norm"})
-    return tuple(replace(leaf, when=when) for leaf in (*mixer_leaves(theirs + "mamba."), *norm))
+    return tuple(replace(leaf, when=when) for leaf in (*mamba2_leaves(theirs + "mamba."), *norm))
 
 
 _ADAPTERS = tuple(

@@ -1,0 +1,313 @@
+"""Recurrences in config.json and checkpoints: Mamba, Mamba-2 and gated DeltaNet, as several families have them."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..components import Block, Embedding, GatedDeltaNet, Head, Mamba, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ..errors import CannotExpress
+from .base import Leaf, leaves_of
+from .config import ConfigReader
+from .fields import ATTENTION_BIAS
+from .layout import Layout
+from .lenses import one_of
+from .obstacles import of_kind
+from .rope import PART, RotaryKind
+from .usual import ATTENTION, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, shared_expert
+
+LINEAR = "linear_attention"
+
+
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+
+
+def limits(config: ConfigReader) -> dict[str, Any]:
+    """Between what steps are kept, `least` and `most` of the component, by `time_step_limit`."""
+    found: Any = config.raw("time_step_limit", (0.0, math.inf))
+    numbers = [math.inf if each == _INFINITE else each for each in found] if isinstance(found, list | tuple) else []
+    fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+    fine = fine and len(numbers) == 2 and 0 <= numbers[0] <= numbers[1] and numbers[0] <= 1e30 and numbers[1] > 0
+    if not fine:
+        raise config.fail("time_step_limit", found, "two numbers, [smaller, larger], neither below 0")
+    least, most = (float(min(each, sys.float_info.max)) for each in numbers)
+    return {"least": least, "most": None if numbers[1] == math.inf else most}
+
+
+def write_limits(mixer: Mamba2) -> dict[str, Any]:
+    """The field that `limits` reads, where it says something."""
+    if (mixer.least, mixer.most) == (0, None):
+        return {}
+    return {"time_step_limit": [mixer.least, _INFINITE if mixer.most is None else mixer.most]}
+
+
+def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int | None = None) -> dict[str, Any]:
+    """The sizes of Mamba-2 by fields of `mamba_`; `inner`: how wide its heads are together, where they say it not."""
+    heads, expand = config.integer("mamba_n_heads", 128), config.integer("mamba_expand", 2)
+    inner = values["hidden"] * expand if inner is None else inner
+    groups, width = config.integer("mamba_n_groups", 1), config.raw("mamba_d_head", "auto")
+    if inner % heads or inner // heads > 2**31 - 1:
+        raise config.fail("mamba_n_heads", heads, f"a divisor of all heads' width ({inner})")
+    if width not in ("auto", inner // heads) or isinstance(width, bool):
+        raise config.fail("mamba_d_head", width, f"{inner // heads}, so that {heads} heads are {inner} wide")
+    if heads % groups:
+        raise config.fail("mamba_n_groups", groups, f"a divisor of mamba_n_heads ({heads})")
+    return {
+        "hidden_size": values["hidden"],
+        "heads": heads,
+        "head_dim": inner // heads,
+        "groups": groups,
+        "state_size": config.integer("mamba_d_state", 256),
+        "kernel": config.integer("mamba_d_conv", 4),
+        "activation": values["activation"],
+        "conv_bias": config.boolean("mamba_conv_bias", True),
+        "chunk": config.integer("mamba_chunk_size", 256),
+        **limits(config),
+    }
+
+
+def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
+    """Mamba-2 by fields of `mamba_`, with a norm in its groups."""
+    found, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
+    norm = RMSNorm(size=found["heads"] * found["head_dim"], eps=values["eps"], groups=found["groups"])
+    return Mamba2(**found, norm=norm, bias=bias, output_bias=bias)
+
+
+def write_mamba2(mixer: Mamba2) -> dict[str, Any]:
+    """The config fields that `read_mamba2` reads."""
+    if mixer.inner % mixer.hidden_size:
+        raise CannotExpress(
+            f"transformers needs heads whose total width is a multiple of the hidden size {mixer.hidden_size}, "
+            f"but it is {mixer.inner}"
+        )
+    return {
+        "mamba_n_heads": mixer.heads,
+        "mamba_d_head": mixer.head_dim,
+        "mamba_expand": mixer.inner // mixer.hidden_size,
+        "mamba_n_groups": mixer.groups,
+        "mamba_d_state": mixer.state_size,
+        "mamba_d_conv": mixer.kernel,
+        "mamba_conv_bias": mixer.conv_bias,
+        "mamba_proj_bias": mixer.bias,
+        "mamba_chunk_size": mixer.chunk,
+        **write_limits(mixer),
+    }
+
+
+def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[ModelSpec], dict[str, Any]]:
+    """What writes Mamba-2, and which layers have attention: `types` makes fields of that."""
+
+    def written(spec: ModelSpec) -> dict[str, Any]:
+        mixers = [block.mixer("recurrence") for block in spec.blocks]
+        first = next((of_kind(each, Mamba2) for each in mixers if each is not None), None)
+        # transformers wants heads that divide its width even where no layer has them.
+        own = {"mamba_n_heads": 1} if first is None else write_mamba2(first)
+        return {**own, **types([each is None for each in mixers])}
+
+    return written
+
+
+def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
+    """Mamba-2 of a layer, as the module `theirs`."""
+    ours = B + "recurrence."
+    read, mixed = ("gate", "x", "b", "c", "dt"), ("x", "b", "c")
+    rows: dict[str, Any] = {"split": "part", "parts": ("inner", "inner", "states", "states", "heads")}
+    channels: dict[str, Any] = {"split": "part", "parts": ("inner", "states", "states")}
+    return (
+        *(Leaf(theirs + name, ours + name) for name in ("dt_bias", "A_log", "D")),
+        Leaf(
+            theirs + "conv1d.weight",
+            tuple(f"{ours}{name}_conv.weight" for name in mixed),
+            Layout("part one kernel", "part (one kernel)", **channels),
+        ),
+        Leaf(theirs + "conv1d.bias", tuple(f"{ours}{name}_conv.bias" for name in mixed), Layout("part", **channels)),
+        Leaf(theirs + "in_proj.weight", tuple(f"{ours}{n}_proj.weight" for n in read), Layout("part hidden", **rows)),
+        Leaf(theirs + "in_proj.bias", tuple(f"{ours}{n}_proj.bias" for n in read), Layout("part", **rows)),
+        *leaves_of({theirs + "norm": ours + "norm", theirs + "out_proj": ours + "o_proj"}),
+    )
+
+
+def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:
+    """How many numbers steps are made of, where "auto" stands for a sixteenth of the stream's."""
+    return math.ceil(hidden / 16) if config.raw(name, "auto") == "auto" else config.integer(name)
+
+
+def width_of(config: ConfigReader, name: str, hidden: int) -> int:
+    """How many channels there are, by how many times as many as the stream has."""
+    times = config.integer(name, 2)
+    if times * hidden >= 2**31:
+        raise config.fail(name, times, f"less than 2^31 / hidden_size ({hidden})")
+    return times * hidden
+
+
+def channels_of(mixer: Mamba) -> int:
+    """The value that `width_of` reads."""
+    if mixer.inner % mixer.hidden_size:
+        raise CannotExpress(
+            f"transformers needs a multiple of the hidden size {mixer.hidden_size} as number of channels, but "
+            f"it is {mixer.inner}"
+        )
+    return mixer.inner // mixer.hidden_size
+
+
+def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
+    """Norms of what each token chooses."""
+    return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
+
+
+def alone(config: ConfigReader, mixer: Mamba | Mamba2, norm: RMSNorm, vocab: int, count: int, tied: bool) -> ModelSpec:
+    """The tree of so many layers that are a mixer and nothing else; `tied`: whether the head is where nobody says."""
+    config.refuse({"layer_types": ((None, [LINEAR] * count), f"every layer is {type(mixer).__name__}")})
+    block = Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=config.boolean("residual_in_fp32", True))
+    hidden = mixer.hidden_size
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        blocks=(block,) * count,
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", tied)),
+    )
+
+
+def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
+    """Mamba of a layer, as the module `theirs`."""
+    ours = B + "recurrence."
+    halves: dict[str, Any] = {"split": "part", "parts": ("inner", "inner")}
+    chosen = Layout("part inner", split="part", parts=("rank", "state", "state"))
+    return (
+        *(Leaf(theirs + name, ours + name) for name in ("A_log", "D")),
+        Leaf(theirs + "conv1d.weight", ours + "x_conv.weight", Layout("inner one kernel", "inner (one kernel)")),
+        Leaf(theirs + "conv1d.bias", ours + "x_conv.bias"),
+        Leaf(
+            theirs + "in_proj.weight",
+            (ours + "x_proj.weight", ours + "gate_proj.weight"),
+            Layout("part hidden", **halves),
+        ),
+        Leaf(theirs + "in_proj.bias", (ours + "x_proj.bias", ours + "gate_proj.bias"), Layout("part", **halves)),
+        Leaf(theirs + "x_proj.weight", tuple(f"{ours}{name}_proj.weight" for name in ("dt_in", "b", "c")), chosen),
+        *leaves_of({theirs + "dt_proj": ours + "dt_proj", theirs + "out_proj": ours + "o_proj"}),
+    )
+
+
+_DELTA_SIZES = {
+    "linear_num_value_heads": ("heads", 32),
+    "linear_num_key_heads": ("key_heads", 16),
+    "linear_key_head_dim": ("key_dim", 128),
+    "linear_value_head_dim": ("value_dim", 128),
+    "linear_conv_kernel_dim": ("kernel", 4),
+}
+
+
+def delta_nets(fused: str) -> Any:
+    """Return what reads the layers without attention; `fused`: of the component."""
+
+    def read(config: ConfigReader, values: Mapping[str, Any]) -> list[GatedDeltaNet | None]:
+        count, every = values["layers"], config.integer("full_attention_interval", 4)
+        types = one_of(config, count, [LINEAR if (n + 1) % every else "full_attention" for n in range(count)], LINEAR)
+        sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _DELTA_SIZES.items()}
+        if sizes["heads"] % sizes["key_heads"]:
+            wanted = f"a multiple of linear_num_key_heads ({sizes['key_heads']})"
+            raise config.fail("linear_num_value_heads", sizes["heads"], wanted)
+        norm = RMSNorm(size=sizes["value_dim"], eps=values["eps"])
+        options: Any = {"activation": values["activation"], "norm": norm, "fused": fused}
+        mixer = GatedDeltaNet(hidden_size=values["hidden"], **sizes, **options)
+        return [mixer if kind == LINEAR else None for kind in types]
+
+    return read
+
+
+def write_delta_nets(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `delta_nets` reads."""
+    mixers = [block.mixer("recurrence") for block in spec.blocks]
+    first = next((of_kind(each, GatedDeltaNet) for each in mixers if each is not None), None)
+    sizes = {} if first is None else {name: getattr(first, role) for name, (role, _) in _DELTA_SIZES.items()}
+    return {**sizes, "layer_types": ["full_attention" if each is None else LINEAR for each in mixers]}
+
+
+_R, _THEIRS = B + "recurrence.", T + "linear_attn."
+
+
+_Q, _GATE = B + "attention.q_proj.", B + "attention.gate_proj."
+
+
+_PARTS = tuple(f"{_R}{name}" for name in "qkv")
+
+
+def _parts(layout: str, *parts: str) -> Layout:
+    return Layout(layout, split="part", parts=parts)
+
+
+DELTA = (
+    *(Leaf(_THEIRS + name, _R + name) for name in ("dt_bias", "A_log")),
+    Leaf(
+        _THEIRS + "conv1d.weight",
+        tuple(f"{each}_conv.weight" for each in _PARTS),
+        Layout("part one kernel", "part (one kernel)", "part", ("keys", "keys", "values")),
+    ),
+    *leaves_of({f"{_THEIRS}{name}": f"{_R}{ours}" for name, ours in (("norm", "norm"), ("out_proj", "o_proj"))}),
+)
+"""A recurrence, without what its projections are held in."""
+
+
+QUERIES_AND_GATE = (
+    *(
+        Leaf(f"{T}self_attn.q_proj.{each}", (_Q + each, _GATE + each), _parts(f"(heads part head_dim){of}", "1", "1"))
+        for each, of in (("weight", " hidden"), ("bias", ""))
+    ),
+    *leaves_of({name: ours for name, ours in ATTENTION.items() if not name.endswith("q_proj")}),
+)
+"""Attention, whose gate lies behind its queries, head by head."""
+
+
+JOINED_PROJECTIONS = (
+    Leaf(
+        _THEIRS + "in_proj_qkvz.weight",
+        (*(f"{each}_proj.weight" for each in _PARTS), _R + "gate_proj.weight"),
+        _parts("(key_heads part) hidden", "key_dim", "key_dim", "group_values", "group_values"),
+    ),
+    Leaf(
+        _THEIRS + "in_proj_ba.weight",
+        (_R + "beta_proj.weight", _R + "decay_proj.weight"),
+        _parts("(key_heads part) hidden", "group", "group"),
+    ),
+)
+
+
+SPLIT_PROJECTIONS = (
+    Leaf(
+        _THEIRS + "in_proj_qkv.weight",
+        tuple(f"{each}_proj.weight" for each in _PARTS),
+        _parts("part hidden", "keys", "keys", "values"),
+    ),
+    *leaves_of(
+        {
+            f"{_THEIRS}in_proj_{name}": f"{_R}{ours}_proj"
+            for name, ours in (("z", "gate"), ("b", "beta"), ("a", "decay"))
+        }
+    ),
+)
+"""Those of Qwen3.5."""
+
+
+GATED: dict[str, Any] = {
+    "norm.cast": "after_weight",
+    "norm.gain": "1 + weight",
+    "attention.gated": True,
+    "attention.gate": "with queries",
+}
+
+
+GATED_BIAS = ATTENTION_BIAS._replace(role=f"{ATTENTION_BIAS.role} attention.gate_bias")
+
+
+PARTLY = RotaryKind(part=PART, whole=0.25)
+
+
+DELTA_REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}), *leaves_of({**NORMS, **ENDS}))
+"""What stands behind the mixers."""
+
+
+GATED_MIXTURE = {
+    **ROUTED,
+    **shared_expert("shared_expert"),
+    T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate",
+}
