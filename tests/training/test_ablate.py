@@ -210,7 +210,10 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     "vocabulary": (
         {}, '[[variant]]\nname = "x"\nmodel = "sample:llama"', "'x': the variant's vocabulary has 512 tokens, but"
     ),
-    "context": ({"context": "128", "batch": "256"}, VARIANTS, "128, but the position table of variant 'base' has only 64 rows"),
+    "context": (
+        {"context": "128", "batch": "256"}, VARIANTS,
+        "128, but the position table of variant 'base' has only 64 rows"
+    ),
     "rate": ({"rate": "20"}, VARIANTS, "--lr, the learning rate, must be more than 0 and at most 10, not 20"),
     "one budget twice": (
         {"tokens": "[1000, 1001]"}, VARIANTS, "the budgets 1,000 and 1,001 both come to 1,024 tokens for variant 'base'"
