@@ -31,30 +31,22 @@ from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
 from .fields import PRE, Fields, name_of, same
 from .fields import Field as Field  # which definitions of users import from here
-from .lenses import Layers, all_layers
+from .lenses import ALL_LAYERS, Lens
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
 from .usual import OF_ROUTERS, ROTARY_BUFFERS, STACKED
-
-_Recurrent = Callable[[ConfigReader, Mapping[str, Any]], Sequence[Any]]
-"""Of a config and the values of roles what stands in attention's place in each layer; None where attention does."""
-
-
-_Sparse = Callable[[ConfigReader, int], Sequence[bool]]
-"""Of a config and the number of layers: which of them have a mixture of experts."""
 
 
 @dataclass(frozen=True)
 class Mixtures:
     """What is the same in all mixtures of a family, beside the fields of its table with the roles of a mixture.
 
-    sparse: which layers have one; written: the config fields that say so. expert, shared: fields of an expert's record,
+    sparse: which layers have one. expert, shared: fields of an expert's record,
     and of the shared one's, that differ from those of a dense layer. normed: whether a norm stands behind a mixture,
     where none stands behind what is dense.
     """
 
-    sparse: _Sparse = all_layers
-    written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
+    sparse: Lens = ALL_LAYERS
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
     shared: Mapping[str, Any] = field(default_factory=dict)
     normed: bool = False
@@ -92,8 +84,8 @@ class Decoder:
     table: type[Any] = LearnedPositions
     head_norms: Literal["", "same", "own", "apart", "whole"] = ""
     embedding_norm: bool = False
-    layers: Layers | None = None
-    recurrent: _Recurrent | None = None
+    layers: Lens | None = None
+    recurrent: Lens | None = None
     mixtures: Mixtures | None = None
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     whole_heads: bool = False
@@ -180,7 +172,7 @@ class Decoder:
 
         inner = [dense] * count
         if self.mixtures is not None:
-            sparse = self.mixtures.sparse(config, count)
+            sparse = self.mixtures.sparse.get(config, values)
             mixture = self._mixture(config, values, names, dense, of("mixture")) if any(sparse) else None
             inner = [mixture if each else dense for each in sparse]
         attentions = self.attentions(config, values, of("attention"), of("norm"))
@@ -266,11 +258,11 @@ class Decoder:
             "k_norm": head_norm(kv_heads),
             **own,
         }
-        layers = ({},) * count if self.layers is None else self.layers(config, count, head_dim)
+        layers = ({},) * count if self.layers is None else self.layers.get(config, values)
         found = [self.mixer(**{**shared, **each}) for each in layers]
         if self.recurrent is None:
             return found
-        others = self.recurrent(config, values)
+        others = self.recurrent.get(config, values)
         return [each if other is None else other for each, other in zip(found, others, strict=True)]
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
@@ -344,7 +336,9 @@ class Decoder:
             rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
             fields |= write_rotary(rotary, attention.head_dim, self.rotary)
         if self.mixtures is not None:
-            fields |= self.mixtures.written([hasattr(each, "expert") for each in inners])
+            fields |= self.mixtures.sparse.put(spec)
+        for lens in (self.layers, self.recurrent):
+            fields |= {} if lens is None else lens.put(spec)
         return {**fields, **self.written(spec)}
 
 

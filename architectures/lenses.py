@@ -1,91 +1,188 @@
-"""What differs by layer in config.json: windows, positions, layer types, and which layers are mixtures of experts."""
+"""What differs by layer in config.json: windows, positions, layer types, and which layers are mixtures of experts.
+
+A `Lens` reads such fields into the tree and writes them back. Families combine the lenses here, and write one of their
+own only where transformers' config class has rules that no other family has.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 
 from ..components import Attention, ModelSpec, Rotary
 from .config import ConfigReader
-from .fields import Field, none_or_more
+from .fields import none_or_more
 from .obstacles import of_kind
 from .rope import RotaryKind, read_rotaries, read_rotary, write_rotaries
 
-Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
-"""Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
+Values = Mapping[str, Any]
+"""What a config says, by role: `values["layers"]` is the number of layers. See `fields`."""
 
 
-def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int = -1) -> Layers:
-    """The windows of families that have `layer_types` and `sliding_window`.
+def _nothing(_spec: ModelSpec) -> dict[str, Any]:
+    return {}
 
-    Args:
-        every: one layer of so many sees all tokens, and with 0 none does, where `layer_types` does not say which.
-        window: of the config class.
-        pattern: the field that says another `every`.
-        first: a layer that sees all tokens.
+
+@dataclass(frozen=True)
+class Lens:
+    """Config fields in both directions: what `put` writes of a tree, `get` reads as the same values.
+
+    get: `get(config, values)` returns one value for each layer. In `Decoder.layers` that is a mapping of attention's
+        fields, in `Decoder.recurrent` the component in attention's place or None, in `Mixtures.sparse` a boolean.
+    put: `put(spec)` returns the config fields.
     """
 
-    def windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
-        apart = config.integer(pattern, every) if pattern else every
-        whole = set(range(first % apart, layers, apart)) if apart else ()
-        usual = ["full_attention" if layer in whole else "sliding_attention" for layer in range(layers)]
+    get: Callable[[ConfigReader, Values], Sequence[Any]]
+    put: Callable[[ModelSpec], Mapping[str, Any]] = _nothing
+
+
+def attentions(spec: ModelSpec) -> list[Attention]:
+    """Return the attention of each layer. Raises CannotExpress if a layer has another kind of attention, or none."""
+    return [of_kind(block.attention, Attention) for block in spec.blocks]
+
+
+def sparse_layers(spec: ModelSpec) -> list[bool]:
+    """Return for each layer whether its feed-forward is a mixture of experts."""
+    return [hasattr(block.feed_forward, "expert") for block in spec.blocks]
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def write_windows(spec: ModelSpec) -> dict[str, Any]:
+    """Return `layer_types` and the width of the windows."""
+    windows = [each.window for each in attentions(spec)]
+    return {
+        "sliding_window": next((window for window in windows if window is not None), 4096),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+
+
+def sliding(
+    every: int, window: int | None = 4096, pattern: str = "", first: int = -1, whole: Sequence[int] = ()
+) -> Lens:
+    """Return the lens of families that have `layer_types` and `sliding_window`.
+
+    Args:
+        every: where `layer_types` is absent, every N-th layer has full attention, and with 0 none has.
+        window: the config class's default width of a window.
+        pattern: the config field that says another `every`.
+        first: the number of one of the layers with full attention.
+        whole: further layers with full attention; negative numbers count from the last layer.
+    """
+
+    def windows(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
+        layers, apart = values["layers"], config.integer(pattern, every) if pattern else every
+        full = {*(range(first % apart, layers, apart) if apart else ()), *(layer % layers for layer in whole)}
+        usual = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
         types = config.layer_types(usual)
         width = config.optional_integer("sliding_window", window)
         if width is None and "sliding_attention" in types:
             raise config.fail("sliding_window", width, "a number, since layer_types has sliding_attention")
         return [{"window": width if kind == "sliding_attention" else None} for kind in types]
 
-    return windows
+    return Lens(windows, write_windows)
 
 
-def turned_by_kind(windows: Layers, kinds: Mapping[str, RotaryKind], context: Field) -> Layers:
-    """The windows, and for layers with one and without rotary positions of their own, by `rope_parameters` of their
-    kinds, "full_attention" and "sliding_attention".
+def windows_above(switch: bool = True, first: int = 28) -> Lens:
+    """Return the lens of Qwen2's windows: the layers from `max_window_layers` on have one.
+
+    Args:
+        switch: whether `use_sliding_window` switches the windows on.
+        first: the config class's default of `max_window_layers`.
+    """
+    why = "since use_sliding_window is off" if switch else "since there is no window"
+
+    def windows(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
+        on = not switch or config.boolean("use_sliding_window", False)
+        stated, start = config.optional_integer("sliding_window", 4096), config.raw("max_window_layers", first)
+        window = stated if on else None
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise config.fail("max_window_layers", start, "an integer from 0")
+        usual = ["sliding_attention" if window and n >= start else "full_attention" for n in range(values["layers"])]
+        types = config.layer_types(usual)
+        if window is None and "sliding_attention" in types:
+            raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
+        return [{"window": window if kind == "sliding_attention" else None} for kind in types]
+
+    return Lens(windows, write_windows_above)
+
+
+def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config fields of Qwen2's windows."""
+    windows = [each.window for each in attentions(spec)]
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": windows.index(window) if window is not None else len(windows),
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+    }
+
+
+# --- positions by layer -----------------------------------------------------------------------------------------------
+
+
+def turned_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
+    """Return the windows with rotary positions by kind of layer: `rope_parameters` has an object for each of the kinds
+    "full_attention" and "sliding_attention".
     """
 
-    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
-        own = windows(config, count, head_dim)
-        length = context.value(config, "max_position_embeddings")
-        rotaries = read_rotaries(config, head_dim, length, kinds)
+    def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
+        own = windows.get(config, values)
+        rotaries = read_rotaries(config, values["head_dim"], values["context"], kinds)
         names = ("full_attention" if each["window"] is None else "sliding_attention" for each in own)
         return [{**each, "position": rotaries[name]} for each, name in zip(own, names, strict=True)]
 
-    return layers
+    def put(spec: ModelSpec) -> dict[str, Any]:
+        mixers = attentions(spec)
+        rotaries = {kind: Rotary(dim=mixers[0].head_dim, base=usual.base) for kind, usual in kinds.items()}
+        for each in mixers:
+            rotaries["full_attention" if each.window is None else "sliding_attention"] = of_kind(each.position, Rotary)
+        return {**windows.put(spec), **write_rotaries(rotaries)}
+
+    return Lens(get, put)
 
 
-def write_by_kind(kinds: Mapping[str, RotaryKind]) -> Callable[[ModelSpec], dict[str, Any]]:
-    """What writes the config fields that `turned_by_kind` reads."""
+def turned_in_windows(windows: Lens) -> Lens:
+    """Return the windows, with no positions in layers that have full attention (Cohere 2, EXAONE 4)."""
 
-    def written(spec: ModelSpec) -> dict[str, Any]:
-        fields, first = write_sliding(spec), of_kind(spec.blocks[0].attention, Attention)
-        rotaries = {kind: Rotary(dim=first.head_dim, base=usual.base) for kind, usual in kinds.items()}
-        for block, kind in zip(spec.blocks, fields["layer_types"], strict=True):
-            rotaries[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
-        return {**fields, **write_rotaries(rotaries)}
+    def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
+        own = windows.get(config, values)
+        return [each if each["window"] is not None else {**each, "position": None} for each in own]
 
-    return written
+    return Lens(get, windows.put)
 
 
-def turned_in_windows(windows: Layers) -> Layers:
-    """The windows, and no positions in layers that see all tokens (Cohere 2, EXAONE 4)."""
-
-    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
-        return [
-            each if each["window"] is not None else {**each, "position": None}
-            for each in windows(config, count, head_dim)
-        ]
-
-    return layers
+_BASES = "layer_rope_theta"
 
 
-def write_sliding(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of each layer's window, for what `sliding` reads."""
-    windows = [of_kind(block.attention, Attention).window for block in spec.blocks]
-    return {
-        "sliding_window": next((window for window in windows if window is not None), 4096),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
-    }
+def turned_by_base(windows: Lens) -> Lens:
+    """Return the windows with the RoPE base of each layer from `layer_rope_theta`, where 0 means no positions."""
+
+    def get(config: ConfigReader, values: Values) -> Sequence[Mapping[str, Any]]:
+        own, bases, count = windows.get(config, values), config.raw(_BASES), values["layers"]
+        if bases is None:
+            return own
+        if not isinstance(bases, list) or len(bases) != count or any(type(each) not in (int, float) for each in bases):
+            raise config.fail(_BASES, bases, f"{count} numbers, 0 where a layer has no positions")
+        if not all(0 <= each < math.inf for each in bases):
+            raise config.fail(_BASES, bases, "finite numbers from 0")
+        rotary = read_rotary(config, values["head_dim"], values["context"])
+        turned = [structs.replace(rotary, base=float(base)) if base else None for base in bases]
+        return [{**each, "position": position} for each, position in zip(own, turned, strict=True)]
+
+    def put(spec: ModelSpec) -> dict[str, Any]:
+        positions = [each.position for each in attentions(spec)]
+        bases = [0 if each is None else of_kind(each, Rotary).base for each in positions]
+        return {**windows.put(spec), _BASES: bases}
+
+    return Lens(get, put)
+
+
+# --- attention or something else --------------------------------------------------------------------------------------
 
 
 def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
@@ -108,126 +205,73 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
     return types
 
 
-def all_layers(_config: ConfigReader, layers: int) -> Sequence[bool]:
-    """All layers have one."""
-    return (True,) * layers
+# --- dense or mixture -------------------------------------------------------------------------------------------------
 
 
-def after(name: str, default: int) -> dict[str, Any]:
-    """`sparse` and `written` where the first layers are dense, as many as a field says."""
+def _all(_config: ConfigReader, values: Values) -> Sequence[bool]:
+    return [True] * values["layers"]
 
-    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+
+ALL_LAYERS = Lens(_all)
+"""Every layer is a mixture of experts."""
+
+
+def after(name: str, default: int) -> Lens:
+    """Return the lens of a config field that is the number of dense layers, which come first."""
+
+    def get(config: ConfigReader, values: Values) -> Sequence[bool]:
         first = none_or_more(config, name, default)
-        return [layer >= first for layer in range(layers)]
+        return [layer >= first for layer in range(values["layers"])]
 
-    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
-        return {name: next((layer for layer, each in enumerate(sparse) if each), len(sparse))}
+    def put(spec: ModelSpec) -> dict[str, Any]:
+        sparse = sparse_layers(spec)
+        return {name: sparse.index(True) if any(sparse) else len(sparse)}
 
-    return {"sparse": sparse, "written": written}
+    return Lens(get, put)
 
 
-def by_type(first: Callable[[ConfigReader], int]) -> dict[str, Any]:
-    """`sparse` and `written` where `mlp_layer_types` says "dense" or "sparse" of each layer.
+def by_type(default: int, name: str = "", read: Callable[[ConfigReader, str, int], int] = none_or_more) -> Lens:
+    """Return the lens of `mlp_layer_types`, which says "dense" or "sparse" of each layer.
 
     Args:
-        first: the first layer that has a mixture where it does not say.
+        default: the number of dense layers, which come first where `mlp_layer_types` is absent.
+        name: the config field that says another such number.
+        read: the reader of that field.
     """
 
-    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
-        start, types = first(config), config.raw("mlp_layer_types")
+    def get(config: ConfigReader, values: Values) -> Sequence[bool]:
+        layers, start = values["layers"], read(config, name, default) if name else default
+        types = config.raw("mlp_layer_types")
         if types is None:
             return [layer >= start for layer in range(layers)]
-        if (
-            not isinstance(types, list)
-            or len(types) != layers
-            or any(each not in ("dense", "sparse") for each in types)
-        ):
+        known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
+        if not known or len(types) != layers:
             raise config.fail("mlp_layer_types", types, f"{layers} values of dense or sparse")
         return [each == "sparse" for each in types]
 
-    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
-        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
+    def put(spec: ModelSpec) -> dict[str, Any]:
+        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse_layers(spec)]}
 
-    return {"sparse": sparse, "written": written}
+    return Lens(get, put)
 
 
-def sparse_by_step(config: ConfigReader, layers: int, usual: Sequence[int] = ()) -> Sequence[bool]:
-    """All layers but those of `mlp_only_layers`, or the `usual` ones, whose number, from 1, `decoder_sparse_step`
-    divides.
+def by_step(usual: Sequence[int] = ()) -> Lens:
+    """Return the lens of Qwen2-MoE: every N-th layer is a mixture, N being `decoder_sparse_step`, except those that
+    `mlp_only_layers` lists.
+
+    Args:
+        usual: the dense layers where `mlp_only_layers` is absent.
     """
-    step, dense = config.integer("decoder_sparse_step", 1), config.raw("mlp_only_layers")
-    dense = [*usual] if dense is None else dense
-    if not isinstance(dense, list) or any(type(each) is not int for each in dense):
-        raise config.fail("mlp_only_layers", dense, "a list of layers")
-    return [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]
 
+    def get(config: ConfigReader, values: Values) -> Sequence[bool]:
+        step, dense = config.integer("decoder_sparse_step", 1), config.raw("mlp_only_layers")
+        dense = [*usual] if dense is None else dense
+        if not isinstance(dense, list) or any(type(each) is not int for each in dense):
+            raise config.fail("mlp_only_layers", dense, "a list of layers")
+        return [(layer + 1) % step == 0 and layer not in dense for layer in range(values["layers"])]
 
-def write_by_step(sparse: Sequence[bool]) -> Mapping[str, Any]:
-    """The config fields that `sparse_by_step` reads."""
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, each in enumerate(sparse) if not each]}
+    def put(spec: ModelSpec) -> dict[str, Any]:
+        dense = [layer for layer, each in enumerate(sparse_layers(spec)) if not each]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
-
-_BASES = "layer_rope_theta"
-
-
-def windows_above(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
-    """Each layer's: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
-    switched_on = config.boolean("use_sliding_window", False)
-    stated = config.optional_integer("sliding_window", 4096)
-    return _windows_above(config, layers, stated if switched_on else None, 28, "since use_sliding_window is off")
-
-
-def windows_from(default: int) -> Layers:
-    """As `windows_above`, where no switch is; `default`: of `max_window_layers`."""
-    return lambda config, layers, _: _windows_above(
-        config, layers, config.optional_integer("sliding_window", 4096), default, "since there is no window"
-    )
-
-
-def _windows_above(
-    config: ConfigReader, layers: int, window: int | None, default: int, why: str
-) -> Sequence[Mapping[str, Any]]:
-    first = config.raw("max_window_layers", default)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise config.fail("max_window_layers", first, "an integer from 0")
-    usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
-    types = config.layer_types(usual)
-    if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
-    return [{"window": window if kind == "sliding_attention" else None} for kind in types]
-
-
-def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that say each layer's window."""
-    windows = [block.attention.window for block in spec.blocks]
-    window = next((w for w in windows if w is not None), None)
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": windows.index(window) if window is not None else len(windows),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
-    }
-
-
-def turned_by_base(context: int) -> Layers:
-    """Each layer's window, and its positions by its base, none where that is 0; `context` is the config class's."""
-
-    def found(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
-        windows, bases = sliding(4, 128, first=0)(config, count, head_dim), config.raw(_BASES)
-        if bases is None:
-            return windows
-        if not isinstance(bases, list) or len(bases) != count or any(type(each) not in (int, float) for each in bases):
-            raise config.fail(_BASES, bases, f"{count} numbers, 0 where a layer has no positions")
-        if not all(0 <= each < math.inf for each in bases):
-            raise config.fail(_BASES, bases, "finite numbers from 0")
-        rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", context))
-        turned = [structs.replace(rotary, base=float(base)) if base else None for base in bases]
-        return [{**each, "position": position} for each, position in zip(windows, turned, strict=True)]
-
-    return found
-
-
-def write_by_base(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of each layer's window and base."""
-    positions = [of_kind(block.attention, Attention).position for block in spec.blocks]
-    return {**write_sliding(spec), _BASES: [0 if each is None else of_kind(each, Rotary).base for each in positions]}
+    return Lens(get, put)

@@ -11,7 +11,7 @@ from .base import Leaf, leaves_of
 from .config import ConfigReader
 from .fields import ATTENTION_BIAS
 from .layout import Layout
-from .lenses import one_of
+from .lenses import Lens, one_of
 from .obstacles import of_kind
 from .rope import PART, RotaryKind
 from .usual import ATTENTION, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, shared_expert
@@ -197,8 +197,8 @@ _DELTA_SIZES = {
 }
 
 
-def delta_nets(fused: str) -> Any:
-    """Return what reads the layers without attention; `fused`: of the component."""
+def delta_nets(fused: str) -> Lens:
+    """Return the lens of the layers without attention; `fused` is the component's field."""
 
     def read(config: ConfigReader, values: Mapping[str, Any]) -> list[GatedDeltaNet | None]:
         count, every = values["layers"], config.integer("full_attention_interval", 4)
@@ -212,10 +212,10 @@ def delta_nets(fused: str) -> Any:
         mixer = GatedDeltaNet(hidden_size=values["hidden"], **sizes, **options)
         return [mixer if kind == LINEAR else None for kind in types]
 
-    return read
+    return Lens(read, _write_delta_nets)
 
 
-def write_delta_nets(spec: ModelSpec) -> dict[str, Any]:
+def _write_delta_nets(spec: ModelSpec) -> dict[str, Any]:
     """The config fields that `delta_nets` reads."""
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     first = next((of_kind(each, GatedDeltaNet) for each in mixers if each is not None), None)

@@ -9,7 +9,7 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, with_defaults
-from ..lenses import after, sliding, turned_in_windows, write_sliding
+from ..lenses import after, sliding, turned_in_windows
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 
 _DECODER = Decoder(
@@ -42,8 +42,7 @@ _DECODER = Decoder(
         "mixture.choice_bias": True,
     },
     layers=turned_in_windows(sliding(4, 1024, pattern="global_attn_every_n_layers")),
-    mixtures=Mixtures(**after("num_dense_layers", 1)),
-    written=write_sliding,
+    mixtures=Mixtures(after("num_dense_layers", 1)),
 )
 
 _MODULES = {

@@ -10,7 +10,7 @@ from typing import Any
 from ..base import Stacked
 from ..config import ConfigReader
 from ..decoder import Mixtures
-from ..fields import none_or_more, with_defaults
+from ..fields import with_defaults
 from ..latent import LATENT_LEAVES, MADE
 from ..lenses import by_type
 from ..usual import CORRECTION, ROTARY_BUFFERS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
@@ -35,7 +35,7 @@ _DECODER = replace(
     deepseek_v3.DECODER,
     fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=_latent)},
     kv_heads=64,
-    mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1)), normed=True),
+    mixtures=Mixtures(by_type(1, "first_k_dense_replace"), normed=True),
 )
 _MODULES = {**ROUTED, **shared_expert("shared_experts"), _NORM: B + "feed_forward_output_norm"}
 _HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (_NORM + ".weight",)))

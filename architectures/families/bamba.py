@@ -12,7 +12,7 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
-from ..lenses import one_of
+from ..lenses import Lens, one_of
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, mamba2_leaves, read_mamba2, written_by
 from ..rope import PART, RotaryKind, write_rotaries
@@ -57,8 +57,7 @@ _DECODER = Decoder(
         "mlp_bias": MLP_BIAS,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
-    recurrent=_recurrences,
-    written=_written,
+    recurrent=Lens(_recurrences, _written),
 )
 
 

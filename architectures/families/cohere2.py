@@ -8,7 +8,7 @@ from ...components import LayerNorm
 from ..base import leaves_of
 from ..decoder import Decoder
 from ..fields import PRE
-from ..lenses import sliding, turned_in_windows, write_sliding
+from ..lenses import sliding, turned_in_windows
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import cohere
 
@@ -19,7 +19,6 @@ DECODER = Decoder(
     fixed=cohere.FIXED,
     rotary=cohere.ROTARY._replace(base=1e4),
     layers=turned_in_windows(sliding(4, pattern="sliding_window_pattern")),
-    written=write_sliding,
 )
 LEAVES = leaves_of(
     {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}

@@ -13,7 +13,7 @@ from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import PRE, Field, none_or_more, without
-from ..lenses import by_type, write_sliding
+from ..lenses import Lens, by_type, write_windows
 from ..obstacles import of_kind
 from ..rope import read_rotary
 from ..usual import (
@@ -32,14 +32,15 @@ from ..usual import (
 from . import cohere
 
 _ROTARY = cohere.ROTARY._replace(base=1e4)
-_MIXED = by_type(lambda config: none_or_more(config, "first_k_dense_replace", 0))
+_MIXED = by_type(0, "first_k_dense_replace")
 _FIELDS = without(cohere.DECODER.fields, "use_qk_norm")
 _PATTERN = "prefix_dense_sliding_window_pattern"
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and its positions: in those with a window, and in dense ones where these are all without."""
-    first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED["sparse"](config, count)
+    count, head_dim = values["layers"], values["head_dim"]
+    first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, values)
     if first > count:
         raise config.fail("first_k_dense_replace", first, f"at most the {count} layers")
     before, behind = config.integer(_PATTERN, 1), config.integer("sliding_window_pattern", 4)
@@ -65,7 +66,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's window and positions."""
     mixers = [(of_kind(block.attention, Attention), hasattr(block.feed_forward, "experts")) for block in spec.blocks]
     bare = any(each.window is None and each.position is None and not mixed for each, mixed in mixers)
-    return {**write_sliding(spec), _PATTERN: 2 if bare else 1}
+    return {**write_windows(spec), _PATTERN: 2 if bare else 1}
 
 
 def _averaged(config: ConfigReader, name: str, default: str) -> bool:
@@ -109,9 +110,8 @@ _DECODER = Decoder(
         "mixture.rounded": True,
     },
     rotary=_ROTARY,
-    layers=_layers,
-    mixtures=Mixtures(**_MIXED),
-    written=_written,
+    layers=Lens(_layers, _written),
+    mixtures=Mixtures(_MIXED),
 )
 _RMS = replace(
     _DECODER,

@@ -6,7 +6,7 @@ none are given.
 
 from ..decoder import Decoder
 from ..fields import MLP_BIAS, USUAL, with_defaults
-from ..lenses import sliding, write_sliding
+from ..lenses import sliding
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
@@ -38,7 +38,6 @@ _DECODER = Decoder(
     fixed={"attention.output_bias": False},
     rotary=RotaryKind(1e6, usual=_ROPE),
     layers=sliding(4, 8192, first=0),
-    written=write_sliding,
     whole_heads=True,
 )
 

@@ -15,6 +15,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import Field, activation_named, name_of
 from ..layout import Layout
+from ..lenses import Lens
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
 _EXPERT = _B + "feed_forward.experts.{expert}."
@@ -40,11 +41,12 @@ def _named(config: ConfigReader, name: str, default: str) -> Any:
     return activation_named(config.inner(name), "name", default)
 
 
-def _layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """All layers are alike; what transformers has beside the fields of the table, it goes by others for."""
+    count = values["layers"]
     config.inner("attn_config").raw("rope_theta")
     config.inner("ffn_config").raw("hidden_size")
-    return ({},) * count
+    return [{}] * count
 
 
 _DECODER = Decoder(
@@ -75,7 +77,7 @@ _DECODER = Decoder(
         "mixture.summed": "by expert",
         "mixture.total": "norm",
     },
-    layers=_layers,
+    layers=Lens(_layers),
     mixtures=Mixtures(expert={"down_turned": True}),
 )
 

@@ -62,9 +62,7 @@ _DECODER = LatentDecoder(
     interleaved=True,
     gathered=False,
     whole_heads=True,
-    mixtures=Mixtures(
-        **after("first_k_dense_replace", 0), expert={"fused": True, "up_bias": False, "down_bias": False}
-    ),
+    mixtures=Mixtures(after("first_k_dense_replace", 0), expert={"fused": True, "up_bias": False, "down_bias": False}),
     written=_written,
 )
 

@@ -34,7 +34,7 @@ DECODER = LatentDecoder(
     fixed=SIGMOID_ROUTER,
     kv_heads=128,
     tables=True,
-    mixtures=Mixtures(**after("first_k_dense_replace", 3)),
+    mixtures=Mixtures(after("first_k_dense_replace", 3)),
 )
 LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, LATENT_LEAVES, choice=CORRECTION)
 

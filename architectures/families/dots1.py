@@ -6,7 +6,7 @@ own, which every file states.
 
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
-from ..lenses import after, windows_from, write_windows_above
+from ..lenses import after, windows_above
 from .glm4_moe import LEAVES
 
 _DECODER = Decoder(
@@ -20,9 +20,8 @@ _DECODER = Decoder(
     },
     head_norms="same",
     fixed=SIGMOID_ROUTER,
-    layers=windows_from(62),
-    mixtures=Mixtures(**after("first_k_dense_replace", 0)),
-    written=write_windows_above,
+    layers=windows_above(switch=False, first=62),
+    mixtures=Mixtures(after("first_k_dense_replace", 0)),
 )
 
 _DOTS1 = _DECODER.architecture(

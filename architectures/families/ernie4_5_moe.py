@@ -7,17 +7,20 @@ linears but those of experts and routers, the head among them. Layers that draft
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...components import ModelSpec
 from ..base import Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import Field, none_or_more, with_defaults
 from ..layout import Layout
+from ..lenses import Lens, sparse_layers
 from ..usual import ROUTED, STACKED, T, mixed_leaves, shared_expert
 from . import ernie4_5
 
 
-def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     """From a first to a last layer, those whose number, from 1, an interval divides."""
+    layers = values["layers"]
     first, last = none_or_more(config, "moe_layer_start_index", 1), config.raw("moe_layer_end_index", -1)
     if type(last) is not int or last < -1:
         raise config.fail("moe_layer_end_index", last, "a layer, or -1 for the last one")
@@ -25,8 +28,9 @@ def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
     return [first <= layer <= last and (layer + 1) % every == 0 for layer in range(layers)]
 
 
-def _written(sparse: Sequence[bool]) -> Mapping[str, Any]:
-    """The config fields that `sparse` reads."""
+def _written(spec: ModelSpec) -> Mapping[str, Any]:
+    """Return the config fields that `_sparse` reads."""
+    sparse = sparse_layers(spec)
     found = [layer for layer, each in enumerate(sparse) if each]
     first, last = (found[0], found[-1]) if found else (len(sparse), len(sparse))
     every = found[1] - first if len(found) > 1 else 1
@@ -60,7 +64,7 @@ _DECODER = Decoder(
         "mixture.wide_choice": True,
     },
     rotary=ernie4_5.DECODER.rotary,
-    mixtures=Mixtures(_sparse, _written, expert={"fused": True, "up_bias": False, "down_bias": False}),
+    mixtures=Mixtures(Lens(_sparse, _written), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
 _CORRECTION = T + "mlp.moe_statics.e_score_correction_bias"

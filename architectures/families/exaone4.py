@@ -11,13 +11,13 @@ from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import OUTPUT_NORMS, USUAL, with_defaults
-from ..lenses import sliding, turned_in_windows, write_sliding
+from ..lenses import Lens, sliding, turned_in_windows, write_windows
 from ..usual import OUTPUT_NORM_LEAVES
 
 _WINDOW = 4096
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and which layers have no positions."""
     # Of the patterns that are strings ("LLLG") transformers makes no layer types.
     stated = isinstance(config.raw("layer_types"), list)
@@ -26,23 +26,24 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     if config.optional_integer("sliding_window", _WINDOW) is None:
         if not stated:
             raise config.fail("layer_types", None, "a list, since there is no sliding_window")
-        return sliding(1, None)(config, count, head_dim)
-    return turned_in_windows(sliding(every, _WINDOW))(config, count, head_dim)
+        return sliding(1, None).get(config, values)
+    return turned_in_windows(sliding(every, _WINDOW)).get(config, values)
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's window; without any no window is said, and all layers have positions."""
-    fields = write_sliding(spec)
+    fields = write_windows(spec)
     turned = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
     return {**fields, "sliding_window": None} if turned and "sliding_attention" not in fields["layer_types"] else fields
 
+
+EXAONE_WINDOWS = Lens(_layers, _written)
 
 _DECODER = Decoder(
     with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
     norms=OUTPUT_NORMS,
     head_norms="same",
-    layers=layers,
-    written=written,
+    layers=EXAONE_WINDOWS,
 )
 
 _EXAONE4 = _DECODER.architecture(

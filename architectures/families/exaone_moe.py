@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from ..base import Stacked
 from ..decoder import Decoder, Mixtures
-from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, none_or_more, with_defaults
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
 from ..lenses import by_type
 from ..usual import CORRECTION, ROUTED, STACKED, T, mixed_leaves, shared_expert
-from . import exaone4
+from .exaone4 import EXAONE_WINDOWS
 
 _STORED = T + "mlp.e_score_correction_bias"
 _LEAVES = tuple(  # where transformers' own name stands
@@ -29,9 +29,8 @@ _DECODER = Decoder(
     },
     head_norms="same",
     fixed=SIGMOID_ROUTER,
-    layers=exaone4.layers,
-    mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1))),
-    written=exaone4.written,
+    layers=EXAONE_WINDOWS,
+    mixtures=Mixtures(by_type(1, "first_k_dense_replace")),
 )
 
 _EXAONE_MOE = _DECODER.architecture(

@@ -16,13 +16,15 @@ from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, Field
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import read_rotary, write_rotary
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT, other_norms, two_parallel_norms
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The heads of keys and values and the positions, alike in all layers."""
+    count, head_dim = values["layers"], values["head_dim"]
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, which is hidden_size / num_attention_heads")
     # transformers ignores the two flags below in the new architecture for heads, but reads parallel_attn for norms.
@@ -40,7 +42,7 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
         "kv_expansion": "projection" if grouped else "broadcast",
         "position": ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
     }
-    return (fields,) * count
+    return [fields] * count
 
 
 def _is_grouped(config: ConfigReader) -> bool:
@@ -71,7 +73,7 @@ _DECODER = Decoder(
         "feed_forward.arithmetic": "matmul_add",
     },
     rotary=None,
-    layers=_layers,
+    layers=Lens(_layers),
 )
 
 

@@ -5,15 +5,10 @@ Source: transformers models/flint/{configuration,modeling}_flint.py. Routers and
 dtype, and so do scores.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
 from ..base import Leaf, Stacked
-from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, Field, with_defaults
-from ..lenses import sparse_by_step, turned_in_windows, write_by_step, write_sliding
+from ..lenses import by_step, sliding, turned_in_windows
 from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
@@ -35,15 +30,6 @@ _FIELDS = {
     "norm_topk_prob": Field("mixture.normalise", True),
 }
 _SINKS = T + "self_attn.softmax_offset"  # in files
-_DENSE = (0, 1)  # layers that are, where nothing else is said
-
-
-def _windows(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
-    """One layer of four sees all tokens, and so do the first and the last."""
-    whole = [layer < 2 or layer % 4 == 1 or layer == count - 1 for layer in range(count)]
-    types = config.layer_types(["full_attention" if each else "sliding_attention" for each in whole])
-    width = config.integer("sliding_window", 513)
-    return [{"window": width if kind == "sliding_attention" else None} for kind in types]
 
 
 _DECODER = Decoder(
@@ -58,9 +44,8 @@ _DECODER = Decoder(
         "mixture.routed_in": "float32",
         "mixture.wide_router": True,
     },
-    layers=turned_in_windows(_windows),
-    mixtures=Mixtures(partial(sparse_by_step, usual=_DENSE), write_by_step),
-    written=write_sliding,
+    layers=turned_in_windows(sliding(4, 513, first=1, whole=(0, 1, -1))),
+    mixtures=Mixtures(by_step(usual=(0, 1))),
 )
 
 FLINT = _DECODER.architecture(

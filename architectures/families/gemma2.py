@@ -7,7 +7,7 @@ Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import AROUND, Field
-from ..lenses import sliding, write_sliding
+from ..lenses import sliding
 from ..usual import SANDWICH_LEAVES
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS, LATER_FIELDS
 
@@ -16,7 +16,6 @@ _DECODER = Decoder(
     norms=AROUND,
     fixed=FIXED,
     layers=sliding(2),
-    written=write_sliding,
     whole_heads=True,
 )
 

@@ -7,7 +7,7 @@ model is read; what stands beside it is carried along.
 
 from ..decoder import Decoder
 from ..fields import AROUND, with_defaults
-from ..lenses import sliding, turned_by_kind, write_by_kind
+from ..lenses import sliding, turned_by_kind
 from ..rope import RotaryKind
 from ..usual import SANDWICH_LEAVES
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS, LATER_FIELDS
@@ -22,8 +22,7 @@ _DECODER = Decoder(
     fixed=FIXED,
     rotary=None,
     head_norms="same",
-    layers=turned_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS, _FIELDS["max_position_embeddings"]),
-    written=write_by_kind(KINDS),
+    layers=turned_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS),
     whole_heads=True,
 )
 

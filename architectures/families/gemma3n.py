@@ -29,7 +29,7 @@ from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import AROUND, none_or_more, with_defaults
-from ..lenses import sliding, turned_by_kind, write_by_kind
+from ..lenses import Lens, sliding, turned_by_kind
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
@@ -54,13 +54,14 @@ _FIELDS = with_defaults(
 )
 _FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_width)
 _FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(read=ConfigReader.number)
-_WINDOWS = turned_by_kind(sliding(5, 512), _KINDS, _FIELDS["max_position_embeddings"])
+_WINDOWS = turned_by_kind(sliding(5, 512), _KINDS)
 SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where nothing else is said
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, positions, and where its keys and values come from."""
-    found = _WINDOWS(config, count, head_dim)
+    count, head_dim = values["layers"], values["head_dim"]
+    found = _WINDOWS.get(config, values)
     shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [each["window"] for each in found]
     if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
         raise config.fail(
@@ -78,7 +79,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     first, inputs = spec.blocks[0], of_kind(spec.layer_inputs, LayerEmbedding)
     inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
     return {
-        **write_by_kind(_KINDS)(spec),
+        **_WINDOWS.put(spec),
         "intermediate_size": [each.intermediate_size for each in inners],
         "activation_sparsity_pattern": [each.sparsity or 0.0 for each in inners],
         "num_kv_shared_layers": sum(of_kind(each.attention, Attention).kv_from == "earlier" for each in spec.blocks),
@@ -100,8 +101,7 @@ _DECODER = Decoder(
         "embedding.scaling": "rounded",
     },
     rotary=None,
-    layers=_layers,
-    written=_written,
+    layers=Lens(_layers, _written),
     whole_heads=True,
 )
 

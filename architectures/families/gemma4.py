@@ -31,7 +31,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, none_or_more, with_defaults
 from ..layout import Layout
-from ..lenses import write_sliding
+from ..lenses import Lens, write_windows
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
@@ -104,8 +104,9 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
     return found
 
 
-def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) -> Sequence[Mapping[str, Any]]:
+def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, by default of that width, positions, heads, and where its keys and values come from."""
+    count, head_dim = values["layers"], values["head_dim"]
     types, eps = _types(config, count), _FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
     window, context = config.integer("sliding_window", width), _FIELDS["max_position_embeddings"]
     kv_heads = _FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
@@ -137,7 +138,7 @@ def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) ->
 def written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields that `layers` and `_read` read."""
     attentions = [of_kind(block.attention, Attention) for block in spec.blocks]
-    fields = write_sliding(spec)
+    fields = write_windows(spec)
     first: dict[str, Any] = {}
     for kind, each in zip(fields["layer_types"], attentions, strict=True):
         first.setdefault(kind, each)
@@ -174,8 +175,7 @@ DECODER = Decoder(
         "embedding.scaling": "rounded",
     },
     rotary=None,
-    layers=layers,
-    written=written,
+    layers=Lens(layers, written),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...components import BlockScale, ModelSpec
 from ..config import ConfigReader
 from ..fields import with_defaults
+from ..lenses import Lens
 from ..rope import ROTARY
 from . import gemma4
 from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
@@ -28,8 +29,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 _DECODER = replace(
     gemma4.DECODER,
     fields=with_defaults(gemma4.DECODER.fields, max_position_embeddings=262144),
-    layers=partial(gemma4.layers, width=1024),
-    written=_written,
+    layers=Lens(partial(gemma4.layers, width=1024), _written),
 )
 
 

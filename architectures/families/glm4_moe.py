@@ -34,7 +34,7 @@ _DECODER = Decoder(
     head_norms="same",
     fixed=SIGMOID_ROUTER,
     rotary=RotaryKind(part=PART, whole=0.5),
-    mixtures=Mixtures(**after("first_k_dense_replace", 1)),
+    mixtures=Mixtures(after("first_k_dense_replace", 1)),
 )
 LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, choice=CORRECTION)
 

@@ -5,6 +5,7 @@ drafts tokens (`layers.47`), is left out there too.
 """
 
 from ..base import BEHIND
+from ..config import ConfigReader
 from ..decoder import Mixtures
 from ..fields import SIGMOID_ROUTER, with_defaults
 from ..latent import MADE, LatentDecoder
@@ -36,7 +37,7 @@ _DECODER = LatentDecoder(
     fixed=SIGMOID_ROUTER,
     kv_heads=20,
     turning=RotaryKind(entire=True),
-    mixtures=Mixtures(**by_type(lambda config: config.layers("first_k_dense_replace", 1))),
+    mixtures=Mixtures(by_type(1, "first_k_dense_replace", ConfigReader.layers)),
 )
 
 _GLM4_MOE_LITE = _DECODER.architecture(

@@ -14,6 +14,7 @@ from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, Field
 from ..layout import Layout
+from ..lenses import Lens
 from ..obstacles import of_kind
 
 _FUSED_WEIGHT = Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", "part", ("1", "1", "1"))
@@ -25,8 +26,9 @@ def _conv1d(outputs: str, inputs: str) -> Layout:
     return Layout(f"({inputs}) ({outputs})", f"({outputs}) ({inputs})")
 
 
-def _scales(config: ConfigReader, layers: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _scales(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's factor of scores."""
+    layers, head_dim = values["layers"], values["head_dim"]
     scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
     by_layer = config.boolean("scale_attn_by_inverse_layer_idx", False)
     return [{"scale": scale / float(layer + 1) if by_layer else scale} for layer in range(layers)]
@@ -71,8 +73,7 @@ _DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=_scales,
-    written=_write_scales,
+    layers=Lens(_scales, _write_scales),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

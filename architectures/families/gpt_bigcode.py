@@ -12,13 +12,15 @@ from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, Field
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 from .gpt2 import FIELDS
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The heads of keys and values, and the factor of scores."""
+    count, head_dim = values["layers"], values["head_dim"]
     heads = config.integer("n_head", 12)
     kv_heads = 1 if config.boolean("multi_query", True) else heads
     if config.raw("num_key_value_heads", kv_heads) != kv_heads:
@@ -45,8 +47,7 @@ _DECODER = Decoder(
     fixed={**BIASED, "attention.fused": True},
     rotary=None,
     learned=True,
-    layers=_layers,
-    written=_written,
+    layers=Lens(_layers, _written),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

@@ -12,12 +12,14 @@ from ..base import leaves_of
 from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder
 from ..fields import Field
+from ..lenses import Lens
 
 _GLOBAL, _LOCAL = "global", "local"
 
 
-def _windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Of the layers that are local."""
+    count = values["layers"]
     groups = config.raw("attention_types")
     found: list[Any] = []
     for group in [[[_GLOBAL, _LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
@@ -74,8 +76,7 @@ _DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=_windows,
-    written=_written,
+    layers=Lens(_windows, _written),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

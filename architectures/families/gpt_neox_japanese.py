@@ -13,13 +13,15 @@ from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import Field
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import RotaryKind
 from ..usual import GROUPED_WEIGHT
 
 
-def _layers(_config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
-    """The last one has a bias."""
+def _layers(_config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The last layer's attention has a bias."""
+    count = values["layers"]
     return [{"output_bias": layer == count - 1} for layer in range(count)]
 
 
@@ -54,7 +56,7 @@ _DECODER = Decoder(
     },
     rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct", even=True),
     square=True,
-    layers=_layers,
+    layers=Lens(_layers),
     written=_written,
 )
 

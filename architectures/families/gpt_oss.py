@@ -11,7 +11,7 @@ from ..base import Leaf, leaves_of
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..layout import Layout
-from ..lenses import sliding, write_sliding
+from ..lenses import sliding
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
@@ -60,7 +60,6 @@ _DECODER = Decoder(
     rotary=RotaryKind(150_000.0, usual=_YARN, joined=True),
     layers=sliding(2, 128),
     mixtures=Mixtures(),
-    written=write_sliding,
 )
 
 MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."

@@ -13,21 +13,22 @@ from ..base import Architecture, leaves_of
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, Field
-from ..lenses import Layers
+from ..lenses import Lens
 from ..obstacles import Kinds, of_kind
 
 
-def turning(rounding: Literal["input", "keys"]) -> Layers:
-    """The positions of all layers: so many elements of a head turn, at frequencies that no field says."""
+def turning(rounding: Literal["input", "keys"]) -> Lens:
+    """Return the lens of `rotary_dim`, the number of elements of a head that RoPE rotates."""
 
-    def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    def layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        count, head_dim = values["layers"], values["head_dim"]
         dim = config.integer("rotary_dim", 64, most=head_dim)
         if dim % 2:
             raise config.fail("rotary_dim", dim, "an even number")
         ways: Mapping[str, Any] = {"pairs": "adjacent", "rounding": rounding, "joined": True, "lie": "by token"}
         return [{"position": Rotary(dim=dim, base=10_000.0, **ways)}] * count
 
-    return layers
+    return Lens(layers, _written)
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
@@ -57,14 +58,7 @@ _FIXED = {
 }
 KINDS: Kinds = frozenset({LayerNorm, Attention, FeedForward, Rotary})
 DECODER = Decoder(
-    _FIELDS,
-    norm=LayerNorm,
-    inner=FeedForward,
-    norms=PRE[:1],
-    fixed=_FIXED,
-    rotary=None,
-    layers=turning("input"),
-    written=_written,
+    _FIELDS, norm=LayerNorm, inner=FeedForward, norms=PRE[:1], fixed=_FIXED, rotary=None, layers=turning("input")
 )
 
 B, T = "blocks.{layer}.", "transformer.h.{layer}."

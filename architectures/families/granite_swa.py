@@ -7,7 +7,7 @@ Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 from ..base import Leaf, leaves_of
 from ..decoder import Decoder
 from ..fields import with_defaults
-from ..lenses import turned_by_base, write_by_base
+from ..lenses import sliding, turned_by_base
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 from . import granite
 
@@ -29,8 +29,7 @@ _DECODER = Decoder(
         tie_word_embeddings=True,
     ),
     fixed={**granite.DECODER.fixed, **SINKS},
-    layers=turned_by_base(8192),
-    written=write_by_base,
+    layers=turned_by_base(sliding(4, 128, first=0)),
 )
 
 _GRANITE_SWA = _DECODER.architecture(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..base import Leaf, leaves_of
 from ..decoder import Decoder, Mixtures
 from ..fields import Field, none_or_more
-from ..lenses import turned_by_base, write_by_base
+from ..lenses import sliding, turned_by_base
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 from .granitemoe import FIELDS, FIXED, GRANITEMOE, LEAVES, STACKED, shared_mlp
 
@@ -16,8 +16,7 @@ _DECODER = Decoder(
     {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
     fixed={**FIXED, "attention.sinks": True, "attention.sunk": "behind it"},
     mixtures=Mixtures(shared={"fused": True}),
-    layers=turned_by_base(2048),
-    written=write_by_base,
+    layers=turned_by_base(sliding(4, 128, first=0)),
 )
 
 _HELD = {each.checkpoint[0]: each.parameter for each in STACKED}

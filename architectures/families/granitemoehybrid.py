@@ -13,7 +13,7 @@ from ..base import by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import Field, none_or_more
-from ..lenses import one_of
+from ..lenses import Lens, one_of, sparse_layers
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, mamba2_leaves, read_mamba2, written_by
 from ..usual import B, T
@@ -28,7 +28,8 @@ def _some(config: ConfigReader, name: str, default: int) -> int | None:
     return found or None
 
 
-def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
+    layers = values["layers"]
     return [_some(config, "num_local_experts", 8) is not None] * layers
 
 
@@ -39,8 +40,9 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
     return [mixer if kind == LINEAR else None for kind in one_of(config, count, [LINEAR] * count, LINEAR)]
 
 
-def _positions(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
+def _positions(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """None, unless `position_embedding_type` says so."""
+    layers = values["layers"]
     kind = config.raw("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise config.fail("position_embedding_type", kind, "rope, nope or null")
@@ -63,10 +65,9 @@ _DECODER = Decoder(
         "shared_intermediate_size": Field("intermediate shared_size", 1024),
     },
     fixed={**FIXED, "feed_forward.fused": True},
-    layers=_positions,
-    recurrent=_recurrences,
-    mixtures=Mixtures(_sparse, lambda sparse: {} if any(sparse) else {"num_local_experts": 0}),
-    written=_written,
+    layers=Lens(_positions),
+    recurrent=Lens(_recurrences, _written),
+    mixtures=Mixtures(Lens(_sparse, lambda spec: {} if any(sparse_layers(spec)) else {"num_local_experts": 0})),
 )
 
 

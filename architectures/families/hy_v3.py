@@ -44,7 +44,7 @@ _DECODER = Decoder(
     head_norms="same",
     fixed=SIGMOID_ROUTER,
     rotary=RotaryKind(11_158_840.0),
-    mixtures=Mixtures(**by_type(lambda _: 1), expert={"fused": True, "up_bias": False, "down_bias": False}),
+    mixtures=Mixtures(by_type(1), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
 _RENAMED = (

@@ -13,6 +13,7 @@ from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import USUAL, Field, with_defaults
+from ..lenses import Lens, sparse_layers
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, channels_of, mamba_leaves, norms_of, steps_of_rank, width_of
 from ..usual import ATTENTION, EMBEDDING, PROJECTIONS, B, T
@@ -63,12 +64,14 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba 
     return [None if each else mixer for each in whole]
 
 
-def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
+    layers = values["layers"]
     several = config.integer("num_experts", 16, most=MOST_EXPERTS) > 1
     return [each and several for each in _every(config, "expert", 2, 1, layers)]
 
 
-def _written_sparse(sparse: Sequence[bool]) -> Mapping[str, Any]:
+def _written_sparse(spec: ModelSpec) -> Mapping[str, Any]:
+    sparse = sparse_layers(spec)
     return {**_written_every("expert", sparse), **({} if any(sparse) else {"num_experts": 1})}
 
 
@@ -97,9 +100,8 @@ _DECODER = Decoder(
     },
     fixed={"attention.position": None, "mixture.normalise": False, "mixture.rounded": True},
     rotary=None,
-    recurrent=_recurrences,
-    mixtures=Mixtures(_sparse, _written_sparse),
-    written=_written,
+    recurrent=Lens(_recurrences, _written),
+    mixtures=Mixtures(Lens(_sparse, _written_sparse)),
 )
 
 _F = T + "feed_forward."

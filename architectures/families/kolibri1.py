@@ -12,19 +12,19 @@ from ..base import Stacked, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import AROUND, USUAL, Field, with_defaults
-from ..lenses import sliding, turned_in_windows, write_sliding
+from ..lenses import Lens, sliding, turned_in_windows, write_windows
 from ..usual import ATTENTION, CORRECTION, EMBEDDING, ENDS, NORMS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 
 _WINDOW = 513
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and which layers have no positions: those without one."""
     if config.optional_integer("sliding_window", _WINDOW) is None:
         raise config.fail(
             "sliding_window", None, "a number: transformers builds a window mask for every model of this family"
         )
-    return turned_in_windows(sliding(5, _WINDOW))(config, count, head_dim)
+    return turned_in_windows(sliding(5, _WINDOW)).get(config, values)
 
 
 _DECODER = Decoder(
@@ -54,9 +54,8 @@ _DECODER = Decoder(
         "mixture.routed_in": "float32",
         "mixture.wide_choice": True,
     },
-    layers=_layers,
+    layers=Lens(_layers, write_windows),
     mixtures=Mixtures(),
-    written=write_sliding,
 )
 _BIAS = T + "moe.router.expert_bias"
 _BEHIND = {T + "post_attn_norm": B + "attention_output_norm", T + "post_ffn_norm": B + "feed_forward_output_norm"}

@@ -13,7 +13,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
-from ..lenses import one_of
+from ..lenses import Lens, one_of
 from ..obstacles import of_kind
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, B, T
@@ -80,8 +80,8 @@ _DECODER = Decoder(
     head_norms="same",
     fixed={"activation": "silu"},
     rotary=ROPE,
-    recurrent=convolutions,
-    written=lambda spec: {**write_convolutions(spec), "block_auto_adjust_ff_dim": False},
+    recurrent=Lens(convolutions, write_convolutions),
+    written=lambda _: {"block_auto_adjust_ff_dim": False},
 )
 
 _ATTENTION = {

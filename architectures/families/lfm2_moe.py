@@ -4,28 +4,17 @@ divided by their sum plus 1e-6, and a bias for the choice.
 Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and conversion_mapping.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import USUAL, Field, none_or_more, with_defaults
-from ..lenses import one_of
+from ..fields import USUAL, Field, with_defaults
+from ..lenses import Lens, after, one_of
 from ..usual import EMBEDDING, B, T
 from . import lfm2
-
-
-def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
-    """All layers but the first."""
-    dense = none_or_more(config, "num_dense_layers", 2)
-    return [layer >= dense for layer in range(layers)]
-
-
-def _written(sparse: Sequence[bool]) -> Mapping[str, Any]:
-    """The config field that `_sparse` reads."""
-    return {"num_dense_layers": sparse.index(True) if any(sparse) else len(sparse)}
 
 
 def _convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[ShortConvolution | None]:
@@ -54,9 +43,8 @@ _DECODER = Decoder(
         "mixture.added": lambda values: 1e-6 if values["mixture.normalise"] else 0.0,
     },
     rotary=lfm2.ROPE,
-    recurrent=_convolutions,
-    mixtures=Mixtures(_sparse, _written),
-    written=lfm2.write_convolutions,
+    recurrent=Lens(_convolutions, lfm2.write_convolutions),
+    mixtures=Mixtures(after("num_dense_layers", 2)),
 )
 
 _EXPERTS = {

@@ -16,6 +16,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..layout import Layout
+from ..lenses import Lens, sparse_layers
 from ..obstacles import of_kind
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
@@ -23,8 +24,9 @@ from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 _CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's chunk, its positions with norms behind them, or what its queries grow by."""
+    count, head_dim = values["layers"], values["head_dim"]
     every, turned = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     turned = turned or [int((layer + 1) % every != 0) for layer in range(count)]
     if not isinstance(turned, list) or len(turned) != count or any(type(each) is not int for each in turned):
@@ -60,8 +62,9 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _sparse(config: ConfigReader, count: int) -> Sequence[bool]:
+def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     """The layers of `moe_layers`, or every so many."""
+    count = values["layers"]
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
     listed = list(range(step - 1, count, step)) if listed is None else listed
     if not isinstance(listed, list) or any(type(each) is not int for each in listed):
@@ -98,13 +101,11 @@ _DECODER = Decoder(
         "mixture.summed": "over all",
     },
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="complex"),
-    layers=_layers,
+    layers=Lens(_layers, _written),
     mixtures=Mixtures(
-        _sparse,
-        lambda sparse: {"moe_layers": [layer for layer, each in enumerate(sparse) if each]},
+        Lens(_sparse, lambda spec: {"moe_layers": [layer for layer, each in enumerate(sparse_layers(spec)) if each]}),
         expert={"fused": True, "arithmetic": "conv1d"},
     ),
-    written=_written,
 )
 
 _FF, _OURS = T + "feed_forward.", B + "feed_forward."

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
-from ..lenses import by_type, sliding, turned_by_kind, write_by_kind
+from ..lenses import Lens, by_type, sliding, turned_by_kind
 from ..rope import RotaryKind
 from ..usual import ROUTED, mixed_leaves
 
@@ -35,11 +35,11 @@ _FIELDS = {
 _KINDS = {"full_attention": RotaryKind(theta=""), "sliding_attention": RotaryKind(theta="", scaled=False)}
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's window and positions, which without any parameters turn by another base where a layer sees all."""
     said = config.raw("rope_parameters") is not None
     kinds = _KINDS if said else {**_KINDS, "full_attention": RotaryKind(500_000.0, theta="")}
-    return turned_by_kind(sliding(1, 1024), kinds, _FIELDS["max_position_embeddings"])(config, count, head_dim)
+    return turned_by_kind(sliding(1, 1024), kinds).get(config, values)
 
 
 _DECODER = Decoder(
@@ -47,9 +47,8 @@ _DECODER = Decoder(
     head_norms="same",
     fixed=ROUNDED_ROUTER,
     rotary=None,
-    layers=_layers,
-    mixtures=Mixtures(**by_type(lambda _: 0)),
-    written=write_by_kind(_KINDS),
+    layers=Lens(_layers, turned_by_kind(sliding(1, 1024), _KINDS).put),
+    mixtures=Mixtures(by_type(0)),
 )
 
 _MELLUM = _DECODER.architecture(

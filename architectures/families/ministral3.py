@@ -11,6 +11,7 @@ from ...components import Attention, ModelSpec, Temperature
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import with_defaults
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind
 from ..usual import LEAVES
@@ -29,8 +30,9 @@ _YARN = {
 }
 
 
-def _layers(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What queries grow by, in all layers."""
+    count = values["layers"]
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     rope = config.inner("rope_scaling" if found[0].data else "rope_parameters")
     rope.raw("max_position_embeddings")
@@ -55,7 +57,7 @@ _FIELDS = with_defaults(
     rms_norm_eps=1e-5,
     sliding_window=None,
 )
-_DECODER = Decoder(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=_layers)
+_DECODER = Decoder(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_layers))
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

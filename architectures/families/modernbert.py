@@ -15,7 +15,7 @@ from ..config import ConfigReader
 from ..encoder import BOTH_WAYS, Encoder
 from ..fields import ATTENTION_BIAS, MLP_BIAS, PRE, Field, activation_named, name_of
 from ..layout import Layout
-from ..lenses import turned_by_kind, write_by_kind
+from ..lenses import Lens, turned_by_kind, write_windows
 from ..rope import ROTARY, RotaryKind
 
 _CONTEXT = Field("context", 8192)
@@ -25,12 +25,20 @@ _KINDS = {
 }
 
 
-def _windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's: half of `local_attention` on either side, and the token itself."""
+    layers = values["layers"]
     every = config.integer("global_attn_every_n_layers", 3)
     types = config.layer_types(["sliding_attention" if layer % every else "full_attention" for layer in range(layers)])
     window = config.integer("local_attention", 128) // 2 + 1
     return [{"window": window if each == "sliding_attention" else None} for each in types]
+
+
+def _write_windows(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config fields that `_windows` reads."""
+    fields = write_windows(spec)
+    sides = 2 * (fields.pop("sliding_window") - 1)
+    return fields | ({"local_attention": max(sides, 1)} if "sliding_attention" in fields["layer_types"] else {})
 
 
 def _transform(config: ConfigReader) -> dict[str, Any]:
@@ -40,13 +48,11 @@ def _transform(config: ConfigReader) -> dict[str, Any]:
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `_windows` and `_transform` read."""
-    fields, transform = write_by_kind(_KINDS)(spec), None if spec.head is None else spec.head.transform
-    sides = 2 * (fields.pop("sliding_window") - 1)
-    fields |= {"local_attention": max(sides, 1)} if "sliding_attention" in fields["layer_types"] else {}
-    if transform is not None:
-        fields |= {"classifier_bias": transform.bias, "classifier_activation": name_of(transform.activation)}
-    return fields
+    """Return the config fields that `_transform` reads."""
+    transform = None if spec.head is None else spec.head.transform
+    if transform is None:
+        return {}
+    return {"classifier_bias": transform.bias, "classifier_activation": name_of(transform.activation)}
 
 
 _ENCODER = Encoder(
@@ -81,7 +87,7 @@ _ENCODER = Encoder(
     embedding_norm=True,
     first_norm=False,
     types=None,
-    layers=turned_by_kind(_windows, _KINDS, _CONTEXT),
+    layers=turned_by_kind(Lens(_windows, _write_windows), _KINDS),
     written=_written,
     transform=_transform,
 )

@@ -14,6 +14,7 @@ from ..config import COMMON_REFUSED, ConfigReader
 from ..decoder import Decoder
 from ..fields import Field
 from ..layout import Layout
+from ..lenses import Lens
 from ..obstacles import of_kind
 
 _FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
@@ -27,8 +28,9 @@ _INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """What `attn_config` says of all layers."""
+    count, head_dim = values["layers"], values["head_dim"]
     inner = config.inner("attn_config")
     inner.refuse({**COMMON_REFUSED, **_INNER_REFUSED})
     scale = inner.optional_number("softmax_scale")
@@ -64,8 +66,7 @@ _DECODER = Decoder(
         "attention.fused_rows": "by part",
     },
     rotary=None,
-    layers=_layers,
-    written=_written,
+    layers=Lens(_layers, _written),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."

@@ -5,7 +5,7 @@ Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
 
 from ..decoder import Decoder
 from ..fields import OUTPUT_NORMS
-from ..lenses import sliding, turned_by_kind, write_by_kind
+from ..lenses import sliding, turned_by_kind
 from ..rope import RotaryKind
 from ..usual import OUTPUT_NORM_LEAVES
 from . import olmo2
@@ -20,8 +20,7 @@ _DECODER = Decoder(
     head_norms="whole",
     fixed=olmo2.FIXED,
     rotary=None,
-    layers=turned_by_kind(sliding(4), _KINDS, olmo2.FIELDS["max_position_embeddings"]),
-    written=write_by_kind(_KINDS),
+    layers=turned_by_kind(sliding(4), _KINDS),
 )
 
 _OLMO3 = _DECODER.architecture(

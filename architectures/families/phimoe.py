@@ -16,6 +16,7 @@ from ..base import Leaf, Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind, read_rotary
 from ..usual import B, T
@@ -34,8 +35,9 @@ def _two(config: ConfigReader, name: str, default: int) -> int:
     return 2
 
 
-def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The positions of all layers, whose tables are multiplied by a factor of their own."""
+    count, head_dim = values["layers"], values["head_dim"]
     context = _DECODER.fields["max_position_embeddings"].value(config, "max_position_embeddings")
     rotary = read_rotary(config, head_dim, context, _ROTARY)
     which = "rope_scaling" if config.inner("rope_scaling").data else "rope_parameters"
@@ -70,7 +72,7 @@ _DECODER = Decoder(
     norm=LayerNorm,
     fixed={"mixture.normalise": False, "mixture.scored_in": "input"},
     rotary=_ROTARY,
-    layers=_layers,
+    layers=Lens(_layers),
     mixtures=Mixtures(),
 )
 

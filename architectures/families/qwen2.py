@@ -5,7 +5,7 @@ Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 
 from ..decoder import Decoder
 from ..fields import USUAL, with_defaults
-from ..lenses import windows_above, write_windows_above
+from ..lenses import windows_above
 from ..usual import LEAVES
 
 FIELDS = with_defaults(
@@ -14,7 +14,7 @@ FIELDS = with_defaults(
 
 
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
-_DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above, written=write_windows_above)
+_DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above())
 
 # Qwen2VLTextConfig, and Qwen2_5_VLTextConfig alike
 _VISION = {

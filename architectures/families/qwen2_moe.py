@@ -13,7 +13,7 @@ from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import sparse_by_step, write_by_step, write_windows_above
+from ..lenses import Lens, by_step, write_windows_above
 from ..usual import ROUTED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
@@ -22,8 +22,9 @@ FIELDS = with_defaults(
 )
 
 
-def _windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Each layer's: from `layer_types`, or of every other layer below `max_window_layers`, where switched on."""
+    layers = values["layers"]
     on, below = config.boolean("use_sliding_window", False), config.raw("max_window_layers", 28)
     off = not on and config.raw("sliding_window") == 0  # as transformers writes it
     stated = None if off else config.optional_integer("sliding_window", 4096)
@@ -53,9 +54,8 @@ _DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     fixed={**ROUNDED_ROUTER, "mixture.shared_gate": True},
-    layers=_windows,
-    mixtures=Mixtures(sparse_by_step, write_by_step),
-    written=_write_windows,
+    layers=Lens(_windows, _write_windows),
+    mixtures=Mixtures(by_step()),
 )
 
 _QWEN2_MOE = _DECODER.architecture(

@@ -5,15 +5,12 @@ Source: transformers models/qwen3/{configuration,modeling}_qwen3.py.
 
 from ..decoder import Decoder
 from ..fields import ATTENTION_BIAS, with_defaults
-from ..lenses import windows_above, write_windows_above
+from ..lenses import windows_above
 from ..usual import LEAVES
 from .qwen2 import FIELDS
 
 _DECODER = Decoder(
-    {**with_defaults(FIELDS, head_dim=128), "attention_bias": ATTENTION_BIAS},
-    head_norms="same",
-    layers=windows_above,
-    written=write_windows_above,
+    {**with_defaults(FIELDS, head_dim=128), "attention_bias": ATTENTION_BIAS}, head_norms="same", layers=windows_above()
 )
 
 _QWEN3 = _DECODER.architecture(

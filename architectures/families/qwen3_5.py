@@ -12,17 +12,7 @@ from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import Decoder
 from ..fields import USUAL, with_defaults
-from ..recurrences import (
-    DELTA,
-    DELTA_REST,
-    GATED,
-    GATED_BIAS,
-    PARTLY,
-    QUERIES_AND_GATE,
-    SPLIT_PROJECTIONS,
-    delta_nets,
-    write_delta_nets,
-)
+from ..recurrences import DELTA, DELTA_REST, GATED, GATED_BIAS, PARTLY, QUERIES_AND_GATE, SPLIT_PROJECTIONS, delta_nets
 from ..usual import EMBEDDING, ROTARY_BUFFERS
 
 FIELDS = {
@@ -37,9 +27,7 @@ FIELDS = {
     ),
     "attention_bias": GATED_BIAS,
 }
-_DECODER = Decoder(
-    FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=delta_nets("by part"), written=write_delta_nets
-)
+_DECODER = Decoder(FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=delta_nets("by part"))
 
 COMPOSITE: dict[str, Any] = {
     "part": "text_config",

@@ -16,7 +16,6 @@ from ..recurrences import (
     QUERIES_AND_GATE,
     SPLIT_PROJECTIONS,
     delta_nets,
-    write_delta_nets,
 )
 from ..usual import EMBEDDING, mixed_leaves
 from . import qwen3_5
@@ -37,7 +36,6 @@ _DECODER = Decoder(
     rotary=PARTLY,
     recurrent=delta_nets("by part"),
     mixtures=Mixtures(),
-    written=write_delta_nets,
 )
 
 _QWEN3_5_MOE = _DECODER.architecture(

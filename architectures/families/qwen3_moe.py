@@ -6,7 +6,7 @@ Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import sparse_by_step, write_by_step
+from ..lenses import by_step
 from ..usual import ROUTED, mixed_leaves
 from . import qwen2
 
@@ -31,7 +31,7 @@ DECODER = Decoder(
     },
     head_norms="same",
     fixed=ROUNDED_ROUTER,
-    mixtures=Mixtures(sparse_by_step, write_by_step),
+    mixtures=Mixtures(by_step()),
     written=lambda spec: {"use_sliding_window": spec.blocks[0].attention.window is not None},
 )
 

@@ -9,7 +9,7 @@ from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import Decoder, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import sparse_by_step, write_by_step
+from ..lenses import by_step
 from ..recurrences import (
     DELTA,
     DELTA_REST,
@@ -20,7 +20,6 @@ from ..recurrences import (
     PARTLY,
     QUERIES_AND_GATE,
     delta_nets,
-    write_delta_nets,
 )
 from ..usual import EMBEDDING, mixed_leaves
 from . import qwen2
@@ -50,8 +49,7 @@ _DECODER = Decoder(
     fixed={**GATED, **ROUNDED_ROUTER, "mixture.shared_gate": True},
     rotary=PARTLY,
     recurrent=delta_nets("by head"),
-    mixtures=Mixtures(sparse_by_step, write_by_step),
-    written=write_delta_nets,
+    mixtures=Mixtures(by_step()),
 )
 
 

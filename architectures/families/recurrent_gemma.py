@@ -16,6 +16,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..recurrences import LINEAR
 from ..rope import PART, RotaryKind
@@ -40,7 +41,8 @@ def _root(values: Mapping[str, Any]) -> float:
     return float(found)
 
 
-def _windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
+def _windows(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    layers = values["layers"]
     return [{"window": config.integer("attention_window_size", 2048)}] * layers
 
 
@@ -109,9 +111,8 @@ _DECODER = Decoder(
         "feed_forward.down_bias": True,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
-    layers=_windows,
-    recurrent=_recurrences,
-    written=_written,
+    layers=Lens(_windows),
+    recurrent=Lens(_recurrences, _written),
 )
 
 _M, _R = T + "temporal_block.", B + "recurrence."

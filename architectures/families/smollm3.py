@@ -10,13 +10,15 @@ from ...components import Attention, ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
+from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
 
-def _layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Which layers have positions, and the windows of those that have one."""
+    count = values["layers"]
     every = config.integer("no_rope_layer_interval", 4)
     turned = config.raw("no_rope_layers")
     if turned is None:
@@ -63,8 +65,7 @@ _DECODER = Decoder(
         "mlp_bias": MLP_BIAS,
     },
     rotary=RotaryKind(2e6),
-    layers=_layers,
-    written=_written,
+    layers=Lens(_layers, _written),
 )
 
 _SMOLLM3 = _DECODER.architecture(

@@ -7,7 +7,7 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, Field
-from ..lenses import sliding, write_sliding
+from ..lenses import sliding
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, B, T
 from .gemma import FIXED, GEMMA_IDS, LATER_FIELDS
 
@@ -16,7 +16,6 @@ _DECODER = Decoder(
     norms=PRE,
     fixed=FIXED,
     layers=sliding(2),
-    written=write_sliding,
     whole_heads=True,
 )
 _NORMS = {T + "input_layernorm": B + "attention_norm", T + "pre_feedforward_layernorm": B + "feed_forward_norm"}
