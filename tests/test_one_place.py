@@ -108,9 +108,9 @@ def files_of(kind: type[Component]) -> set[str]:
 
 @pytest.mark.parametrize("kind", OURS.values(), ids=OURS)
 def test_a_kind_is_as_many_files_as_the_table_says(kind: type[Component]) -> None:
-    assert table().keys() >= {"a norm", "positions", "a mixer", "where norms stand in a block"}
+    assert table().keys() >= {"a norm", "positions", "a mixer (attention or recurrence)"}
     if issubclass(kind, Mixer):
-        assert len(files_of(kind) | {"components/__init__.py"}) == table()["a mixer"]
+        assert len(files_of(kind) | {"components/__init__.py"}) == table()["a mixer (attention or recurrence)"]
     elif issubclass(kind, Norm | Position):
         assert len(files_of(kind)) == table()["a norm" if issubclass(kind, Norm) else "positions"]
 
