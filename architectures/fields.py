@@ -6,7 +6,7 @@ A table maps the name of a field in config.json to a `Field`. `USUAL` has those 
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from ..components import LEARNT, MOST_EXPERTS, Activation
 from ..errors import CannotExpress
@@ -70,6 +70,7 @@ class Field(NamedTuple):
 
 
 Fields = Mapping[str, Field]
+_Value = TypeVar("_Value")
 
 
 def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
@@ -128,9 +129,36 @@ def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
     return {**fields, **{name: fields[name]._replace(default=value) for name, value in defaults.items()}}
 
 
-def without(fields: Fields, *names: str) -> dict[str, Field]:
-    """Return the table without some of its fields."""
-    return {name: each for name, each in fields.items() if name not in names}
+def without(table: Mapping[str, _Value], *names: str) -> dict[str, _Value]:
+    """Return the table without some of its entries."""
+    return {name: value for name, value in table.items() if name not in names}
+
+
+def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
+    """Return a boolean field that stands for one of two values in the tree."""
+
+    def read(config: ConfigReader, name: str, default: bool) -> Any:
+        return yes if config.boolean(name, default) else no
+
+    return Field(role, default, read, lambda value: bool(value == yes))
+
+
+def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
+    """Return a field whose string stands for a value in the tree. Of two strings for a value the first is written.
+
+    Writing raises CannotExpress for a value without a string.
+    """
+    names = {value: name for name, value in reversed(values.items())}
+
+    def read(config: ConfigReader, name: str, default: str) -> Any:
+        return config.choice(name, default, values)
+
+    def write(value: Any) -> str:
+        if value not in names:
+            raise CannotExpress(f"transformers has no name for {value!r} in this family")
+        return names[value]
+
+    return Field(role, default, read, write)
 
 
 USUAL: Fields = {

@@ -4,33 +4,23 @@ activation xIELU (2411.13010), which has parameters.
 Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py.
 """
 
-from typing import Any
-
-from ...components import LEARNT, FeedForward
+from ...components import FeedForward
 from ..base import Leaf, leaves_of
-from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, name_of, with_defaults
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, choice, with_defaults
 from ..layout import NUMBER
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
-
-
-def _activation(config: ConfigReader, name: str, default: str) -> Any:
-    """xIELU, or one that any family may have."""
-    return config.choice(name, default, {"xielu": "xielu", **ACTIVATIONS})
-
-
-def _written(value: Any) -> str:
-    """The field's value for an activation."""
-    return value if value in LEARNT else name_of(value)
-
 
 _FIELDS = with_defaults(
     USUAL, vocab_size=131072, intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5
 )
 _DECODER = Decoder(
-    {**_FIELDS, "hidden_act": Field("activation", "xielu", _activation, _written), "attention_bias": ATTENTION_BIAS},
+    {
+        **_FIELDS,
+        "hidden_act": choice("activation", "xielu", {"xielu": "xielu", **ACTIVATIONS}),
+        "attention_bias": ATTENTION_BIAS,
+    },
     inner=FeedForward,
     head_norms="same",
     rotary=RotaryKind(

@@ -5,7 +5,6 @@ beside the mixture, modules inside it. Released files have one in dense layers t
 """
 
 from dataclasses import replace
-from typing import Any
 
 from ..base import Stacked
 from ..config import ConfigReader
@@ -26,14 +25,9 @@ _FIELDS = with_defaults(
 )
 
 
-def _latent(config: ConfigReader, name: str, default: Any) -> int:
-    """The rank of the queries' latent, which is always there."""
-    return config.integer(name, default)
-
-
 _DECODER = replace(
     deepseek_v3.DECODER,
-    fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=_latent)},
+    fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=ConfigReader.integer)},
     kv_heads=64,
     mixtures=Mixtures(by_type(1, "first_k_dense_replace"), normed=True),
 )

@@ -8,16 +8,9 @@ import math
 
 from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Architecture, Leaf, leaves_of, qkv
-from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import BIASED, Field
+from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
-
-
-def _read_residual(config: ConfigReader, name: str, default: bool) -> str:
-    """To what a block adds."""
-    return "normed" if config.boolean(name, default) else "stream"
-
 
 _DECODER = Decoder(
     fields={
@@ -26,9 +19,7 @@ _DECODER = Decoder(
         "n_layer": Field("layers", 2),
         "n_head": Field("heads", 8),
         "layer_norm_epsilon": Field("eps", 1e-5),
-        "apply_residual_connection_post_layernorm": Field(
-            "block.residual", False, _read_residual, lambda residual: residual == "normed"
-        ),
+        "apply_residual_connection_post_layernorm": flag("block.residual", False, "normed", "stream"),
         "tie_word_embeddings": Field("tied", True),
         "seq_length": Field("context"),
     },

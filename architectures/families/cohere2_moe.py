@@ -12,7 +12,7 @@ from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import PRE, Field, none_or_more, without
+from ..fields import PRE, Field, choice, none_or_more, without
 from ..lenses import Lens, by_type, write_windows
 from ..obstacles import of_kind
 from ..rope import read_rotary
@@ -69,12 +69,6 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {**write_windows(spec), _PATTERN: 2 if bare else 1}
 
 
-def _averaged(config: ConfigReader, name: str, default: str) -> bool:
-    """Whether experts and shared expert are averaged."""
-    found: bool = config.choice(name, default, {"average": True, "sum": False})
-    return found
-
-
 def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
     """The width of dense layers, that of an expert where it is not said."""
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
@@ -87,16 +81,10 @@ _DECODER = Decoder(
         "intermediate_size": Field("expert_size", 22528),
         "prefix_dense_intermediate_size": Field("intermediate", None, _dense_size),
         "num_shared_experts": Field("shared_experts", 0, none_or_more),
-        "shared_expert_combination_strategy": Field(
-            "mixture.averaged", "average", _averaged, lambda value: "average" if value else "sum"
-        ),
+        "shared_expert_combination_strategy": choice("mixture.averaged", "average", {"average": True, "sum": False}),
         "num_experts": Field("mixture.experts", 8),
         "num_experts_per_tok": Field("mixture.top_k", 2),
-        "expert_selection_fn": Field(
-            "mixture.scores",
-            "softmax",
-            lambda config, name, default: config.choice(name, default, {"softmax": "softmax", "sigmoid": "sigmoid"}),
-        ),
+        "expert_selection_fn": choice("mixture.scores", "softmax", {"softmax": "softmax", "sigmoid": "sigmoid"}),
         "norm_topk_prob": Field("mixture.normalise", True),
     },
     norm=LayerNorm,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, choice, with_defaults, without
 from ..usual import LEAVES
 
 FIELDS = {
@@ -59,12 +59,8 @@ BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _first_activation(config: ConfigReader, name: str, default: str) -> Any:
-    """The activation that a field names, of which gelu is the tanh approximation."""
-    return config.choice(name, default, {**ACTIVATIONS, "gelu": "gelu_tanh"})
-
-
-_DECODER = Decoder({**FIELDS, "hidden_act": FIELDS["hidden_act"]._replace(read=_first_activation)}, fixed=FIXED)
+_ACTIVATIONS = {**without(ACTIVATIONS, "gelu"), "gelu": "gelu_tanh"}
+_DECODER = Decoder({**FIELDS, "hidden_act": choice("activation", "gelu_pytorch_tanh", _ACTIVATIONS)}, fixed=FIXED)
 
 GEMMA = _DECODER.architecture(
     "gemma",

@@ -12,7 +12,7 @@ from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
-from ..fields import BIASED, Field
+from ..fields import BIASED, Field, flag
 from ..layout import Layout
 from ..lenses import Lens
 from ..obstacles import of_kind
@@ -43,11 +43,6 @@ def _write_scales(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _read_upcast(config: ConfigReader, name: str, default: bool) -> str:
-    """In which dtype scores are made."""
-    return "float32" if config.boolean(name, default) else "input"
-
-
 FIELDS = {
     "vocab_size": Field("vocab", 50257),
     "n_positions": Field("context", 1024),
@@ -57,7 +52,7 @@ FIELDS = {
     "n_inner": Field("intermediate"),
     "activation_function": Field("activation", "gelu_new"),
     "layer_norm_epsilon": Field("eps", 1e-5),
-    "reorder_and_upcast_attn": Field("attention.scores", False, _read_upcast, lambda scores: scores == "float32"),
+    "reorder_and_upcast_attn": flag("attention.scores", False, "float32", "input"),
     "tie_word_embeddings": Field("tied", True),
 }
 _DECODER = Decoder(

@@ -5,31 +5,15 @@ is the tanh approximation.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from ...components import Activation, FeedForward, LayerNorm, ModelSpec
-from ...errors import CannotExpress
+from ...components import Activation, FeedForward, LayerNorm
 from ..base import leaves_of
-from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2
 from ..decoder import Decoder
-from ..fields import BIASED, SUM_NORMS, Field
+from ..fields import BIASED, SUM_NORMS, Field, choice
 from .gpt2 import ATTENTION, FEED_FORWARD
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
-_NAMES = {ours: name for name, ours in reversed(list(_ACT_FNS.items()))}
-
-
-def _read_activation(config: ConfigReader, name: str, default: str) -> Any:
-    """The activation of one of the names that the family has."""
-    return config.choice(name, default, _ACT_FNS)
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The name of the activation."""
-    function = getattr(spec.blocks[0].feed_forward, "activation", None)
-    if function not in _NAMES:
-        raise CannotExpress(f"openai-gpt has no name for the activation {function!r}")
-    return {"afn": _NAMES[function]}
 
 
 _DECODER = Decoder(
@@ -39,7 +23,7 @@ _DECODER = Decoder(
         "n_embd": Field("hidden", 768),
         "n_layer": Field("layers", 12),
         "n_head": Field("heads", 12),
-        "afn": Field("activation", "gelu", _read_activation),
+        "afn": choice("activation", "gelu", _ACT_FNS),
         "layer_norm_epsilon": Field("eps", 1e-5),
         "tie_word_embeddings": Field("tied", True),
     },
@@ -59,7 +43,6 @@ _DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    written=_written,
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
