@@ -148,7 +148,7 @@ def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
 
     Writing raises CannotExpress for a value without a string.
     """
-    names = {value: name for name, value in reversed(values.items())}
+    names: dict[Any, str] = {value: name for name, value in reversed([*values.items()])}
 
     def read(config: ConfigReader, name: str, default: str) -> Any:
         return config.choice(name, default, values)
