@@ -188,7 +188,7 @@ class Decoder:
             positions=self.table(length=context, size=hidden, **of("positions")) if self.learned else None,
             relative_bias=table,
             blocks=tuple(map(layer, attentions, inner)),
-            final_norm=norm if values.get("final_norm", True) else None,
+            final_norm=replace(norm, **of("final_norm")) if values.get("final_norm", True) else None,
             head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **of("head")),
             context_length=context,
         )
@@ -312,6 +312,7 @@ class Decoder:
             "position": getattr(attention, "position", None),
             "feed_forward": inner,
             "norm": norm,
+            "final_norm": norm if spec.final_norm is None else spec.final_norm,
             "branch": first.sublayers[0],
             "block": first,
             "mixture": mixture,

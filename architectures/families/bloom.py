@@ -7,7 +7,7 @@ baddbmm rounds differently from any sdpa kernel.
 import math
 
 from ...components import ALiBi, FeedForward, LayerNorm
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..decoder import Decoder
 from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
@@ -38,19 +38,10 @@ _DECODER = Decoder(
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-_BLOOM = Architecture(
-    name="bloom",
-    released="2022-07",
-    model_types=("bloom",),
-    hf_class="BloomForCausalLM",
-    hf_config="BloomConfig",
-    kinds=_DECODER.kinds | {ALiBi},
-    token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=_DECODER.read,
-    write=_DECODER.write,
-    config_aliases={"n_head": ("num_attention_heads",), "n_layer": ("num_hidden_layers",), "hidden_size": ("n_embed",)},
-    prefix="transformer.",
-    leaves=(
+_BLOOM = _DECODER.architecture(
+    "bloom",
+    "BloomForCausalLM",
+    (
         *leaves_of(
             {
                 "transformer.word_embeddings": "embedding",
@@ -71,6 +62,11 @@ _BLOOM = Architecture(
             }
         ),
     ),
+    released="2022-07",
+    kinds=_DECODER.kinds | {ALiBi},
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    config_aliases={"n_head": ("num_attention_heads",), "n_layer": ("num_hidden_layers",), "hidden_size": ("n_embed",)},
+    prefix="transformer.",
     dropped=(_T + "self_attention.bias", _T + "self_attention.masked_bias"),
     irrelevant={
         "attention_softmax_in_fp32": "transformers ignores this field and always does it",

@@ -9,26 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import PRE, Field, choice, none_or_more, without
 from ..lenses import Lens, by_type, write_windows
 from ..obstacles import of_kind
 from ..rope import read_rotary
-from ..usual import (
-    EMBEDDING,
-    ENDS,
-    FEED_FORWARD,
-    OF_ROUTERS,
-    ROTARY_BUFFERS,
-    ROUTED,
-    STACKED,
-    B,
-    T,
-    mixed_leaves,
-    shared_expert,
-)
+from ..usual import EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 from . import cohere
 
 _ROTARY = cohere.ROTARY._replace(base=1e4)
@@ -127,24 +115,18 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     return {**fields, **({"rope_parameters": scaling} if scaling else {})}
 
 
-_COHERE2_MOE = Architecture(
-    name="cohere2_moe",
-    released="2026",
-    model_types=("cohere2_moe",),
-    hf_class="Cohere2MoeForCausalLM",
-    hf_config="Cohere2MoeConfig",
-    kinds=_DECODER.kinds | _RMS.kinds,
-    read=_read,
-    write=_write,
-    leaves=mixed_leaves(
+_COHERE2_MOE = _DECODER.architecture(
+    "cohere2_moe",
+    "Cohere2MoeForCausalLM",
+    mixed_leaves(
         {**ROUTED, **shared_expert("shared_experts")},
         leaves_of(
             {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}
         ),
     ),
-    prefix="model.",
+    released="2026",
+    kinds=_DECODER.kinds | _RMS.kinds,
+    read=_read,
+    write=_write,
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
-    dropped=ROTARY_BUFFERS,
-    stacked=STACKED,
-    irrelevant=OF_ROUTERS,
 )

@@ -4,13 +4,10 @@ Source: transformers models/ctrl/{configuration,modeling}_ctrl.py. The eps that 
 """
 
 import math
-from typing import Any
 
-from msgspec.structs import replace
-
-from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
-from ..base import Architecture, leaves_of
-from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
+from ...components import FeedForward, LayerNorm, SinusoidalPositions
+from ..base import leaves_of
+from ..config import GPT2_ALIASES, OF_GPT2
 from ..decoder import Decoder
 from ..fields import BIASED, Field
 
@@ -23,6 +20,7 @@ _DECODER = Decoder(
         "n_layer": Field("layers", 48),
         "n_head": Field("heads", 16),
         "tie_word_embeddings": Field("tied", True),
+        "layer_norm_epsilon": Field("final_norm.eps", 1e-6),
     },
     norm=LayerNorm,
     inner=FeedForward,
@@ -40,19 +38,6 @@ _DECODER = Decoder(
 )
 
 
-def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    spec, eps = _DECODER.read(config), config.number("layer_norm_epsilon", 1e-6)
-    assert spec.final_norm is not None
-    return replace(spec, final_norm=replace(spec.final_norm, eps=eps))
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
-    eps = {} if spec.final_norm is None else {"layer_norm_epsilon": spec.final_norm.eps}
-    return {**_DECODER.write(spec), **eps}
-
-
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 _MODULES = {
     "transformer.w": "embedding",
@@ -66,18 +51,14 @@ _MODULES = {
     "lm_head": "head",
 }
 
-_CTRL = Architecture(
-    name="ctrl",
+_CTRL = _DECODER.architecture(
+    "ctrl",
+    "CTRLLMHeadModel",
+    leaves_of(_MODULES),
     released="2019-09",
-    model_types=("ctrl",),
-    hf_class="CTRLLMHeadModel",
     hf_config="CTRLConfig",
-    kinds=_DECODER.kinds,
-    read=_read,
-    write=_write,
     config_aliases=GPT2_ALIASES,
     prefix="transformer.",
-    leaves=leaves_of(_MODULES),
     dropped=("transformer.pos_encoding",),
     irrelevant={**OF_GPT2, "from_tf": "where the file came from", "torchscript": "output format"},
 )

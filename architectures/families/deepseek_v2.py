@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...components import MixtureOfExperts, ModelSpec
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import Mixtures
 from ..fields import MLP_BIAS, with_defaults
 from ..latent import KNOWN, LATENT_LEAVES, LatentDecoder
 from ..lenses import after
 from ..rope import RotaryKind
-from ..usual import OF_DRAFTS, OF_ROUTERS, ROTARY_BUFFERS, ROUTED, STACKED, mixed_leaves, shared_expert
+from ..usual import OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 from .deepseek_v3 import FIELDS, TRAINING
 
 _GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
@@ -66,23 +65,16 @@ _DECODER = LatentDecoder(
     written=_written,
 )
 
-_DEEPSEEK_V2 = Architecture(
-    name="deepseek_v2",
-    model_types=("deepseek_v2",),
-    hf_class="DeepseekV2ForCausalLM",
-    hf_config="DeepseekV2Config",
-    kinds=_DECODER.kinds,
+_DEEPSEEK_V2 = _DECODER.architecture(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, LATENT_LEAVES),
     released="2024-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
-    write=_DECODER.write,
-    leaves=mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, LATENT_LEAVES),
     config_aliases={"n_routed_experts": ("num_experts",)},
     stated={"num_experts_per_tok": 6},
-    prefix="model.",
-    dropped=ROTARY_BUFFERS,
-    stacked=STACKED,
-    irrelevant={**KNOWN, **OF_ROUTERS, **OF_DRAFTS, **TRAINING},
+    irrelevant={**KNOWN, **OF_DRAFTS, **TRAINING},
     refused={
         "moe_layer_freq": ((1, None), "transformers uses a mixture of experts in every layer after the dense ones"),
         "norm_topk_prob": ((False, None), "transformers' DeepSeek-V2 does not divide the expert weights by their sum"),

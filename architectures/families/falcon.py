@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...components import ALiBi, Attention, Biasing, FeedForward, LayerNorm, ModelSpec, Rotary
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, Field
@@ -114,25 +114,10 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-_FALCON = Architecture(
-    name="falcon",
-    released="2023-05",
-    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
-    hf_class="FalconForCausalLM",
-    hf_config="FalconConfig",
-    kinds=_DECODER.kinds | {ALiBi},
-    token_ids={"bos_token_id": 11, "eos_token_id": 11},
-    read=_read,
-    write=_write,
-    config_aliases={
-        "hidden_size": ("n_embed",),
-        "num_hidden_layers": ("n_layer",),
-        "num_attention_heads": ("n_head",),
-        "num_kv_heads": ("n_head_kv",),
-    },
-    foreign_fields=("n_layer", "n_head", "n_head_kv"),
-    prefix="transformer.",
-    leaves=(
+_FALCON = _DECODER.architecture(
+    "falcon",
+    "FalconForCausalLM",
+    (
         *leaves_of({"transformer.word_embeddings": "embedding"}),
         Leaf(_T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
         Leaf(_T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
@@ -153,6 +138,20 @@ _FALCON = Architecture(
         ),
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
+    released="2023-05",
+    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+    kinds=_DECODER.kinds | {ALiBi},
+    token_ids={"bos_token_id": 11, "eos_token_id": 11},
+    read=_read,
+    write=_write,
+    config_aliases={
+        "hidden_size": ("n_embed",),
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "num_kv_heads": ("n_head_kv",),
+    },
+    foreign_fields=("n_layer", "n_head", "n_head_kv"),
+    prefix="transformer.",
     dropped=(_T + "self_attention.rotary_emb.inv_freq", _T + "self_attention.maybe_rotary.inv_freq"),
     irrelevant={"apply_residual_connection_post_layernorm": "not read by transformers"},
     reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, Biasing) else ("sdpa", "eager"),

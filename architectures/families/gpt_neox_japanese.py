@@ -9,7 +9,7 @@ from typing import Any
 
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import Field
@@ -69,19 +69,10 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 _B, _T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
 
-_GPT_NEOX_JAPANESE = Architecture(
-    name="gpt_neox_japanese",
-    released="2022-09",
-    model_types=("gpt_neox_japanese",),
-    hf_class="GPTNeoXJapaneseForCausalLM",
-    hf_config="GPTNeoXJapaneseConfig",
-    kinds=_DECODER.kinds,
-    token_ids={"bos_token_id": 31996, "eos_token_id": 31999},
-    read=_read,
-    write=_DECODER.write,
-    prefix="gpt_neox_japanese.",
-    head="embed_out.weight",
-    leaves=(
+_GPT_NEOX_JAPANESE = _DECODER.architecture(
+    "gpt_neox_japanese",
+    "GPTNeoXJapaneseForCausalLM",
+    (
         *leaves_of(
             {
                 "gpt_neox_japanese.embed_in": "embedding",
@@ -101,6 +92,11 @@ _GPT_NEOX_JAPANESE = Architecture(
             }
         ),
     ),
+    released="2022-09",
+    token_ids={"bos_token_id": 31996, "eos_token_id": 31999},
+    read=_read,
+    prefix="gpt_neox_japanese.",
+    head="embed_out.weight",
     dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     irrelevant={"is_decoder": "it is always true", "use_parallel_residual": "not read by transformers"},
     reference=lambda _: ("eager",),

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...components import ModelSpec
-from ..base import Architecture
 from ..config import ConfigReader
 from ..fields import MLP_BIAS, Field, with_defaults
 from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
-from ..usual import ROTARY_BUFFERS
 
 
 def _read(config: ConfigReader) -> ModelSpec:
@@ -72,18 +70,12 @@ _DECODER = LatentDecoder(
     written=_written,
 )
 
-_MINICPM3 = Architecture(
-    name="minicpm3",
-    model_types=("minicpm3",),
-    hf_class="MiniCPM3ForCausalLM",
-    hf_config="MiniCPM3Config",
-    kinds=_DECODER.kinds,
+_MINICPM3 = _DECODER.architecture(
+    "minicpm3",
+    "MiniCPM3ForCausalLM",
+    LATENT_LEAVES,
     released="2024-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
-    write=_DECODER.write,
-    leaves=LATENT_LEAVES,
-    prefix="model.",
-    dropped=ROTARY_BUFFERS,
     irrelevant={**KNOWN, "logits_scaling": "made of hidden_size and dim_model_base"},
 )

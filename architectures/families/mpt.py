@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import ALiBi, Attention, FeedForward, LayerNorm, ModelSpec
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..config import COMMON_REFUSED, ConfigReader
 from ..decoder import Decoder
 from ..fields import Field
@@ -71,22 +71,10 @@ _DECODER = Decoder(
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
 
-_MPT = Architecture(
-    name="mpt",
-    released="2023-05",
-    model_types=("mpt",),
-    hf_class="MptForCausalLM",
-    hf_config="MptConfig",
-    kinds=_DECODER.kinds | {ALiBi},
-    read=_DECODER.read,
-    write=_DECODER.write,
-    config_aliases={
-        "d_model": ("hidden_size",),
-        "n_heads": ("num_attention_heads",),
-        "n_layers": ("num_hidden_layers",),
-    },
-    prefix="transformer.",
-    leaves=(
+_MPT = _DECODER.architecture(
+    "mpt",
+    "MptForCausalLM",
+    (
         *leaves_of({"transformer.wte": "embedding", _T + "norm_1": _B + "attention_norm"}),
         Leaf(_T + "attn.Wqkv.weight", qkv("weight"), _FUSED),
         *leaves_of(
@@ -100,6 +88,14 @@ _MPT = Architecture(
             }
         ),
     ),
+    released="2023-05",
+    kinds=_DECODER.kinds | {ALiBi},
+    config_aliases={
+        "d_model": ("hidden_size",),
+        "n_heads": ("num_attention_heads",),
+        "n_layers": ("num_hidden_layers",),
+    },
+    prefix="transformer.",
     irrelevant={
         "attn_impl": "which kernel MosaicML's own code takes",
         "attn_pdrop": "training only",

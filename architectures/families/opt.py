@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...components import FeedForward, LayerNorm, ModelSpec
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import PRE, SUM_NORMS, Field
@@ -72,18 +72,10 @@ _HEADS = {f"{_T}self_attn.{name}_proj": f"{_B}attention.{name}_proj" for name in
 _HEADS |= {_T + "self_attn.out_proj": _B + "attention.o_proj"}
 _INNER = {_T + "fc1": _B + "feed_forward.up_proj", _T + "fc2": _B + "feed_forward.down_proj"}
 
-_OPT = Architecture(
-    name="opt",
-    released="2022-05",
-    model_types=("opt",),
-    hf_class="OPTForCausalLM",
-    hf_config="OPTConfig",
-    kinds=_DECODER.kinds,
-    token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
-    read=_read,
-    write=_write,
-    prefix="model.",
-    leaves=(
+_OPT = _DECODER.architecture(
+    "opt",
+    "OPTForCausalLM",
+    (
         *leaves_of(
             {
                 "model.decoder.embed_tokens": "embedding",
@@ -104,6 +96,10 @@ _OPT = Architecture(
         ),
         *leaves_of({_T + "final_layer_norm": _B + "feed_forward_sum_norm", "lm_head": "head"}),
     ),
+    released="2022-05",
+    token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
+    read=_read,
+    write=_write,
     irrelevant={
         "activation_dropout": "training only",
         "dropout": "training only",
