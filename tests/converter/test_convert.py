@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import covered, few, layouts
+from helpers.covering import covered, few, layouts, others_slow
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from helpers.unknown import composite
@@ -403,7 +403,7 @@ def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> Non
 
 
 @few(4)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", others_slow(CONFIGS))
 def test_shards_come_back_as_the_same_files(name: str, tmp_path: Path) -> None:
     """As the source was sharded unless told otherwise; told its size, by transformers' own rule and order."""
     randomised_reference(CONFIGS[name], torch.float32, "eager").save_pretrained(

@@ -50,6 +50,15 @@ def few(count: int) -> pytest.MarkDecorator:
     return pytest.mark.covered(few=count)
 
 
+def others_slow(cases: Iterable[Any]) -> list[Any]:
+    """Return the cases as parameters. A case is slow if it is, or names, a variant that is not its family's first."""
+    first = {variant.name for variant in REPRESENTATIVES.values()}
+    return [
+        pytest.param(case, id=str(case), marks=[] if model_of(case) in {None, *first} else [pytest.mark.slow])
+        for case in cases
+    ]
+
+
 def examples(count: int) -> int:
     """How many examples of hypothesis, or turns of a loop, are enough here where `make test-all` has `count`."""
     return max(count // SHARE, min(count, 2)) if quick else count
@@ -182,6 +191,8 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
         item.add_marker(exhaustive)
     groups: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
+        if item.get_closest_marker("slow") is not None:
+            continue  # which neither `make test` nor `make test-all` runs
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             groups.setdefault((item.nodeid.split("::")[0], item.originalname), []).append(item)
         else:
