@@ -128,7 +128,7 @@ def verdict_lines(result: Verification) -> list[str]:
     if marks is not None:
         lines += _score_lines(marks)
         if marks.missed and result.same:
-            lines.append("          the models agree on this probe, but the probe should detect more mistakes")
+            lines.append("          the models agree, but the probe should have caught more mistakes")
     if divergence is not None:
         if divergence.first is not None:
             lines.append(f"place     {divergence.first.name}: the first component that differs")

@@ -134,4 +134,4 @@ def test_a_library_that_memory_does_not_suffice_for(megabytes: int) -> None:
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2)"
     code = f"{limit}\nfrom gptkit.__main__ import main\nmain()"
     done = ran(code, "params", "sample:llama")
-    assert done.returncode in (0, 1) and "bug in gptkit" not in done.stderr and done.stderr.count("\n") <= 1
+    assert done.returncode in (0, 1) and "bug in gptkit" not in done.stderr and done.stderr.count("\n") <= 2

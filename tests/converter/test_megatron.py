@@ -267,22 +267,22 @@ def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 _QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError], str]] = {
-    "another step": ("01_000", lambda c: c.update(iteration=8), CheckpointError, "is of iteration"),
-    "other arguments": ("01_000", lambda c: vars(c["args"]).update(num_layers=8), CheckpointError, "another num_laye"),
+    "another step": ("01_000", lambda c: c.update(iteration=8), CheckpointError, "has iteration 7, but .* has 8"),
+    "other arguments": ("01_000", lambda c: vars(c["args"]).update(num_layers=8), CheckpointError, "other training"),
     "no arguments": ("00_000", lambda c: c.pop("args"), CheckpointError, "does not contain the training arguments"),
     "an old version": ("00_000", lambda c: c.update(checkpoint_version=1.0), CheckpointError, "checkpoint_version 1.0"),
-    "a tensor lost": ("01_000", lambda c: c["model"].pop(_QKV), CheckpointError, "is not in all of the 2 ranks"),
+    "a tensor lost": ("01_000", lambda c: c["model"].pop(_QKV), CheckpointError, "missing in some of the 2"),
     "a part of another size": (
-        "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][1:]}), CheckpointError, "parts of other sizes",
+        "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][1:]}), CheckpointError, "with different sizes",
     ),
     "a part of other dimensions": (
-        "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][0, 0]}), CheckpointError, "parts of other sizes",
+        "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][0, 0]}), CheckpointError, "with different sizes",
     ),
     "norms that differ": (
         "01_001", lambda c: c["model"]["decoder.final_layernorm.weight"].add_(1), CheckpointError, "different values",
     ),
     "a layer lost": (
-        "00_000", lambda c: [c["model"].pop(n) for n in [*c["model"]] if "s.0." in n], CheckpointError, "must count up",
+        "00_000", lambda c: [c["model"].pop(n) for n in [*c["model"]] if "s.0." in n], CheckpointError, "from 0",
     ),
     "no model": ("00_000", lambda c: c.pop("model"), CheckpointError, "contains no model"),
     "two models": ("00_000", lambda c: c.update(model0={}), CheckpointError, "contains no model"),
@@ -328,7 +328,7 @@ def test_a_rank_that_is_missing_and_pickles_that_are_not_allowed(originals: Any,
         ({"normalization": "LayerNorm"}, "gptkit does not support the model"),
         ({"add_bias_linear": True}, "gptkit does not support the model"),
         ({"hidden_size": -1}, "hidden_size=-1, expected a positive integer"),
-        ({"num_layers": 2**40}, "tensors for"),
+        ({"num_layers": 2**40}, "arguments in it describe 1099511627776 layers"),
     ],
 )
 def test_arguments_that_are_not_read(change: dict[str, Any], message: str, originals: Any, tmp_path: Path) -> None:

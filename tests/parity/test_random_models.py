@@ -121,7 +121,7 @@ def test_a_probe_that_should_see_more_has_a_code_and_words_of_its_own(
     run = call("verify", str(tmp_path / "hf"))
     assert run.exit_code == 6
     assert "MISSED: wrong rope base" in run.stdout
-    assert "the models agree on this probe, but the probe should detect more mistakes" in run.stdout
+    assert "the models agree, but the probe should have caught more mistakes" in run.stdout
     assert exit_code(tmp_path / "hf", "--no-mutations") == 0
     monkeypatch.undo()
     assert exit_code(tmp_path / "hf", "--up-to", 1) == 0  # of one token that is all there is to see

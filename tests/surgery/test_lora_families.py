@@ -25,7 +25,7 @@ _INCOMPATIBLE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _HEADS = ("lm_head", "head", "decoder", "output_projection", "embed_out")
 """Linears that may be tied to the embedding: tests/surgery/test_lora.py has those."""
 NOT_MERGED = {
-    "zamba2": "whose weights this model has from another module",
+    "zamba2": "whose weights are shared with another module",
     **dict.fromkeys(("t5", "bart", "marian", "mbart"), "also has an encoder"),
 }
 

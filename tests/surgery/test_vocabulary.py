@@ -200,7 +200,7 @@ def test_a_list_of_tokens_or_ids(tmp_path: Path) -> None:
     for text, error, message in (
         ("thereisnosuch\nROMEO\n9999\n", InvalidInput, r"neither a token nor an id: 'thereisnosuch' \(line 1\)"),
         ("\n", InvalidInput, "contains no token"),
-        ("\n".join(vocab), SwapRefused, "nothing to prune: .* are all 512"),
+        ("\n".join(vocab), SwapRefused, r"nothing to prune: .* are the whole vocabulary \(512\)"),
     ):
         listed.write_text(text)
         with pytest.raises(error, match=message):
@@ -229,7 +229,7 @@ def test_a_tokenizer_with_more_tokens_than_rows(tmp_path: Path) -> None:
         SwapRefused, match=r"token 512 of the tokenizer is '<\|more\|>', but the embedding has only 512 rows"
     ) as caught:
         gptkit.swap(folder, tmp_path / "out", [prune])
-    assert "--vocab 513 first" in str(caught.value.hint)
+    assert "give every token a row: --vocab 513" in str(caught.value.hint)
     result = gptkit.swap(folder, tmp_path / "out", [Step("vocab", "513"), prune])
     assert result.guarantee == "exact"
     # The promise of both steps is about the tokens that the original has.

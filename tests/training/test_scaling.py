@@ -147,5 +147,5 @@ def test_beyond_ten_times_the_runs_nothing_is_told(tmp_path: Path) -> None:
     assert "10,000,000 to 1,000,000,000 parameters" in told.stdout and "10 times beyond" in told.stdout
     assert "Loss by tokens and size" in (tmp_path / "law.html").read_text()
     far = call(*words, "--flops", "1e26")
-    assert far.exit_code == 2 and "predicts up to 10 times beyond the given runs" in far.stderr
+    assert far.exit_code == 2 and "predicts only up to 10 times beyond the given runs" in far.stderr
     assert call("fit-scaling", tmp_path / "nothing").exit_code == 2
