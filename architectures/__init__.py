@@ -4,7 +4,7 @@ import difflib
 import functools
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,63 @@ from .obstacles import first_of
 
 __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named", "register"]
 
-ARCHITECTURES: dict[str, Architecture] = {}  # the families by name, the oldest first, those of plugins behind them
-BY_MODEL_TYPE: dict[str, Architecture] = {}
+
+class _Families(MutableMapping[str, Architecture]):
+    """The families by name or by model type, the oldest first, and then those of plugins.
+
+    Looking up a family imports only the file of that name, if it has one. Everything else imports all files.
+    """
+
+    def __init__(self, keys: Callable[[Architecture], tuple[str, ...]]) -> None:
+        self._keys = keys
+        self._all: dict[str, Architecture] | None = None
+
+    def _load(self) -> dict[str, Architecture]:
+        if self._all is None:
+            self._all = {key: family for family in _in_order() for key in self._keys(family)}
+        return self._all
+
+    def __getitem__(self, key: str) -> Architecture:
+        if self._all is None:
+            family = next((family for family in _in_file(key) if key in self._keys(family)), None)
+            if family is not None:
+                return family
+        return self._load()[key]
+
+    def __setitem__(self, key: str, family: Architecture) -> None:
+        self._load()[key] = family
+
+    def __delitem__(self, key: str) -> None:
+        del self._load()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+
+@functools.cache
+def _files() -> frozenset[str]:
+    return frozenset(each.name for each in pkgutil.iter_modules(families.__path__))
+
+
+@functools.cache
+def _in_file(name: str) -> tuple[Architecture, ...]:
+    """Return the families in the file of this name, and those that it imports; none if there is no such file."""
+    if name not in _files():
+        return ()
+    file = importlib.import_module(f"{families.__name__}.{name}")
+    return tuple(value for value in vars(file).values() if isinstance(value, Architecture))
+
+
+def _in_order() -> list[Architecture]:
+    found = {family.name: family for name in _files() for family in _in_file(name)}
+    return sorted(found.values(), key=lambda family: (family.released, family.name))
+
+
+ARCHITECTURES = _Families(lambda family: (family.name,))
+BY_MODEL_TYPE = _Families(lambda family: family.model_types)
 
 
 def register(family: Architecture) -> None:
@@ -32,13 +87,6 @@ def register(family: Architecture) -> None:
     ARCHITECTURES[family.name] = family
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 
-
-_files = [
-    importlib.import_module(f"{families.__name__}.{each.name}") for each in pkgutil.iter_modules(families.__path__)
-]
-_found = {each.name: each for file in _files for each in vars(file).values() if isinstance(each, Architecture)}
-for _family in sorted(_found.values(), key=lambda each: (each.released, each.name)):
-    register(_family)
 
 _NEAR = 0.75  # how alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6
 
@@ -76,16 +124,16 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         UnknownFamily: no architecture file knows the model_type.
     """
     kind = config.get("model_type")
+    if isinstance(kind, str) and kind in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[kind]
     known = f"gptkit families lists all {len(ARCHITECTURES)}."
     if not isinstance(kind, str):
         raise ConfigError("config.json has no field model_type", known)
-    if kind not in BY_MODEL_TYPE:
-        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
-        guess = f" (did you mean {near[0]}?)" if near else ""
-        raise UnknownFamily(
-            (f"gptkit does not support the model_type {shown(kind)} in config.json{guess}"), _way_on(config, known)
-        )
-    return BY_MODEL_TYPE[kind]
+    near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
+    guess = f" (did you mean {near[0]}?)" if near else ""
+    raise UnknownFamily(
+        (f"gptkit does not support the model_type {shown(kind)} in config.json{guess}"), _way_on(config, known)
+    )
 
 
 def _way_on(config: Mapping[str, Any], known: str) -> str:

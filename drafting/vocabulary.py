@@ -174,7 +174,8 @@ def tail(key: str) -> str:
 @cache
 def vocabulary(without: tuple[str, ...] = ()) -> Vocabulary:
     """What the registered families know, but for those of some names."""
-    places, known = dict(_places()), [each for each in ARCHITECTURES.values() if each.name not in without]
+    known = [each for each in ARCHITECTURES.values() if each.name not in without]  # which imports all families
+    places = dict(_places())
     donors = tuple(
         Donor(family, reader, places[id(reader)])
         for family in known

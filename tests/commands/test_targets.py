@@ -21,7 +21,7 @@ def test_help_error_shell_and_docs_have_the_same(tmp_path: Path, monkeypatch: py
     assert tuple(told) == targets()
     printed = call("convert", "--help").output
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
-    assert f"one of {', '.join(targets())};" in words
+    assert ", ".join(targets()) in words
     assert {each for each in targets() if each != "hf:FAMILY"} <= set(complete_target(""))
     page = Path(gptkit.__file__).parent / "docs" / "howto" / "convert-and-back.md"
     table = page.read_text().partition("| `--to` |")[2].partition("\n\n")[0]
