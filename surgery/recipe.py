@@ -281,7 +281,10 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     what, found = whole[0], whole[1](spec)
     if len(found) > 1:
         numbers = ", ".join(str(each) for each in sorted(x for x in found if x is not None))
-        raise SwapRefused(f"{step.value!r}: layers differ in their {what} ({numbers})", "Give a number instead.")
+        raise SwapRefused(
+            f"{step.value!r}: layers differ in their {what} ({numbers})",
+            "Give a number of " + what + " instead of a share.",
+        )
     (size,) = found
     if size is None:
         raise SwapRefused(f"{step.value!r}: this model has no {what}")

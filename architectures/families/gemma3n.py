@@ -67,7 +67,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
         raise config.fail(
             "num_kv_shared_layers",
             shared,
-            "fewer layers, so that one of each kind comes before the layers that share keys",
+            "a smaller number: the other layers need at least one of each type in layer_types",
         )
     norm = RMSNorm(size=head_dim, eps=_FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
     norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}

@@ -115,7 +115,7 @@ def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) ->
         raise config.fail(
             "num_kv_shared_layers",
             shared,
-            "fewer layers, so that one of each kind comes before the layers that share keys",
+            "a smaller number: the other layers need at least one of each type in layer_types",
         )
     keys_alone, found = config.boolean("attention_k_eq_v", False), {}
     for kind in dict.fromkeys(types):

@@ -124,7 +124,7 @@ def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, 
     boxes: dict[int, list[Chunk]] = {}
     for (first, *offsets), stored in (chunk for chunk in tensor.chunks if chunk.stored.shape):
         if not stored.contiguous:
-            raise CheckpointError(f"{where} has a part that is not stored contiguously", _HINT)
+            raise CheckpointError(f"{where} is not contiguous in memory: it was saved with strides", _HINT)
         count, shape = stored.count // max(stored.shape[0], 1), stored.shape[1:]
         for layer in range(stored.shape[0]):
             part = replace(stored, shape=shape, strides=None, offset=stored.offset + layer * count)
