@@ -247,7 +247,7 @@ WALKS: list[Callable[[ModelSpec], Any]] = [
 
 @pytest.mark.parametrize("walk", range(len(WALKS)))
 def test_what_is_unknown_is_refused_by_its_name(walk: int) -> None:
-    for record, message in ((Strange(hidden_size=48), "Unheard"), (Silent(hidden_size=48), "Silent declares no")):
+    for record, message in ((Strange(hidden_size=48), "Unheard"), (Silent(hidden_size=48), "the component Silent")):
         attention: Any = record
         spec = replace(LLAMA, blocks=(LLAMA.blocks[0].replaced(attention=attention),))
         with pytest.raises(ConfigError, match=message):

@@ -226,7 +226,7 @@ LARGE: dict[str, tuple[Callable[[], str], str]] = {
     "digits": (lambda: filled('{"model_type":"llama","num_hidden_layers":', "9", "}"), "not valid JSON"),
     "deep": (lambda: filled(LLAMA + '"a":', "[", "", MAX_CONFIG_VALUES), "not valid JSON"),
     "layers": (lambda: '{"model_type":"llama","num_hidden_layers":10000000}', "num_hidden_layers"),
-    "a model type": (lambda: filled('{"model_type":"', "llama", '"}'), "not a family"),
+    "a model type": (lambda: filled('{"model_type":"', "llama", '"}'), "does not support the model_type"),
 }  # fmt: skip
 
 

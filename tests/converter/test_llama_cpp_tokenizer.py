@@ -81,7 +81,7 @@ def test_what_llama_cpp_does_alike_has_no_note(name: str) -> None:
 @pytest.mark.parametrize("name", ["tekken", "gpt-4o"])
 def test_splitters_that_take_marks_apart_are_noted(name: str) -> None:
     (note,) = (note for note in notes_of(name) if "other token ids" in note)
-    assert f"of {len(hard_texts())} texts" in note
+    assert f"of {len(hard_texts())} difficult test texts" in note
 
 
 def test_a_normalizer_and_an_unknown_way_to_split_are_noted() -> None:
@@ -172,7 +172,7 @@ def size_of(data: bytes) -> int:
         (2, True, b"", 0, "llama", []),
         (2, True, FULL_WIDTH, 0, "llama", ["llama.cpp's SentencePiece BPE does not", "other token ids"]),
         (2, True, b"", 1, "llama", ["other token ids"]),
-        (2, False, b"", 0, "llama", ["no tokens for bytes", "other token ids"]),
+        (2, False, b"", 0, "llama", ["no byte tokens", "other token ids"]),
     ],
     ids=["unigram by bytes", "unigram", "BPE", "normalized BPE", "BPE that merges spaces", "BPE without bytes"],
 )

@@ -332,12 +332,12 @@ def test_a_second_writer_is_refused_at_once(tmp_path: Path) -> None:
             ) as caught:
                 second.__enter__()
             assert caught.value.exit_code == 1
-            with pytest.raises(GptkitError, match="being written"):
+            with pytest.raises(GptkitError, match="is writing"):
                 second.check()
         build(tmp_path / "other", "other")  # which is another target
         assert (staging.path / "config.json").read_text() == "one"
         staging.commit({})
-        with pytest.raises(GptkitError, match="being written"):
+        with pytest.raises(GptkitError, match="is writing"):
             build(target, "early", force=True)
     assert strays(tmp_path) == []
     build(target, "two", force=True)
@@ -349,13 +349,13 @@ def test_a_target_is_reserved_while_the_work_is_prepared(tmp_path: Path) -> None
     interrupted(target, ["a"])
     staging = Staging(target)
     with staging.reserved():
-        with pytest.raises(GptkitError, match="being written"):
+        with pytest.raises(GptkitError, match="is writing"):
             Staging(target).check()
         staging.key = "k"
         with staging:
             assert list(staging.finished) == ["a"]
             staging.commit({})
-        with pytest.raises(GptkitError, match="being written"), Staging(target):
+        with pytest.raises(GptkitError, match="is writing"), Staging(target):
             pass
     assert strays(tmp_path) == []
     with pytest.raises(UsageError, match="exists"), staging.reserved():
@@ -381,7 +381,7 @@ def test_many_at_once_write_one_after_another(tmp_path: Path) -> None:
                     with mutex:
                         inside -= 1
             except GptkitError as error:
-                if "being written" not in error.message:
+                if "is writing" not in error.message:
                     failures.append(error)
 
     threads = [threading.Thread(target=contend) for _ in range(8)]
@@ -407,7 +407,7 @@ def test_a_lock_on_a_file_that_was_just_removed_is_none(tmp_path: Path, monkeypa
         flock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with Staging(tmp_path / "out"), pytest.raises(GptkitError, match="being written"):
+    with Staging(tmp_path / "out"), pytest.raises(GptkitError, match="is writing"):
         Staging(tmp_path / "out").check()
     assert len(calls) == 3
     assert strays(tmp_path) == []

@@ -154,5 +154,7 @@ def test_files_that_have_a_shared_weight_in_each_layer_are_read_where_all_are_on
     assert torch.equal(gptkit.load(tmp_path)(IDS), reference(IDS).logits)
     whole["model.layers.4.shared_transformer.self_attn.q_proj.weight"] += 1
     save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"some layers share weights, but model\.layers\.4\.shared_transformer"):
+    with pytest.raises(
+        CheckpointError, match=r"some layers share weights, but .* model\.layers\.4\.shared_transformer"
+    ):
         gptkit.open_checkpoint(tmp_path)

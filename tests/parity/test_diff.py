@@ -358,7 +358,7 @@ def test_tensors_without_a_place_are_compared_by_their_names(models: Path, tmp_p
     assert steps is not None and (steps.changed, steps.largest, steps.square_a) == (1, 3, 14)
     assert (gone.layer, gone.module, gone.status) == (7, "more.layers.*.thing", "only_a")
     assert found.parameters[0] == sum(each.count for each in found.a.spec.parameters()) + 1 + 3 + 16 + 8
-    assert any(note.startswith("A: ") and "left out: flags" in note for note in found.notes)
+    assert any(note.startswith("A: ") and "cannot read their dtype: flags" in note for note in found.notes)
     json.dumps(found.as_json(), allow_nan=False)
     left = diff(a, tmp_path / "b", allow_extra=True)
     assert told(left) == {"same": total} and left.same

@@ -168,8 +168,7 @@ def test_more_rows_than_are_read_unasked_limit_the_verdict(
     assert (found.verdict, found.passed, found.exit_code) == ("equal", False, 3)
     assert found.limited == (
         "6 rows of embedding.weight, 1,234 the first, which have other values and which the probe does "
-        "not read; --long includes them"
-        " read",
+        "not read; --long includes them",
     )
 
 
