@@ -31,7 +31,7 @@ _MUCH = 1.5
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedLayer:
     """What a layer keeps: numbers that every token leaves, and of which tokens: of the last `window`, or `chunked` of
     those of its chunk. state: numbers that are there once for a sequence.
     """
@@ -42,13 +42,13 @@ class Kept:
     state: int = 0
 
 
-Layers = Mapping[Kept, int]
+Layers = Mapping[CachedLayer, int]
 """What layers keep, and how many of them the same."""
 
 
 def layers_of(spec: ModelSpec) -> Layers:
     """Those of a tree that keep anything."""
-    found: Counter[Kept] = Counter()
+    found: Counter[CachedLayer] = Counter()
     for block, number in Counter(spec.blocks).items():
         works = [work_of(each) for each in spec.block_operations(block)]
         kept = [work for work in works if work.left]
@@ -56,7 +56,7 @@ def layers_of(spec: ModelSpec) -> Layers:
         chunked = window is not None and any(work.chunked for work in works)
         state = sum(work.state for work in works)
         if kept or state:
-            found[Kept(sum(work.left for work in kept), window, chunked, state)] += number
+            found[CachedLayer(sum(work.left for work in kept), window, chunked, state)] += number
     return found
 
 
@@ -80,7 +80,7 @@ def in_vllm(layers: Layers, context: int, bytes_each: int, batch: int = 1) -> in
     return batch * size * largest * held
 
 
-def _blocks(kept: Kept, context: int, block: int) -> int:
+def _blocks(kept: CachedLayer, context: int, block: int) -> int:
     """Blocks that a sequence holds after so many tokens: those before what the next one looks at are given back."""
     skipped = 0
     if kept.window is not None:

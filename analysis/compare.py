@@ -15,14 +15,14 @@ from ..display import Shown
 from ..errors import UsageError
 from .aspects import Aspect, aspects
 from .costs import Costs, costs
-from .figures import Asked, common_context
+from .figures import Scenario, common_context
 from .formats import weighed
 from .params import ModelCount, params
 from .sizes import itemsize
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedModel:
     """A model by the name it was given, its family ("" for a tree that never had one), its tree and its costs, and the
     bytes of its weights.
     """
@@ -42,7 +42,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Row:
+class AspectRow:
     """An aspect with a cell a model: in words, and as plain JSON values. `differs` is told from the data."""
 
     name: str
@@ -62,8 +62,8 @@ class Comparison(Shown):
     context: tokens in sight, for FLOPs and the cache; dtype: of weights; cached: of the cache.
     """
 
-    models: tuple[Compared, ...]
-    rows: tuple[Row, ...]
+    models: tuple[ComparedModel, ...]
+    rows: tuple[AspectRow, ...]
     context: int
     dtype: str
     cached: str
@@ -79,7 +79,7 @@ class Comparison(Shown):
         """Notes for a person: on the table, and on each model."""
         return (*self.notes, *(f"{model.name}: {note}" for model in self.models for note in model.notes))
 
-    def shown(self, *, everything: bool = False, only_differences: bool = False) -> tuple[Row, ...]:
+    def shown(self, *, everything: bool = False, only_differences: bool = False) -> tuple[AspectRow, ...]:
         """The rows for a person: those of interest and those that differ, or all of them, or only those that differ."""
         if only_differences:
             return tuple(row for row in self.rows if row.differs)
@@ -104,7 +104,7 @@ class Comparison(Shown):
         found = {title: tuple(each[name] for each in figures) for name, title in names.items()}
         return found if found["active"] != found["parameters"] else {k: v for k, v in found.items() if k != "active"}
 
-    def _costs(self, model: Compared) -> dict[str, int | None]:
+    def _costs(self, model: ComparedModel) -> dict[str, int | None]:
         size, figures = itemsize(self.cached), model.costs
         return {
             "parameters": figures.parameters,
@@ -157,21 +157,21 @@ def compare(
     """
     if not models:
         raise UsageError("compare needs at least one model", "For example: gptkit compare gpt2 llama-2-7b")
-    asked = Asked(dtype=dtype, context=context)
+    asked = Scenario(dtype=dtype, context=context)
     return comparison(params(*models, offline=offline, allow_pickle=allow_pickle), asked)
 
 
-def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
+def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
     """Models that are known already, in the dtype and at the context of `asked`."""
     length = common_context([each.spec for each in models]) if asked.context is None else asked.context
     dtype = asked.dtype or "bfloat16"
     compared = []
     for each in models:
         figures, weights = costs(each.spec, length), weighed(each.spec, dtype, each.family).total
-        compared.append(Compared(each.name, each.family, each.spec, figures, weights, each.revision, each.notes))
+        compared.append(ComparedModel(each.name, each.family, each.spec, figures, weights, each.revision, each.notes))
     by_model = [{each.name: each for each in aspects(model.spec)} for model in compared]
     names = dict.fromkeys(name for each in by_model for name in each)
-    family = Row("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
+    family = AspectRow("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
     rows = (family, *(_row([each.get(name, Aspect(name, "–", None)) for each in by_model]) for name in names))
     notes = []  # what the figures do not say by themselves
     for model in compared:
@@ -183,11 +183,11 @@ def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
     return Comparison(tuple(compared), rows, length, dtype, asked.cached, tuple(dict.fromkeys(notes)))
 
 
-def _row(cells: Sequence[Aspect]) -> Row:
+def _row(cells: Sequence[Aspect]) -> AspectRow:
     """One aspect of all models. Where values that differ have the same words, they are numbered."""
     data = [json.dumps(cell.data, sort_keys=True) for cell in cells]
     words = []
     for cell, own in zip(cells, data, strict=True):
         same = list(dict.fromkeys(d for d, other in zip(data, cells, strict=True) if other.words == cell.words))
         words.append(cell.words if len(same) == 1 else f"{cell.words} #{same.index(own) + 1}")
-    return Row(cells[0].name, tuple(words), tuple(cell.data for cell in cells), cells[0].detail)
+    return AspectRow(cells[0].name, tuple(words), tuple(cell.data for cell in cells), cells[0].detail)

@@ -25,7 +25,7 @@ _SERVED = 8192
 
 
 @dataclass(frozen=True)
-class Asked:
+class Scenario:
     """What is asked for.
 
     dtype: of the weights ("int4" too). kv: contexts to tell the cache at, in tokens. kv_dtype: of the cache; that which
@@ -90,17 +90,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Figures:
+class CostFigures:
     """What was asked for of one tree, at `context` tokens. None, in `cache` too: its table of positions is too short.
 
-    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`, or with
+    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Scenario.kv`, or with
     memory for this one, and a_token: bytes that one leaves there, which no table of positions limits. token: the next
     token's FLOPs behind a cache, prefill: those of reading the context at once, training: of a step on it. formats:
     bytes of the weights in bf16 and in formats that models are run in, None in one that has no place for the tree.
     explained: the total as a formula. fits: what fits on a GPU. split: what each of several GPUs holds.
     """
 
-    asked: Asked
+    asked: Scenario
     context: int
     weights: Mapping[str, int] | None = None
     cache: tuple[CacheSize | None, ...] = ()
@@ -159,7 +159,7 @@ def fits(spec: ModelSpec, tokens: int) -> bool:
     return spec.positions is None or tokens <= spec.positions.length
 
 
-def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") -> Figures:
+def figures_of(spec: ModelSpec, asked: Scenario, context: int, family: str = "") -> CostFigures:
     """What was asked for of a tree, FLOPs and memory at a context; raises as `weighed`."""
     batch, dtype, cached = asked.batch, asked.dtype or "bfloat16", asked.cached
     found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") ->
 
         found["explained"] = explain(spec)
     if not fits(spec, context):
-        return Figures(asked, context, **found)
+        return CostFigures(asked, context, **found)
     if asked.flops:
         found["token"] = counting.costs(spec, context)
         found["prefill"] = counting.forward_flops(spec, context, batch)
@@ -201,4 +201,4 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") ->
         from .parallel import split
 
         found["split"] = split(spec, dtype=dtype, context=context, **given)
-    return Figures(asked, context, **found)
+    return CostFigures(asked, context, **found)

@@ -17,7 +17,7 @@ _ITEMSIZE = 2  # bf16
 
 
 @dataclass(frozen=True)
-class Finding(Record):
+class Remark(Record):
     """A sentence, and the figures in it. against: whether it contradicts the usual advice, which it then names."""
 
     JSON = "about words figures against_advice=against"
@@ -28,7 +28,7 @@ class Finding(Record):
     against: bool = False
 
 
-def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tuple[Finding, ...]:
+def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tuple[Remark, ...]:
     """What the figures say of a design's choices, each exchanged alone in the baseline, and of the whole.
 
     Args:
@@ -38,7 +38,7 @@ def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tupl
         base: GPT-2 of the same size.
     """
     usual, shape = base.costs(), base.shape
-    told: list[Finding] = []
+    told: list[Remark] = []
     if design.positions != "learned":
         told.append(_positions(goal, design, base.costs(positions=design.positions), usual))
     told.append(_norm(goal, design, base.costs(norm="rmsnorm"), usual))
@@ -58,28 +58,28 @@ def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tupl
             f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs. Its gain is speed:"
             " products can be fused, and devices synchronise once per layer."
         )
-        told.append(Finding("block", words, {"parameters": share}))
+        told.append(Remark("block", words, {"parameters": share}))
     if design.window is not None:
         other = base.costs(window=design.window)
         cache, flops = other.held / usual.held, 1 - other.total_flops / usual.total_flops
         words = (
             f"A window of {design.window:,} keeps {_share(cache)} of the cache and saves {_share(flops)} of the FLOPs."
         )
-        told.append(Finding("window", words, {"cache": cache, "flops": flops}))
+        told.append(Remark("window", words, {"cache": cache, "flops": flops}))
     return (*told, *_whole(costs(spec, spec.context_length or 1), usual, spec.context_length or 1))
 
 
-def _positions(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
+def _positions(goal: str, design: Design, other: Costs, usual: Costs) -> Remark:
     share, against = 1 - other.parameters / usual.parameters, goal == "speed"
     name, rival = ("ALiBi", "RoPE") if design.positions == "alibi" else ("RoPE", "ALiBi")
     saved = f"the table of positions, {_share(share)} of the parameters, and neither FLOPs nor cache"
     words = f"{name} saves {saved}. {rival} saves as much: costs do not decide between them."
     if against:
         words = f"The usual advice is {name}; the costs say that {rival} does as well: each saves {saved}."
-    return Finding("positions", words, {"parameters": share}, against)
+    return Remark("positions", words, {"parameters": share}, against)
 
 
-def _norm(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
+def _norm(goal: str, design: Design, other: Costs, usual: Costs) -> Remark:
     share, against = 1 - other.parameters / usual.parameters, goal == "speed" and design.norm == "layernorm"
     saved = f"saves {_share(share)} of the parameters and no FLOPs that are counted"
     words = f"RMSNorm in place of LayerNorm {saved}."
@@ -90,10 +90,10 @@ def _norm(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
         )
     elif design.norm == "rmsnorm":
         words += f" It saves time: 7 to 64% in its paper ({PAPERS['rmsnorm'].arxiv})."
-    return Finding("norm", words, {"parameters": share}, against)
+    return Remark("norm", words, {"parameters": share}, against)
 
 
-def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding:
+def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Remark:
     share = with_gate.parameters / usual.parameters - 1
     flops = with_gate.total_flops / usual.total_flops - 1
     changes = f"changes parameters by {_signed(share)} and FLOPs by {_signed(flops)}"
@@ -111,10 +111,10 @@ def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding
     else:
         end = "the plain one is simpler, not cheaper" if same else "the plain one is cheaper at this size"
         words = f"SwiGLU, 8/3 as wide as the residual stream, {changes} if it is used instead: {end}."
-    return Finding("feed-forward", words, {"parameters": share, "flops": flops}, against)
+    return Remark("feed-forward", words, {"parameters": share, "flops": flops}, against)
 
 
-def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Finding:
+def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Remark:
     cache = shared.held / usual.held
     flops, parameters = 1 - shared.total_flops / usual.total_flops, 1 - shared.parameters / usual.parameters
     words = (
@@ -122,10 +122,10 @@ def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Finding:
         f" {_share(parameters)} of the parameters, all in the k and v projections. The number of scores is unchanged,"
         " and at the same model size the savings are spent on layers."
     )
-    return Finding("attention", words, {"cache": cache, "flops": flops, "parameters": parameters})
+    return Remark("attention", words, {"cache": cache, "flops": flops, "parameters": parameters})
 
 
-def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Finding:
+def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Remark:
     """Of the ways to keep less of a token, which keeps least; `family` holds the design with MLA."""
     times = {name: each.cached / rivals[kind].cached for name, each in rivals.items()}
     others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
@@ -135,10 +135,10 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Findin
         f"{kind.upper()} caches the least per token, {others}. MLA is the better model in its paper"
         f" ({PAPERS['mla'].arxiv}), and {where}{nearer}."
     )
-    return Finding("cache", words, {f"times_{name}": value for name, value in times.items()})
+    return Remark("cache", words, {f"times_{name}": value for name, value in times.items()})
 
 
-def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
+def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Remark]:
     scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops
@@ -148,7 +148,7 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
         f"Products with weights take {_signed(weights)} FLOPs per token compared with GPT-2's design: {why}."
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window limits them."
     )
-    yield Finding("FLOPs", words, {"weights": weights, "scores": share})
+    yield Remark("FLOPs", words, {"weights": weights, "scores": share})
     read, cache, usual_cache = _ITEMSIZE * found.active, *(_SEQUENCES * c.held_bytes(_ITEMSIZE) for c in (found, usual))
     times = (_ITEMSIZE * usual.active + usual_cache) / (read + cache)
     against = "as much as GPT-2's design"
@@ -159,7 +159,7 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
         f"Memory bandwidth limits decoding. A step of {_SEQUENCES} sequences with {context:,} tokens each reads"
         f" {_giga(read)} of weights and {_giga(cache)} of cache, in bf16: {against}."
     )
-    yield Finding("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})
+    yield Remark("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})
 
 
 def _share(part: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from ..architectures.config import MAX_LAYERS
 from ..components import Shape
 from ..errors import UnknownFamily, shown
-from .allocators import Kept, Layers, held, in_vllm
+from .allocators import CachedLayer, Layers, held, in_vllm
 from .costs import CacheSize
 from .sizes import check_number, full_dtype, itemsize
 
@@ -123,13 +123,13 @@ def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
     return groups * head_dim, groups * _integer(config, "v_head_dim", default=head_dim)
 
 
-def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bool = False) -> Kept:
+def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bool = False) -> CachedLayer:
     if config.get("kv_lora_rank") is not None and config.get("qk_rope_head_dim") is not None:
-        return Kept(_integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim"), window, chunked)
-    return Kept(sum(_widths(config)), window, chunked)
+        return CachedLayer(_integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim"), window, chunked)
+    return CachedLayer(sum(_widths(config)), window, chunked)
 
 
-def _linear(config: Mapping[str, Any]) -> Kept:
+def _linear(config: Mapping[str, Any]) -> CachedLayer:
     """A state of a matrix a head, and the last inputs of the convolutions before it."""
     names = next((each for each in _LINEAR if all(config.get(name) is not None for name in each)), None)
     if names is None:
@@ -137,7 +137,7 @@ def _linear(config: Mapping[str, Any]) -> Kept:
             "layer_types",
             "has layers of linear attention, but gptkit knows none of the fields that give the size of their states",
         )
-    return Kept(0, state=_LINEAR[names](*(_integer(config, name) for name in names)))
+    return CachedLayer(0, state=_LINEAR[names](*(_integer(config, name) for name in names)))
 
 
 _GATED = tuple(f"linear_{each}" for each in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
@@ -157,15 +157,15 @@ _LINEAR: Mapping[tuple[str, ...], Callable[..., int]] = {
 }
 """The fields that say a state's size, and what it takes: of a gated delta rule (Qwen3-Next), of Kimi's, of Mamba-2."""
 
-_KINDS: Mapping[str, Callable[[Mapping[str, Any]], Kept]] = {
+_KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
     "full_attention": _attention,
     "sliding_attention": lambda config: _attention(config, _integer(config, "sliding_window")),
     "chunked_attention": lambda config: _attention(config, _integer(config, "attention_chunk_size"), chunked=True),
     "linear_attention": _linear,
     "attention": _attention,
     "mamba": _linear,
-    "mlp": lambda config: Kept(0),
-    "moe": lambda config: Kept(0),
+    "mlp": lambda config: CachedLayer(0),
+    "moe": lambda config: CachedLayer(0),
 }
 _OF_STATES = re.compile(r"(linear|mamba|ssm)_|conv_kernel|expand$|use_conv_bias|use_mamba_kernels")
 _FIELDS = {"linear_attention": _OF_STATES, "mamba": _OF_STATES, "chunked_attention": re.compile("attention_chunk_size")}

@@ -22,7 +22,7 @@ from ..converter.tree import Quantised
 from ..display import Record, Shown, plain
 from ..errors import GptkitError, UnknownFamily
 from .costs import usual_context
-from .figures import Asked, Figures, common_context, figures_of, fits
+from .figures import CostFigures, Scenario, common_context, figures_of, fits
 from .named import Named, by_class, by_names
 from .parameters import ParameterCount, buffers, count
 from .sizes import check_sizes
@@ -90,7 +90,7 @@ class ModelCount(Shown):
     revision: str | None = None
     notes: tuple[str, ...] = ()
     stored: Stored | None = None
-    figures: Figures | None = None
+    figures: CostFigures | None = None
     swap: Mapping[str, Any] | None = None
     folder: Path | None = None
     named: Named | None = None
@@ -162,7 +162,7 @@ def params(
     *models: str | Path,
     offline: bool = False,
     stored: bool = False,
-    asked: Asked | None = None,
+    asked: Scenario | None = None,
     allow_pickle: bool = False,
 ) -> Counts:
     """Count the parameters of each model, tied weights once; of one whose family is unknown by its tensors' names.
@@ -237,7 +237,7 @@ def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: 
     return ModelCount(found.text, "", None, here.revision, notes, held, folder=folder, named=told)
 
 
-def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]:
+def with_figures(counts: Sequence[ModelCount], asked: Scenario) -> list[ModelCount]:
     """Counts with what they cost, all at one context.
 
     Raises:
@@ -277,7 +277,7 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
     return tree, Stored(tuple(path.name for path in checkpoint.files), tensors)
 
 
-def _with_cache(model: ModelCount, asked: Asked) -> ModelCount:
+def _with_cache(model: ModelCount, asked: Scenario) -> ModelCount:
     """A model of an unknown family with its key-value cache, where that is asked for. Raises UnknownFamily."""
     from .kept import cache_of_layers, layers_of_config
 

@@ -29,7 +29,7 @@ from .design import (
     rotary_base,
     usual_vocabulary,
 )
-from .findings import Finding, findings
+from .findings import Remark, findings
 from .papers import PAPERS, Paper
 
 _LEAST, _MOST = 10**5, 10**12  # parameters
@@ -141,7 +141,7 @@ class _Delta:
 
 
 @dataclass(frozen=True)
-class Choice(Record):
+class ComponentChoice(Record):
     """A component: its kind, what it is in this model, why, and which paper says so.
 
     cost: what it changes in the baseline, where it is called `alone`, for other heads or widths than this model has.
@@ -185,9 +185,9 @@ class Recommendation(Record, Shown):
     costs: Costs
     baseline: ModelSpec
     baseline_costs: Costs
-    choices: tuple[Choice, ...]
-    considered: tuple[Choice, ...]
-    findings: tuple[Finding, ...]
+    choices: tuple[ComponentChoice, ...]
+    considered: tuple[ComponentChoice, ...]
+    findings: tuple[Remark, ...]
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:
@@ -327,7 +327,7 @@ def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | 
     return None
 
 
-def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None = None) -> Choice:
+def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None = None) -> ComponentChoice:
     """The first of some changes of the baseline, the others there before too; in a tree that has it, or considered."""
     kind, value = next(iter(changes.items()))
     own = {} if kind == "placement" else changes
@@ -339,7 +339,7 @@ def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None =
     more = (after.parameters - before.parameters, after.held_bytes() - before.held_bytes())
     cost = _Delta(*more, after.total_flops - before.total_flops)
     usual = kind == "placement" or getattr(BASELINE, kind) == value
-    return Choice(kind.replace("_", "-"), words, why, PAPERS.get(paper or ""), alone, cost, usual)
+    return ComponentChoice(kind.replace("_", "-"), words, why, PAPERS.get(paper or ""), alone, cost, usual)
 
 
 def _named(kind: str, value: Any, spec: ModelSpec) -> str:

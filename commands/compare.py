@@ -44,14 +44,14 @@ def compare(
 ) -> None:
     """Compare the components and costs of several models side by side."""
     from ..analysis.compare import comparison
-    from ..analysis.figures import Asked
+    from ..analysis.figures import Scenario
     from ..analysis.params import ModelCount, params
 
     if sum((markdown, csv, json)) > 1:
         raise UsageError("--markdown, --csv and --json cannot be combined", "Give only one of them.")
     if only_differences and everything:
         raise UsageError("--only-differences and --all cannot be combined", "Give only one of them.")
-    asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
+    asked = Scenario(dtype=dtype, context=None if context is None else tokens("--context", context))
     counts: list[ModelCount] = params(*models, **opening)
     if swap or recipe is not None:
         from ..surgery.options import guarantee_in_words

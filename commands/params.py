@@ -126,14 +126,14 @@ def params(
     quiet: bool = QUIET,
 ) -> None:
     """Count parameters, memory and FLOPs from a config, without weights."""
-    from ..analysis.figures import Asked
+    from ..analysis.figures import Scenario
     from ..analysis.params import ModelCount, with_figures
     from ..analysis.params import params as count_params
 
     contexts = tuple(dict.fromkeys(base.tokens("--kv", part) for text in kv or () for part in text.split(",")))
     length = None if context is None else base.tokens("--context", context)
     nbytes = base.parse_size("--gpu", gpu, of_a_card=True)
-    asked = Asked(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp, fsdp)
+    asked = Scenario(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp, fsdp)
     rows = base.rows_by("layer" if by_layer else by)
     # Options that would do nothing are refused before any work.
     number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)

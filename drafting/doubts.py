@@ -11,7 +11,7 @@ from ..architectures.rope import USUAL_ROTARY, RotaryKind
 from ..components import ModelSpec, Shape, without_rounding
 from .fields import has, rotary_of, with_default
 from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, lacking, shared_names, tree_of
-from .vocabulary import Donor, Names, Vocabulary, fits, id_or_value
+from .vocabulary import Donor, KnownNames, Names, fits, id_or_value
 
 _PLAIN = Decoder({})
 """Every argument as it is where nobody says otherwise."""
@@ -26,7 +26,7 @@ _READINGS = 8  # of a tensor whose name nobody has
 
 
 def doubts_of(
-    draft: Draft, config: Mapping[str, Any], names: Names, rivals: Sequence[Donor], words: Vocabulary
+    draft: Draft, config: Mapping[str, Any], names: Names, rivals: Sequence[Donor], words: KnownNames
 ) -> Iterator[Doubt]:
     """What names and shapes do not tell, the likeliest first."""
     said = {role for each in draft.fields.values() for role in each.role.split()}
@@ -129,7 +129,7 @@ def _another(tree: ModelSpec, now: ModelSpec) -> bool:
     return ours == theirs and without_rounding(tree) != without_rounding(now)
 
 
-def _gate_or_up(draft: Draft, names: Names, words: Vocabulary) -> Iterator[Doubt]:
+def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt]:
     """Yield the doubt which of two matrices is the gate projection, where no family has their names."""
     parts = [f"blocks.{{layer}}.feed_forward.{part}_proj.weight" for part in ("gate", "up")]
     held = {leaf.names[0]: template for template, leaf in draft.leaves.items() if len(leaf.names) == 1}
@@ -148,7 +148,7 @@ def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
 
 
 def _readings(
-    template: str, shape: Shape, spec: ModelSpec | None, missing: set[str], draft: Draft, words: Vocabulary
+    template: str, shape: Shape, spec: ModelSpec | None, missing: set[str], draft: Draft, words: KnownNames
 ) -> Iterator[tuple[str, Patch]]:
     """Yield what a tensor of an unknown name may hold: several in one first, then what has no name yet."""
     ends, taken = template.rpartition(".")[2], shared_names(draft.leaves)

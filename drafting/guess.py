@@ -16,14 +16,14 @@ from ..errors import CannotExpress, CheckpointError, GptkitError, shown
 from .doubts import UNTOLD, doubts_of
 from .fields import arguments_of, fields_of
 from .record import ABSENT, BIASES, Draft, Known, cut, lacking, shared_names, tree_of
-from .vocabulary import Donor, Meaning, Names, Vocabulary, fits, names_of
+from .vocabulary import Donor, KnownNames, Meaning, Names, fits, names_of
 
 _ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # how the places begin of what `accounted` tells
 _NOBODY = "TODO: nothing here reads {}"
 _LOOKED_AT = 12  # families whose own tree is made of the config
 
 
-def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known | None, words: Vocabulary) -> Draft:
+def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known | None, words: KnownNames) -> Draft:
     """The draft of a checkpoint's family.
 
     Raises:
@@ -92,7 +92,7 @@ def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float
     return 100 * (1 - _agreement(ours, theirs)) + len(left)
 
 
-def _ranked(config: Mapping[str, Any], names: Names, words: Vocabulary) -> list[Donor]:
+def _ranked(config: Mapping[str, Any], names: Names, words: KnownNames) -> list[Donor]:
     """The families, those nearest by names, then by config fields, first; of equals the oldest."""
     own = {names.key(each) for each in names.shapes}
     fields = config.keys() - COMMON_IRRELEVANT.keys() - COMMON_REFUSED.keys()
@@ -135,7 +135,7 @@ def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _leaves(names: Names, skeleton: Donor, words: Vocabulary) -> tuple[dict[str, Leaf], dict[str, str]]:
+def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str, Leaf], dict[str, str]]:
     """What each tensor holds, by its template, the skeleton's order first; and why that is believed."""
     found, why, taken = dict[str, Leaf](), dict[str, str](), set[str]()
     meanings = {each: words.of_tensor(names.key(each)) for each in names.shapes}

@@ -43,7 +43,7 @@ from .doubts import BY_LAYER, undecided
 from .guess import accounted, guess
 from .record import Draft, Known, Patch
 from .source import source_of
-from .vocabulary import Vocabulary, vocabulary
+from .vocabulary import KnownNames, known_names
 
 MOST = 64
 """Drafts that are tried for one checkpoint."""
@@ -289,7 +289,7 @@ def _told(draft: Draft, patch: Patch, words: str) -> Draft:
     return dataclasses.replace(draft, why={**draft.why, **dict.fromkeys(patch, reason)})
 
 
-def settled(draft: Draft, case: Case, words: Vocabulary) -> Draft:
+def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
     """With each field's meaning held against the class at another value. A meaning that does not hold there is taken
     from another family, or the field is refused at other values than the checkpoint's.
     """
@@ -325,7 +325,7 @@ def _by_layer(draft: Draft) -> Iterator[Draft]:
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
-def _meanings(draft: Draft, name: str, words: Vocabulary) -> Iterator[Draft]:
+def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
     """The draft with each other meaning of a field: of its name, then of all fields that have values of its kind."""
     own = draft.fields.get(name)
     taken = {role for other, each in draft.fields.items() if other != name for role in each.role.split()}
@@ -478,7 +478,7 @@ _LABELS = ("num_labels", "id2label", "label2id")
 """Fields of classifiers, of which transformers makes a table with a row for each label."""
 
 
-def _require_worth(config: Config, shapes: Mapping[str, Shape], words: Vocabulary) -> None:
+def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownNames) -> None:
     """Raise InvalidInput where config.json says more layers than there are tensors, before a class is made of it."""
     for name, known in words.fields.items():
         value = config.get(name)
@@ -492,7 +492,7 @@ def _require_worth(config: Config, shapes: Mapping[str, Shape], words: Vocabular
 
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
     """The definition's text, and what was proved of it."""
-    words = vocabulary(tuple(without))
+    words = known_names(tuple(without))
     _require_worth(config, shapes, words)
     config = {name: value for name, value in config.items() if name not in _LABELS}
     for family in [each for name, each in ARCHITECTURES.items() if name in without]:

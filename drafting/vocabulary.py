@@ -65,7 +65,7 @@ class Meaning(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class KnownNames:
     """The families without those of some names.
 
     donors: those whose table a draft may start from. others: the other families, whose names of tensors count too.
@@ -172,7 +172,7 @@ def tail(key: str) -> str:
 
 
 @cache
-def vocabulary(without: tuple[str, ...] = ()) -> Vocabulary:
+def known_names(without: tuple[str, ...] = ()) -> KnownNames:
     """What the registered families know, but for those of some names."""
     known = [each for each in ARCHITECTURES.values() if each.name not in without]  # which imports all families
     places = dict(_places())
@@ -182,7 +182,7 @@ def vocabulary(without: tuple[str, ...] = ()) -> Vocabulary:
         if type(reader := getattr(family.read, "__self__", None)) is Decoder and id(reader) in places
     )
     own = {each.family.name for each in donors}
-    return Vocabulary(donors, tuple(each for each in known if each.name not in own))
+    return KnownNames(donors, tuple(each for each in known if each.name not in own))
 
 
 _VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")

@@ -9,7 +9,7 @@ from rich.console import RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ..analysis.compare import Comparison, Row
+from ..analysis.compare import AspectRow, Comparison
 from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
 from .counts_page import MOST_NAMES, layer_diagrams
@@ -32,7 +32,7 @@ class _Line:
     cost: bool = False
 
 
-def _lines(comparison: Comparison, rows: Sequence[Row]) -> list[_Line]:
+def _lines(comparison: Comparison, rows: Sequence[AspectRow]) -> list[_Line]:
     return [*(_Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
 
 
@@ -59,7 +59,7 @@ def _conditions(comparison: Comparison) -> str:
 
 
 @drawing
-def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[Row] | None = None) -> RenderResult:
+def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[AspectRow] | None = None) -> RenderResult:
     """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
     rows = comparison.shown() if rows is None else rows
     names, shown = [model.name for model in comparison.models], _lines(comparison, rows)
@@ -144,7 +144,7 @@ def _longest_word(cells: Iterable[str]) -> int:
     return max(len(word) for cell in cells for word in (cell.split() or [""]))
 
 
-def comparison_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
+def comparison_markdown(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
     """The table in Markdown; the labels of rows that differ are bold."""
     names = [model.name for model in comparison.models]
     written = [["", *map(_cell, names)], ["---"] * (len(names) + 1)]
@@ -161,7 +161,7 @@ def _cell(words: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\|*_`<>[]" else letter for letter in plain)
 
 
-def comparison_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
+def comparison_csv(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
     """The table as CSV: aspects in words, costs as integers, with a column that says whether a row differs."""
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
@@ -179,7 +179,7 @@ def comparison_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     return written.getvalue()
 
 
-def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
+def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
     """The table of aspects, the costs as bars, the cache by context, and the layers of each model."""
     models = comparison.models
     totals = [model.costs.parameters for model in models]

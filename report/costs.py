@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..analysis.costs import stated_context, usual_context, windows
-from ..analysis.figures import Asked, Figures, fits
+from ..analysis.figures import CostFigures, Scenario, fits
 from ..analysis.formats import SCALES
 from ..analysis.parameters import count
 from ..analysis.params import ModelCount
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
 
-_Model = tuple[str, ModelSpec, Figures]  # a name, a tree and its figures
+_Model = tuple[str, ModelSpec, CostFigures]  # a name, a tree and its figures
 _Words = Callable[[str, int], str]  # how a figure under its label is written
 _Column = tuple[str, Mapping[str, int], _Words]  # a name, figures under their labels, and how they are written
 _NOTHING = "–"  # where a model has no such figure
@@ -35,7 +35,7 @@ _LABELS = (
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
 
 
-def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = False) -> list[Sheet]:
+def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = False) -> list[Sheet]:
     """A sheet for each thing asked for, models side by side; `compared` adds what the second has more or less."""
     models = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
     sheets = [
@@ -67,7 +67,7 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = Fal
     return [*sheets, replace(last, notes=(*last.notes, *notes))]
 
 
-def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> list[str]:
+def _context_notes(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[str]:
     """Why figures are told at this context, which models have none there, and which were not made for it."""
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
@@ -131,7 +131,7 @@ def _sequences(batch: int, tokens: int) -> str:
     return f"{tokens:,} tokens" if batch == 1 else f"{batch:,} × {tokens:,} tokens"
 
 
-def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
+def _cache(models: Sequence[_Model], asked: Scenario, compared: bool) -> Sheet:
     columns: list[_Column] = []
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens caches w − 1 of them."] if windowed else []
@@ -197,7 +197,7 @@ def _bytes(label: str, nbytes: int) -> str:
     return binary(nbytes) if label == _TOTAL_BINARY else decimal(nbytes, "B")
 
 
-def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
+def _flops(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[Sheet]:
     context = models[0][2].context
     where = _sequences(asked.batch, context)
     notes = [
@@ -219,7 +219,7 @@ def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet
     return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)
 
 
-def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
+def _memory(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
     running, training = [], []
     for _, _, figures in models:
@@ -236,7 +236,7 @@ def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Shee
     return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
 
 
-def _cells(figures: Figures) -> dict[str, dict[str, int]]:
+def _cells(figures: CostFigures) -> dict[str, dict[str, int]]:
     """The figures of each kind, by label; no kind that the model has none of."""
     cells: dict[str, dict[str, int]] = {}
     token, prefill, step = figures.token, figures.prefill, figures.training
@@ -308,7 +308,7 @@ def _explained(models: Sequence[_Model]) -> list[Sheet]:
     return sheets
 
 
-def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
+def _fits(models: Sequence[_Model], asked: Scenario) -> Sheet:
     """Of one model a row a dtype; of several the longest context, a column a model."""
     there = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not there or asked.gpu is None:
@@ -350,14 +350,14 @@ def _card(nbytes: int) -> tuple[str, str]:
     return f"{gib} GB", f"{gib} GiB = {decimal(nbytes, 'B')}"
 
 
-def _batch_note(context: int, asked: Asked) -> str:
+def _batch_note(context: int, asked: Scenario) -> str:
     """Explain the columns about the batch."""
     note = f"Batch: the most sequences of {context:,} tokens that fit"
     note += "" if asked.context is not None else " (--context sets another number of tokens)"
     return f"{note}. Left over: the memory that this batch leaves free, which is too little for one more."
 
 
-def _split(models: Sequence[_Model], asked: Asked) -> Sheet:
+def _split(models: Sequence[_Model], asked: Scenario) -> Sheet:
     """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
 
     def cells(stage: Stage) -> dict[str, int]:

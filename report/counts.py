@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..analysis.aspects import describe
-from ..analysis.figures import Asked
+from ..analysis.figures import Scenario
 from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
@@ -50,7 +50,7 @@ def parameter_table(
         yield _layers(page, model, dtype) if by == "layer" else _tensors(page, model, dtype)
 
 
-def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
+def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
     """All that `params` prints, of all models or of each beside what swaps make of it; lists are plain lines."""
     if any(model.named for model in counts) and len(counts) > 1 and not pairs:
         for number, model in enumerate(counts):  # names of their own stand in no common table

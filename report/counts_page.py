@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..analysis.aspects import describe
 from ..analysis.costs import cache_bytes, costs
-from ..analysis.figures import Asked, common_context, fits
+from ..analysis.figures import Scenario, common_context, fits
 from ..analysis.formats import weighed
 from ..analysis.params import ModelCount
 from ..components import ModelSpec
@@ -20,9 +20,9 @@ MOST_NAMES = 6  # models whose names make a page's title
 _MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
 
 
-def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Page:
+def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> Page:
     """The page of some models' counts, at least one: what each holds and costs, and figures that were asked for."""
-    asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Asked())
+    asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Scenario())
 
     more = [
         Section(sheet.title, (sheet.as_table(), *([Lines(sheet.notes)] if sheet.notes else [])))
@@ -80,7 +80,7 @@ def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Pag
     )
 
 
-def _memory(counts: Sequence[ModelCount], asked: Asked) -> list[Figure]:
+def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
     """Weights and cache together, a bar a model and context; with activations where memory was asked for."""
     dtype = asked.dtype or "bfloat16"
     rows: dict[str, dict[str, int]] = {}

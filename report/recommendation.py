@@ -7,7 +7,7 @@ from rich.console import RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from ..analysis.recommend import Choice, Recommendation
+from ..analysis.recommend import ComponentChoice, Recommendation
 from .comparison import flops
 from .pages import counted
 from .sheets import Layout, Row, Sheet, drawing, nbytes, plain_table
@@ -74,7 +74,7 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
         cells = (f"{costs.parameters:,}", nbytes(costs.held_bytes()), flops(costs.total_flops))
         return Row(label, cells, "bold", ruled)
 
-    def exchange(choice: Choice) -> tuple[str, ...]:
+    def exchange(choice: ComponentChoice) -> tuple[str, ...]:
         parameters = f"{choice.cost.parameters:+,}" if choice.cost.parameters else "0"
         return (parameters, signed(choice.cost.cache, nbytes), signed(choice.cost.flops, flops))
 

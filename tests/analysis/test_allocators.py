@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gptkit
-from gptkit.analysis.allocators import Kept, allocated, in_llama_cpp, in_vllm, layers_of
+from gptkit.analysis.allocators import CachedLayer, allocated, in_llama_cpp, in_vllm, layers_of
 from gptkit.analysis.costs import cache_bytes, works
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.gguf import gguf_keeps
@@ -55,7 +55,7 @@ def blocks_after(context: int, window: int | None, chunked: bool, block: int) ->
     number=st.integers(1, 5),
 )
 def test_blocks_of_one_kind_are_those_of_a_table(context, window, chunked, left, number) -> None:
-    kept = Kept(left, window, chunked and window is not None)
+    kept = CachedLayer(left, window, chunked and window is not None)
     held = blocks_after(context, window, kept.chunked, 16)
     assert in_vllm({kept: number}, context, 2, 3) == 3 * number * held * 16 * left * 2
 
@@ -64,13 +64,13 @@ def test_blocks_of_one_kind_are_those_of_a_table(context, window, chunked, left,
 @example(context=16, window=1, near=3, far=2)  # what is padded holds no block
 def test_layers_of_two_kinds_are_in_groups_of_one_size(context, window, near, far) -> None:
     """Their pool hands out a block for as many layers as a group has, whether it has them or is padded."""
-    held = in_vllm({Kept(8, window): near, Kept(8): far}, context, 2)
+    held = in_vllm({CachedLayer(8, window): near, CachedLayer(8): far}, context, 2)
     fewest, most = sorted((near, far))
     size = most if most < 1.5 * fewest else fewest
     groups = {window: math.ceil(near / size), None: math.ceil(far / size)}
     blocks = {each: blocks_after(context, each, False, 16) for each in groups}
     assert held == sum(number * blocks[each] for each, number in groups.items()) * size * 16 * 8 * 2
-    alone = in_vllm({Kept(8, window): near}, context, 2) + in_vllm({Kept(8): far}, context, 2)
+    alone = in_vllm({CachedLayer(8, window): near}, context, 2) + in_vllm({CachedLayer(8): far}, context, 2)
     assert held >= alone
     padded = [each for each, number in ((window, near), (None, far)) if number % size]
     assert (held > alone) == any(blocks[each] for each in padded)
@@ -78,13 +78,15 @@ def test_layers_of_two_kinds_are_in_groups_of_one_size(context, window, near, fa
 
 def test_pages_are_made_equal_by_longer_blocks_or_not_at_all() -> None:
     """A layer whose tokens leave half as much has blocks of twice as many tokens."""
-    assert in_vllm({Kept(16, 64): 4, Kept(32): 4}, 1000, 2) == 4 * 16 * 32 * 2 * (
+    assert in_vllm({CachedLayer(16, 64): 4, CachedLayer(32): 4}, 1000, 2) == 4 * 16 * 32 * 2 * (
         blocks_after(1000, 64, False, 32) + blocks_after(1000, None, False, 16)
     )
-    assert in_vllm({Kept(16, 64): 4, Kept(24): 4}, 1000, 2) is None
-    assert in_vllm({Kept(16): 4, Kept(24): 4}, 1000, 2) == 63 * 16 * 2 * 4 * (16 + 24)  # all see all: no groups
-    assert in_vllm({Kept(16, state=5): 4}, 1000, 2) is None
-    assert in_llama_cpp({Kept(16, state=5): 4}, 1000) is None
+    assert in_vllm({CachedLayer(16, 64): 4, CachedLayer(24): 4}, 1000, 2) is None
+    assert in_vllm({CachedLayer(16): 4, CachedLayer(24): 4}, 1000, 2) == 63 * 16 * 2 * 4 * (
+        16 + 24
+    )  # all see all: no groups
+    assert in_vllm({CachedLayer(16, state=5): 4}, 1000, 2) is None
+    assert in_llama_cpp({CachedLayer(16, state=5): 4}, 1000) is None
 
 
 @pytest.mark.parametrize(

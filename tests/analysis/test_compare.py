@@ -8,7 +8,7 @@ from helpers.processes import imported
 
 import gptkit
 from gptkit.analysis.compare import Comparison, compare, comparison
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.analysis.params import ModelCount, params
 from gptkit.components import Llama3Scaling, Rotary
 from gptkit.errors import InvalidInput, Offline, UsageError
@@ -116,11 +116,11 @@ def test_values_that_differ_never_look_alike() -> None:
     block = first.spec.blocks[0].replaced(attention=replace(first.spec.blocks[0].attention, position=position))
     second = ModelCount("b", "llama", replace(first.spec, blocks=(block,) * 32))
     third = ModelCount("c", "llama", first.spec)
-    found = comparison([first, second, third], Asked())
+    found = comparison([first, second, third], Scenario())
     row = next(row for row in found.rows if row.name == "position")
     assert row.differs
     assert row.words == tuple(f"RoPE 500,000, llama3 ×8 #{n}" for n in (1, 2, 1))
-    assert not comparison([first, third], Asked()).shown(only_differences=True)
+    assert not comparison([first, third], Scenario()).shown(only_differences=True)
 
 
 def test_details_are_shown_where_they_differ() -> None:

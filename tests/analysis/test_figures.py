@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gptkit.analysis.allocators import allocated
 from gptkit.analysis.costs import cache_bytes, forward_flops, training_flops
-from gptkit.analysis.figures import Asked, common_context, figures_of
+from gptkit.analysis.figures import Scenario, common_context, figures_of
 from gptkit.analysis.formats import weight_bytes, weight_dtype
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.params import params
@@ -29,7 +29,7 @@ def test_dtypes_that_are_none() -> None:
         with pytest.raises(UsageError, match="unknown dtype"):
             weight_dtype(name)
     with pytest.raises(UsageError):
-        Asked(kv_dtype="int4")  # a cache of four bits is nothing that gptkit knows the bytes of
+        Scenario(kv_dtype="int4")  # a cache of four bits is nothing that gptkit knows the bytes of
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_dtypes_that_are_none() -> None:
 )
 def test_sizes_that_are_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="whole number from 1"):
-        Asked(**wrong)
+        Scenario(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,17 @@ def test_sizes_that_are_none(wrong: dict[str, Any]) -> None:
     [(None, "bfloat16"), ("int4", "bfloat16"), ("float8", "bfloat16"), ("fp32", "float32"), ("float16", "float16")],
 )
 def test_narrow_weights_are_computed_with_in_bf16(dtype: str | None, computed: str) -> None:
-    assert Asked(dtype).computed == computed
-    assert Asked(dtype).cached == computed
-    assert Asked(dtype, kv_dtype="fp8").cached == "float8_e4m3fn"
+    assert Scenario(dtype).computed == computed
+    assert Scenario(dtype).cached == computed
+    assert Scenario(dtype, kv_dtype="fp8").cached == "float8_e4m3fn"
 
 
 def test_figures_are_those_of_the_analyses() -> None:
     spec = spec_of("mistral-7b")
-    asked = Asked("bf16", kv=(100, 9000), flops=True, memory=True, batch=3)
+    asked = Scenario("bf16", kv=(100, 9000), flops=True, memory=True, batch=3)
     found = figures_of(spec, asked, 5000)
     assert found.cache == tuple(allocated(spec, cache_bytes(spec, tokens, batch=3)) for tokens in (100, 9000))
-    assert figures_of(spec, Asked(memory=True), 5000).cache == (allocated(spec, cache_bytes(spec, 5000)),)
+    assert figures_of(spec, Scenario(memory=True), 5000).cache == (allocated(spec, cache_bytes(spec, 5000)),)
     assert found.prefill == forward_flops(spec, 5000, 3)
     assert found.training == training_flops(spec, 5000, 3)
     assert found.inference_memory == memory(spec, "bfloat16", 5000, 3)
@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_analyses() -> None:
 
 def test_four_bits_halve_the_weights_and_nothing_else() -> None:
     spec = spec_of("qwen3-8b")
-    eight, four = (figures_of(spec, Asked(dtype, memory=True), 512).inference_memory for dtype in ("int8", "int4"))
+    eight, four = (figures_of(spec, Scenario(dtype, memory=True), 512).inference_memory for dtype in ("int8", "int4"))
     assert eight is not None and four is not None
     assert (four.weights, four.dtype) == (8_190_735_360 // 2, "int4")
     assert eight.weights == 8_190_735_360
@@ -76,14 +76,14 @@ def test_four_bits_halve_the_weights_and_nothing_else() -> None:
 def test_models_are_told_at_one_context() -> None:
     names = ("gpt2", "qwen3-8b", "bloom-560m")
     assert common_context([spec_of(name) for name in names]) == 1024
-    for each in params(*names, asked=Asked(flops=True)):
+    for each in params(*names, asked=Scenario(flops=True)):
         assert each.figures is not None and each.figures.context == 1024
-    for each in params(*names, asked=Asked(flops=True, context=77)):
+    for each in params(*names, asked=Scenario(flops=True, context=77)):
         assert each.figures is not None and each.figures.token is not None and each.figures.token.context == 77
 
 
 def test_no_figure_beyond_a_table_of_positions() -> None:
-    asked = Asked(kv=(1024, 1025), flops=True, memory=True, context=1025)
+    asked = Scenario(kv=(1024, 1025), flops=True, memory=True, context=1025)
     gpt2, qwen = params("gpt2", "qwen3-8b", asked=asked)
     assert gpt2.figures is not None and qwen.figures is not None
     assert gpt2.figures.cache[0] is not None and gpt2.figures.cache[1] is None
@@ -93,13 +93,13 @@ def test_no_figure_beyond_a_table_of_positions() -> None:
     assert data["flops"] == data["memory"] == data["kv_cache"][1]
     assert data["flops"] == {"context": 1025, "impossible": "the context is longer than the model's table of positions"}
     with pytest.raises(UsageError, match="1,025 tokens do not fit the model's table of 1,024 positions"):
-        params("gpt2", asked=Asked(flops=True, context=1025))
+        params("gpt2", asked=Scenario(flops=True, context=1025))
     with pytest.raises(UsageError, match="1,025 tokens"):
-        params("gpt2", "distilgpt2", asked=Asked(kv=(1025,)))
+        params("gpt2", "distilgpt2", asked=Scenario(kv=(1025,)))
 
 
 def test_json_has_integers() -> None:
-    asked = Asked("int4", (64,), flops=True, memory=True, batch=2)
+    asked = Scenario("int4", (64,), flops=True, memory=True, batch=2)
     (found,) = params("mixtral-8x7b", asked=asked)
     data = found.as_json(tensors=True)
     assert json.loads(json.dumps(data, allow_nan=False)) == data

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from gptkit.analysis.allocators import Kept, held
+from gptkit.analysis.allocators import CachedLayer, held
 from gptkit.analysis.kept import layers_of_config
 from gptkit.errors import UnknownFamily
 
@@ -133,17 +133,20 @@ CONFIG: dict[str, Any] = {"model_type": "nobody", "num_hidden_layers": 4, "hidde
 @pytest.mark.parametrize(
     ("fields", "layers"),
     [
-        ({}, {Kept(128): 4}),
-        ({"num_key_value_heads": 2, "head_dim": 16}, {Kept(64): 4}),
-        ({"num_key_value_heads": 2, "v_head_dim": 4}, {Kept(24): 4}),
-        ({"kv_lora_rank": 32, "qk_rope_head_dim": 8}, {Kept(40): 4}),
-        ({"sliding_window": 7}, {Kept(128, 7): 4}),
-        ({"sliding_window": 7, "use_sliding_window": False}, {Kept(128): 4}),
-        ({"sliding_window": 7, "layer_types": [FULL, NEAR, NEAR, "moe"]}, {Kept(128): 1, Kept(128, 7): 2}),
-        ({"attention_chunk_size": 5, "layer_types": ["chunked_attention"] * 4}, {Kept(128, 5, chunked=True): 4}),
+        ({}, {CachedLayer(128): 4}),
+        ({"num_key_value_heads": 2, "head_dim": 16}, {CachedLayer(64): 4}),
+        ({"num_key_value_heads": 2, "v_head_dim": 4}, {CachedLayer(24): 4}),
+        ({"kv_lora_rank": 32, "qk_rope_head_dim": 8}, {CachedLayer(40): 4}),
+        ({"sliding_window": 7}, {CachedLayer(128, 7): 4}),
+        ({"sliding_window": 7, "use_sliding_window": False}, {CachedLayer(128): 4}),
+        (
+            {"sliding_window": 7, "layer_types": [FULL, NEAR, NEAR, "moe"]},
+            {CachedLayer(128): 1, CachedLayer(128, 7): 2},
+        ),
+        ({"attention_chunk_size": 5, "layer_types": ["chunked_attention"] * 4}, {CachedLayer(128, 5, chunked=True): 4}),
     ],
 )
-def test_fields_mean_what_they_do_in_transformers(fields: dict[str, Any], layers: dict[Kept, int]) -> None:
+def test_fields_mean_what_they_do_in_transformers(fields: dict[str, Any], layers: dict[CachedLayer, int]) -> None:
     assert layers_of_config({**CONFIG, **fields}) == layers
     assert layers_of_config({"text_config": {**CONFIG, **fields}}) == layers
 
@@ -151,7 +154,7 @@ def test_fields_mean_what_they_do_in_transformers(fields: dict[str, Any], layers
 def test_tensors_that_are_wider_than_the_config_says_are_told() -> None:
     """As in MiMo V2, whose class gives layers with a window twice the heads."""
     name = "model.layers.3.self_attn.k_proj.weight"
-    assert layers_of_config(CONFIG, [(name, (64, 64)), ("vision." + name, (3, 3))]) == {Kept(128): 4}
+    assert layers_of_config(CONFIG, [(name, (64, 64)), ("vision." + name, (3, 3))]) == {CachedLayer(128): 4}
     with pytest.raises(UnknownFamily, match=re.escape(name)):
         layers_of_config(CONFIG, [(name, (128, 64))])
 

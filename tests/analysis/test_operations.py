@@ -19,7 +19,7 @@ from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
 from gptkit.analysis.aspects import aspects, describe
 from gptkit.analysis.compare import comparison
 from gptkit.analysis.costs import cache_bytes, costs, forward_flops
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.parameters import count
 from gptkit.analysis.params import ModelCount
@@ -437,7 +437,7 @@ def test_what_nobody_wrote_words_for_is_told_by_its_name_and_fields() -> None:
     assert "Spiral, turns 3, inward in 1" in said(spiral(turns=3, inward=True))["position"][0]
 
     models = [ModelCount("strange", "", spec), ModelCount("llama", "llama", LLAMA)]
-    table = comparison(models, Asked(context=16))
+    table = comparison(models, Scenario(context=16))
     differing = {row.name for row in table.rows if row.differs}
     assert {"position", "norm", "attention"} <= differing and "feed-forward" not in differing
     shown = printed(parameter_table([ModelCount("strange", "", spec)]))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptkit.analysis.costs import cache_bytes
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.analysis.fit import fit
 from gptkit.analysis.memory import memory
 from gptkit.analysis.parallel import shard, split
@@ -103,9 +103,9 @@ def test_what_does_not_divide_is_named() -> None:
     with pytest.raises(UsageError, match="units of the feed-forward"):
         shard(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX, "intermediate_size": 93}), 2)
     with pytest.raises(UsageError, match="not split over several GPUs"):
-        Asked("q4_k_m", tp=2)
+        Scenario("q4_k_m", tp=2)
     with pytest.raises(UsageError, match="--tp must be a whole number"):
-        Asked(tp=0)
+        Scenario(tp=0)
 
 
 def test_one_token_more_does_not_fit() -> None:

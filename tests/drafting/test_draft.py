@@ -22,7 +22,7 @@ from gptkit.components import GatedFeedForward
 from gptkit.drafting import draft as drafts
 from gptkit.drafting.guess import guess
 from gptkit.drafting.trial import answered
-from gptkit.drafting.vocabulary import vocabulary
+from gptkit.drafting.vocabulary import known_names
 
 LAYERS = 2
 PLAIN = {
@@ -216,8 +216,8 @@ def test_a_plugin_file_that_breaks_is_told(tmp_path: Path) -> None:
 def test_roles_are_those_of_the_registry() -> None:
     """A name that no family has is not known, and one that a family alone has goes with it."""
     words, fewer = (
-        vocabulary(),
-        vocabulary(
+        known_names(),
+        known_names(
             (
                 "granite",
                 "granitemoe",
@@ -239,7 +239,7 @@ def test_roles_are_those_of_the_registry() -> None:
 
 def guessed(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
     """What is guessed of each tensor by its template: the shared names within the layer."""
-    draft = guess({**PLAIN, **config}, shapes, None, vocabulary())
+    draft = guess({**PLAIN, **config}, shapes, None, known_names())
     return {template: tuple(name.rpartition("}.")[2] for name in leaf.names) for template, leaf in draft.leaves.items()}
 
 
@@ -282,7 +282,7 @@ def test_a_llama_under_the_names_of_an_older_family_is_no_older_family() -> None
     found = guessed({}, shapes)
     assert found["transformer.h.{layer}.mlp.c_fc_0.weight"] == ("feed_forward.gate_proj.weight",)
     assert found["transformer.h.{layer}.mlp.c_fc_1.weight"] == ("feed_forward.up_proj.weight",)
-    draft = guess(PLAIN, shapes, None, vocabulary())
+    draft = guess(PLAIN, shapes, None, known_names())
     assert draft.skeleton.family.name != "gpt_neo" and not draft.arguments["learned"]
     assert draft.arguments["rotary"] is not None and draft.arguments["inner"] is GatedFeedForward
     assert any("is the gate projection" in doubt.what for doubt in draft.doubts)

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gptkit.analysis.compare import Comparison, compare, comparison
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.analysis.params import ModelCount, params
 from gptkit.report.comparison import comparison_csv, comparison_markdown, comparison_table, shared_out
 
@@ -91,7 +91,7 @@ def test_ascii_only() -> None:
 def test_names_from_outside_obey_nobody() -> None:
     (gpt2,) = params("gpt2")
     name = "[bold]a|b\x1b[2J"
-    found = comparison([replace(gpt2, name=name), replace(gpt2, name="b")], Asked())
+    found = comparison([replace(gpt2, name=name), replace(gpt2, name="b")], Scenario())
     text = render(found, 120)
     assert "\x1b" not in text and "[bold]a|b" in text
     table = comparison_markdown(found, found.shown())
@@ -166,7 +166,7 @@ def test_the_page_draws_each_kind_of_layer() -> None:
     replace = msgspec.structs.replace
     other = gpt2.blocks[0].replaced(attention=replace(gpt2.blocks[0].attention, window=64))
     mixed = replace(gpt2, blocks=(*gpt2.blocks[:6], *(other,) * 6))
-    found = comparison([ModelCount("mixed", "", mixed)], Asked(dtype="float64"))
+    found = comparison([ModelCount("mixed", "", mixed)], Scenario(dtype="float64"))
     page = comparison_page(found, found.shown())
     layers = next(section for section in page.sections if section.title == "Layers")
     assert len(layers.blocks) == 2

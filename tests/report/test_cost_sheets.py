@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from gptkit.analysis.figures import Asked, figures_of
+from gptkit.analysis.figures import Scenario, figures_of
 from gptkit.analysis.params import ModelCount, params
 from gptkit.report.costs import cost_sheets
 from gptkit.report.sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
@@ -25,7 +25,7 @@ def printed(things: list[Any], width: int = 80, **options: Any) -> str:
 
 
 def sheets(*models: str, compared: bool = False, **asked: Any) -> list[Sheet]:
-    wanted = Asked(**asked)
+    wanted = Scenario(**asked)
     counts = params(*models, asked=wanted)
     return cost_sheets(counts, wanted, compared)
 
@@ -109,7 +109,7 @@ def test_windows_and_repeated_heads_are_explained() -> None:
 
 
 def test_flops_of_one_model() -> None:
-    (model,) = params("gpt2", asked=Asked(flops=True, context=100))
+    (model,) = params("gpt2", asked=Scenario(flops=True, context=100))
     found = model.figures
     assert found is not None and found.token and found.prefill and found.training
     text = printed(sheets("gpt2", flops=True, context=100))
@@ -188,7 +188,7 @@ def test_what_a_swap_changes() -> None:
 
 
 def test_where_no_model_has_positions_what_a_token_leaves_is_told_and_that() -> None:
-    asked = Asked(kv=(4096,), flops=True, memory=True, context=4096)
+    asked = Scenario(kv=(4096,), flops=True, memory=True, context=4096)
     specs = [each.spec for each in params("gpt2", "distilgpt2")]
     (told,) = cost_sheets([ModelCount("m", "", spec, figures=figures_of(spec, asked, 4096)) for spec in specs], asked)
     text = printed([told])

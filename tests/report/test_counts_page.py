@@ -11,7 +11,7 @@ from helpers.command import call
 
 import gptkit
 from gptkit.analysis.costs import costs
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.report.counts_page import counts_page
 from gptkit.report.pages import Figure, Lines, Page, Table, render, write_page
 
@@ -47,7 +47,7 @@ def test_one_model() -> None:
 
 
 def test_a_dtype_of_the_cache_and_more_sections() -> None:
-    asked = Asked(kv_dtype="float32", memory=True)
+    asked = Scenario(kv_dtype="float32", memory=True)
     page = counts_page(gptkit.params("gpt2", asked=asked), asked)
     assert dict(page.facts)["KV cache per token, float32"] == "73.7 kB"
     assert any(section.title.startswith("Memory for 1,024 tokens") for section in page.sections)
@@ -55,7 +55,7 @@ def test_a_dtype_of_the_cache_and_more_sections() -> None:
 
 def test_what_was_asked_for_is_in_the_charts() -> None:
     """int4, two contexts and a batch: each is in a chart, not only in the tables below."""
-    asked = Asked("int4", kv=(8192, 131_072), memory=True, context=4096, batch=4)
+    asked = Scenario("int4", kv=(8192, 131_072), memory=True, context=4096, batch=4)
     (model,) = gptkit.params("llama-3-8b", asked=asked)
     page = counts_page([model], asked)
     figures = {each.title: each for each in blocks(page, Figure)}
@@ -78,15 +78,15 @@ def test_what_was_asked_for_is_in_the_charts() -> None:
 
 
 def test_one_context_for_all_of_a_page() -> None:
-    (model,) = gptkit.params("qwen3-8b", asked=Asked(flops=True))
-    (asked,) = gptkit.params("qwen3-8b", asked=Asked(flops=True, context=1000))
+    (model,) = gptkit.params("qwen3-8b", asked=Scenario(flops=True))
+    (asked,) = gptkit.params("qwen3-8b", asked=Scenario(flops=True, context=1000))
     for count, told in ((model, 40_960), (asked, 1000)):
         page = counts_page([count])
         assert any(
             f"one token that sees {told:,} tokens," in line for each in blocks(page, Lines) for line in each.lines
         )
         assert blocks(page, Figure)[-1].table.rows[0][-1] == f"{costs(count.spec, told).total_flops:,}"
-    models = gptkit.params("gpt2", "qwen3-8b", asked=Asked(flops=True, context=2000))
+    models = gptkit.params("gpt2", "qwen3-8b", asked=Scenario(flops=True, context=2000))
     page = counts_page(models)
     (flops,) = [each for each in blocks(page, Figure) if each.title.startswith("FLOPs")]
     assert [row[0] for row in flops.table.rows] == ["qwen3-8b"]

@@ -14,7 +14,7 @@ from helpers.processes import imported
 from helpers.trees import TREES
 
 import gptkit
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.components import ModelSpec
 from gptkit.display import Shown
 from gptkit.report.notebook import DRAWN, progress
@@ -36,7 +36,7 @@ def test_values_show_the_tables_of_their_commands() -> None:
     assert "28,348,416" in words(counts[0].count)
     assert "hidden size" in words(gptkit.compare("gpt2", "llama-3-8b"))
     assert "blocks.0–31" in words(counts[1].spec) and "k_proj" in words(counts[1].spec)
-    asked = gptkit.params("gpt2", asked=Asked(explain=True, kv=(512,)))
+    asked = gptkit.params("gpt2", asked=Scenario(explain=True, kv=(512,)))
     assert "V·d + T·d + L(12d² + 13d) + 2d" in words(asked) and "KV cache" in words(asked[0])
     assert "quality" in words(gptkit.recommend("quality", "125M"))
     assert "llama" in words(gptkit.open_checkpoint("sample:llama"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Scenario
 from gptkit.analysis.params import ModelCount, params
 from gptkit.report.rows import By, Row, count_rows, model_rows, write_csv
 
@@ -46,7 +46,7 @@ def test_every_tensor_has_a_row(counts: list[ModelCount]) -> None:
 
 
 def test_costs_have_a_row_a_model() -> None:
-    asked = Asked("bf16", kv=(64, 2000), flops=True, memory=True, context=64)
+    asked = Scenario("bf16", kv=(64, 2000), flops=True, memory=True, context=64)
     gpt2, mixtral = read(model_rows(params("gpt2", "mixtral-8x7b", asked=asked)))
     assert gpt2["kv_cache.2000.bytes"] == "" and gpt2["kv_cache.2000.impossible"]
     assert mixtral["kv_cache.2000.bytes"] == str(2000 * 131_072)
