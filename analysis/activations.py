@@ -303,7 +303,7 @@ class SavedForBackward:
         """Count the tensors that an operation saves, and return its result."""
         rule = _RULES.get(type(operation))
         if rule is None:
-            raise ops.unknown(operation, "the memory of training")
+            raise ops.unknown(operation, "the memory of training")  # type: ignore[arg-type]
         size, heads = self._bytes(operation), operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _SavedStorage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         return rule(self, operation, result) or result

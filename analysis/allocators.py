@@ -1,12 +1,12 @@
-"""What the programs that run a model take for its cache, each by its own way to lay it out. No torch.
+"""The memory that vLLM and llama.cpp allocate for a model's KV cache. This file needs no torch.
 
-vLLM hands out blocks of 16 tokens. A layer with a window gives blocks back that no later token looks into. Layers that
-keep the same are in groups of one size, padded, which draw from one pool of blocks (v1/core/kv_cache_utils.py,
-get_kv_cache_groups; v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens; v1/kv_cache_interface.py).
+vLLM allocates blocks of 16 tokens. A layer with a window frees blocks that no later token reads. Layers with equal
+caches form groups of one size, padded, which share one pool of blocks (v1/core/kv_cache_utils.py, get_kv_cache_groups;
+v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens; v1/kv_cache_interface.py).
 
-llama.cpp makes the whole cache before the first token, in float16 unless it is told otherwise: of every sequence as
-many cells as its context padded to 256, and in layers with a window, which are apart, those of the window and of a
-batch of 512 tokens, padded too; of latents keys alone (src/llama-context.cpp, src/llama-kv-cache.cpp and
+llama.cpp allocates the whole cache before the first token, in float16 by default. Every sequence has as many cells as
+its context padded to 256. Layers with a window have their own cache, with cells for the window and a batch of 512
+tokens, also padded. For latents it stores only keys (src/llama-context.cpp, src/llama-kv-cache.cpp and
 src/llama-kv-cache-iswa.cpp).
 """
 
@@ -20,81 +20,81 @@ from .costs import CacheSize, work_of
 from .sizes import itemsize
 
 _BLOCK = 16
-"""Tokens of a block in vLLM, where no backend asks for others (config/cache.py)."""
+"""Tokens of a block in vLLM, unless a backend needs another size (config/cache.py)."""
 _PADDED = 256
-"""Tokens that contexts are padded to in llama.cpp."""
+"""llama.cpp pads contexts to a multiple of this number of tokens."""
 _BATCH = 512
 """Tokens that llama.cpp computes at once (n_ubatch)."""
 _FP16 = 2
 _MUCH = 1.5
-"""How many times as many layers one kind has as another before vLLM takes the smaller number for a group's size."""
+"""If the most frequent kind of layer exceeds the rarest by this factor, vLLM's groups have the rarest one's size."""
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """What a layer keeps: numbers that every token leaves, and of which tokens: of the last `window`, or `chunked` of
-    those of its chunk. state: numbers that are there once for a sequence.
-    """
+    """The cache of one layer."""
 
-    left: int
-    window: int | None = None
-    chunked: bool = False
-    state: int = 0
+    per_token: int  # numbers that the layer stores for a token
+    window: int | None = None  # only the last `window` tokens are stored
+    chunked: bool = False  # only the tokens of the current chunk of `window` tokens are stored
+    state: int = 0  # numbers that the layer stores once for a sequence
 
 
 Layers = Mapping[CachedLayer, int]
-"""What layers keep, and how many of them the same."""
+"""The different caches of a model's layers, and how many layers have each."""
 
 
 def layers_of(spec: ModelSpec) -> Layers:
-    """Those of a tree that keep anything."""
-    found: Counter[CachedLayer] = Counter()
+    """Return the layers of a tree that store anything."""
+    layers: Counter[CachedLayer] = Counter()
     for block, number in Counter(spec.blocks).items():
-        works = [work_of(each) for each in spec.block_operations(block)]
-        kept = [work for work in works if work.left]
-        window = max((work.window for work in kept if work.window is not None), default=None)
+        works = [work_of(operation) for operation in spec.block_operations(block)]
+        cached = [work for work in works if work.left]
+        window = max((work.window for work in cached if work.window is not None), default=None)
         chunked = window is not None and any(work.chunked for work in works)
         state = sum(work.state for work in works)
-        if kept or state:
-            found[CachedLayer(sum(work.left for work in kept), window, chunked, state)] += number
-    return found
+        if cached or state:
+            layers[CachedLayer(sum(work.left for work in cached), window, chunked, state)] += number
+    return layers
 
 
 def in_vllm(layers: Layers, context: int, bytes_each: int, batch: int = 1) -> int | None:
-    """Bytes of the blocks that sequences of `context` tokens hold; None of a state, and of layers whose pages vLLM
-    cannot make equal.
+    """Return the bytes of the blocks for `batch` sequences of `context` tokens, with `bytes_each` bytes a number.
+
+    None for layers with a state, and for layers whose pages vLLM cannot pad to one size.
     """
-    if any(each.state for each in layers):
+    if any(layer.state for layer in layers):
         return None
-    page = {each: _BLOCK * each.left * bytes_each for each in layers}
-    if len({(each.window, each.chunked) for each in layers}) <= 1:
-        return batch * sum(number * page[each] * _blocks(each, context, _BLOCK) for each, number in layers.items())
+    page = {layer: _BLOCK * layer.per_token * bytes_each for layer in layers}
+    if len({(layer.window, layer.chunked) for layer in layers}) <= 1:
+        return batch * sum(number * page[layer] * _blocks(layer, context, _BLOCK) for layer, number in layers.items())
     largest = max(page.values())
     if any(largest % nbytes for nbytes in page.values()):
         return None
     fewest, most = min(layers.values()), max(layers.values())
     size = most if most < fewest * _MUCH else fewest
-    held = sum(
-        -(-number // size) * _blocks(each, context, _BLOCK * largest // page[each]) for each, number in layers.items()
+    blocks = sum(
+        -(-number // size) * _blocks(layer, context, _BLOCK * largest // page[layer])
+        for layer, number in layers.items()
     )
-    return batch * size * largest * held
+    return batch * size * largest * blocks
 
 
-def _blocks(kept: CachedLayer, context: int, block: int) -> int:
-    """Blocks that a sequence holds after so many tokens: those before what the next one looks at are given back."""
+def _blocks(layer: CachedLayer, context: int, block: int) -> int:
+    """Return the number of blocks that a sequence of `context` tokens uses, without those that no token reads again."""
     skipped = 0
-    if kept.window is not None:
-        skipped = context // kept.window * kept.window if kept.chunked else max(0, context - kept.window + 1)
+    if layer.window is not None:
+        skipped = context // layer.window * layer.window if layer.chunked else max(0, context - layer.window + 1)
     return -(-context // block) - skipped // block
 
 
 def in_llama_cpp(layers: Layers, context: int, batch: int = 1) -> int | None:
-    """Bytes of the cache that is made for sequences of `context` tokens; None of a state."""
-    if any(each.state for each in layers):
+    """Return the bytes of the cache for `batch` sequences of `context` tokens; None for layers with a state."""
+    if any(layer.state for layer in layers):
         return None
-    cells = _padded(context)
-    near = {each: _padded(min(cells, each.window + _BATCH)) if each.window else cells for each in layers}
-    return batch * _FP16 * sum(number * each.left * near[each] for each, number in layers.items())
+    most = _padded(context)
+    cells = {layer: _padded(min(most, layer.window + _BATCH)) if layer.window else most for layer in layers}
+    return batch * _FP16 * sum(number * layer.per_token * cells[layer] for layer, number in layers.items())
 
 
 def _padded(tokens: int) -> int:
@@ -102,13 +102,14 @@ def _padded(tokens: int) -> int:
 
 
 def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
-    """The cache of a tree with what vLLM and llama.cpp allocate for it; the latter of families that it is known to have
-    an architecture for, and no windows that it would not see.
+    """Return a cache size with the bytes that vLLM and llama.cpp allocate.
+
+    llama.cpp's are None for families that gptkit cannot write as GGUF, or whose windows llama.cpp ignores.
     """
-    if spec.encoder is not None:  # vLLM runs none such, and no architecture of llama.cpp's is known here for one
+    if spec.encoder is not None:  # vLLM does not run such a model, and gptkit knows no llama.cpp architecture for it
         return size
     layers = layers_of(spec)
-    known = gguf_keeps(family, any(each.window is not None for each in layers))
+    known = gguf_keeps(family, any(layer.window is not None for layer in layers))
     return replace(
         size,
         in_vllm=in_vllm(layers, size.context, itemsize(size.dtype), size.batch),
@@ -117,6 +118,6 @@ def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
 
 
 def held(layers: Layers, context: int) -> int:
-    """Numbers that are needed after so many tokens, and that transformers' cache holds: of a window all but one."""
-    seen = {each: context if each.window is None else min(context, each.window - 1) for each in layers}
-    return sum(number * (each.left * seen[each] + each.state) for each, number in layers.items())
+    """Return how many numbers transformers' cache stores after `context` tokens: for a window, one token less."""
+    tokens = {layer: context if layer.window is None else min(context, layer.window - 1) for layer in layers}
+    return sum(number * (layer.per_token * tokens[layer] + layer.state) for layer, number in layers.items())

@@ -1,8 +1,8 @@
-"""What the layers of a model keep between tokens, from its config.json alone, for types of which there is no family.
+"""The cache of each layer of a model, read from its config.json alone, for model types that gptkit has no family for.
 
-Fields mean what they do in transformers' config classes: `layer_types` (or no such field: one kind, by the window that
-is stated, as its `cache_utils.get_layer_types_and_kwargs` has it), heads, ranks of latents, sizes of states. What is
-not understood is refused by its name: a layer of another kind, a field that gives heads of some layers another shape.
+Fields mean the same as in transformers' config classes: `layer_types`, heads, ranks of latents, sizes of states.
+Without `layer_types` there is one kind of layer, which follows from the window, as in transformers'
+`cache_utils.get_layer_types_and_kwargs`. A kind of layer or a field that gptkit does not understand is refused by name.
 """
 
 import re
@@ -27,7 +27,7 @@ _STRANGE = re.compile(
     r"(global|swa|sliding|local|full|shared|compress|index|cross|cycle|loop|recurr|attn_layer|block_type|layers_block"
     r"|rwkv|xlstm|mamba|ssm|state_size|conv|linear_|kv_shared|lsh|per_layer|encoder|expand|depth|prompt)"
 )
-"""What in a field's name says that layers keep something else than keys and values of their heads."""
+"""Parts of field names that may mean that a layer caches something other than the keys and values of its heads."""
 _HARMLESS = re.compile(
     r"(is_encoder_decoder|encoder_no_repeat\w*|add_cross_attention|cross_attention_hidden_size|tie_encoder_decoder"
     r"|use_sliding_window|max_window_layers|_?sliding_window\w*|\w*shared_(expert|intermediate)\w*|num_local_experts"
@@ -36,13 +36,15 @@ _HARMLESS = re.compile(
 
 
 _PROJECTION = re.compile(r"(?!.*(?:vision|visual|audio)).*layers\.(?P<layer>\d{1,6})\..*\b(?P<of>[kv])_proj\.weight")
-"""The matrices of keys and values, by the name that nearly every type has for them."""
+"""The names of the key and value projections in nearly every model type."""
 
 
 def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shape]] = ()) -> Layers:
-    """What each layer keeps. `shapes`: tensors by name, of which those of keys and values must be as wide as the config
-    says: some classes make them otherwise in some layers, and no field tells. Raises UnknownFamily: it is not
-    understood, by the name of the field.
+    """Return the cache of each layer.
+
+    `shapes` are the names and shapes of tensors. The key and value projections among them must have the config's
+    width, because some classes use another one in some layers without a field. Raises UnknownFamily for a field that
+    gptkit does not understand.
     """
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     types = text.get("layer_types") or text.get("layers_block_type")
@@ -55,11 +57,11 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
     if types is None:
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
         types = ["full_attention" if window is None else "sliding_attention"] * min(count, MAX_LAYERS)
-    if not isinstance(types, list) or len(types) != count or not all(isinstance(each, str) for each in types):
+    if not isinstance(types, list) or len(types) != count or not all(isinstance(kind, str) for kind in types):
         raise _refusal("layer_types", "must be a list with one kind for every layer")
-    used = [_FIELDS[kind] for kind in dict.fromkeys(types) if kind in _FIELDS]
+    patterns = [_FIELDS[kind] for kind in dict.fromkeys(types) if kind in _FIELDS]
     for name, value in text.items():
-        known = _HARMLESS.fullmatch(name) or any(each.match(name) for each in used)
+        known = _HARMLESS.fullmatch(name) or any(pattern.match(name) for pattern in patterns)
         if value not in (None, False, 0, [], {}) and _STRANGE.search(name) and not known:
             raise _refusal(name, "may mean that some layers cache something else than keys and values")
     unknown = next((kind for kind in types if kind not in _KINDS), None)
@@ -69,28 +71,30 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
         for name, shape in shapes:
             part = _PROJECTION.fullmatch(name)
             kind = types[int(part["layer"])] if part and int(part["layer"]) < count else ""
-            seen = kind.endswith("attention") and kind != "linear_attention"
-            if part and seen and shape[0] != _widths(text)[part["of"] == "v"]:
+            is_attention = kind.endswith("attention") and kind != "linear_attention"
+            if part and is_attention and shape[0] != _widths(text)[part["of"] == "v"]:
                 raise _refusal(
                     "num_key_value_heads", f"does not agree with the shape of {name}, which is {list(shape)}"
                 )
-    found = Counter(_KINDS[kind](text) for kind in types)
-    return {kept: number for kept, number in found.items() if kept.left or kept.state}
+    layers = Counter(_KINDS[kind](text) for kind in types)
+    return {layer: number for layer, number in layers.items() if layer.per_token or layer.state}
 
 
 def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """The cache after so many tokens, as `costs.cache_bytes` tells it of a tree, states in the cache's dtype too."""
+    """Return the cache after `context` tokens, like `costs.cache_bytes` for a tree, with states in the cache's dtype."""
     check_number("tokens", context)
     size = itemsize(dtype)
     needed = size * batch * held(layers, context)
     rolling = sum(
-        number * each.left for each, number in layers.items() if each.window is not None and context >= each.window
+        number * layer.per_token
+        for layer, number in layers.items()
+        if layer.window is not None and context >= layer.window
     )
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(number * each.left for each, number in layers.items()),
+        a_token=size * sum(number * layer.per_token for layer, number in layers.items()),
         held=needed,
         buffer=needed + size * batch * rolling,
         in_transformers=needed,
@@ -107,7 +111,7 @@ def _refusal(name: str, why: str) -> UnknownFamily:
 
 
 def _integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The whole number in the first of these fields that there is."""
+    """Return the whole number in the first of these fields that the config has."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 0 < value < 2**31:
         raise _refusal(names[0], "must be a whole number above zero")
@@ -115,7 +119,7 @@ def _integer(config: Mapping[str, Any], *names: str, default: int | None = None)
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Numbers of a token's keys and of its values, of all heads."""
+    """Return how many numbers the keys of a token have, and its values, over all heads."""
     heads = _integer(config, *_NAMES["heads"])
     usual = _integer(config, *_NAMES["hidden"]) // heads if type(config.get("head_dim")) is not int else 0
     head_dim = _integer(config, "head_dim", "kv_channels", default=usual)
@@ -130,8 +134,8 @@ def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bo
 
 
 def _linear(config: Mapping[str, Any]) -> CachedLayer:
-    """A state of a matrix a head, and the last inputs of the convolutions before it."""
-    names = next((each for each in _LINEAR if all(config.get(name) is not None for name in each)), None)
+    """Return a layer whose state is one matrix per head and the last inputs of its convolutions."""
+    names = next((names for names in _LINEAR if all(config.get(name) is not None for name in names)), None)
     if names is None:
         raise _refusal(
             "layer_types",
@@ -140,7 +144,7 @@ def _linear(config: Mapping[str, Any]) -> CachedLayer:
     return CachedLayer(0, state=_LINEAR[names](*(_integer(config, name) for name in names)))
 
 
-_GATED = tuple(f"linear_{each}" for each in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+_GATED = tuple(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
 _LINEAR: Mapping[tuple[str, ...], Callable[..., int]] = {
     (*_GATED, "linear_conv_kernel_dim"): lambda keys, values, key, value, kernel: (
         values * value * key + (2 * keys * key + values * value) * kernel
@@ -155,7 +159,7 @@ _LINEAR: Mapping[tuple[str, ...], Callable[..., int]] = {
     ),
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"): mamba,
 }
-"""The fields that say a state's size, and what it takes: of a gated delta rule (Qwen3-Next), of Kimi's, of Mamba-2."""
+"""The fields that determine a state's size, and the size: for a gated delta rule (Qwen3-Next), Kimi's, and Mamba-2."""
 
 _KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
     "full_attention": _attention,
@@ -169,4 +173,4 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
 }
 _OF_STATES = re.compile(r"(linear|mamba|ssm)_|conv_kernel|expand$|use_conv_bias|use_mamba_kernels")
 _FIELDS = {"linear_attention": _OF_STATES, "mamba": _OF_STATES, "chunked_attention": re.compile("attention_chunk_size")}
-"""Fields that a kind of layer accounts for."""
+"""Patterns of the fields that each kind of layer explains."""

@@ -106,7 +106,7 @@ class PrefillMemory:
         """Return the bytes of one operation; raise ConfigError for a kind that gptkit does not know."""
         rule = _RULES.get(type(operation))
         if rule is None:
-            raise ops.unknown(operation, "the memory of a prefill")
+            raise ops.unknown(operation, "the memory of a prefill")  # type: ignore[arg-type]
         return rule(self, operation, self._bytes(operation))
 
     def _nothing(self, *_: Any) -> _Step:
@@ -293,8 +293,9 @@ def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
         until |= dict.fromkeys(operation.inputs, index)
     until = {operation.id: max(until[operation.id], places.get(operation.held, 0)) for operation in program}
     for operation in program:
-        linear = isinstance(operation, ops.Linear) and operation.fused
-        if linear or (isinstance(operation, ops.Scale) and operation.together):
+        if (isinstance(operation, ops.Linear) and operation.fused) or (
+            isinstance(operation, ops.Scale) and operation.together
+        ):
             first, *others = operation.made_together(program)
             until[first.id] = max(until[first.id], *(until[part.id] for part in others))
     return until

@@ -82,9 +82,8 @@ def test_pages_are_made_equal_by_longer_blocks_or_not_at_all() -> None:
         blocks_after(1000, 64, False, 32) + blocks_after(1000, None, False, 16)
     )
     assert in_vllm({CachedLayer(16, 64): 4, CachedLayer(24): 4}, 1000, 2) is None
-    assert in_vllm({CachedLayer(16): 4, CachedLayer(24): 4}, 1000, 2) == 63 * 16 * 2 * 4 * (
-        16 + 24
-    )  # all see all: no groups
+    # Without windows there are no groups.
+    assert in_vllm({CachedLayer(16): 4, CachedLayer(24): 4}, 1000, 2) == 63 * 16 * 2 * 4 * (16 + 24)
     assert in_vllm({CachedLayer(16, state=5): 4}, 1000, 2) is None
     assert in_llama_cpp({CachedLayer(16, state=5): 4}, 1000) is None
 

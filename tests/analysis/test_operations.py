@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from io import StringIO
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptkit.analysis import activations, prefill
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
 from gptkit.analysis.aspects import aspects, describe
 from gptkit.analysis.compare import comparison
@@ -252,6 +253,12 @@ def test_what_is_unknown_is_refused_by_its_name(walk: int) -> None:
         spec = replace(LLAMA, blocks=(LLAMA.blocks[0].replaced(attention=attention),))
         with pytest.raises(ConfigError, match=message):
             WALKS[walk](spec)
+
+
+def test_every_operation_has_a_rule_for_its_memory() -> None:
+    """A table, unlike a `match` that ends with `raise unknown(…)`, is not checked for missing entries by mypy."""
+    for rules in (activations._RULES, prefill._RULES):
+        assert rules.keys() == set(get_args(ops.AnyOperation))
 
 
 class Capped(Attention, frozen=True):
