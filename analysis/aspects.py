@@ -1,8 +1,8 @@
-"""What a tree is, aspect by aspect: in the short words of a table and as data, or in whole words. No weights, no torch.
+"""A description of a tree by aspects: in short words for a table, as data, or in whole words. No weights, no torch.
 
-Components say it (see `Component.words`); layers that differ are told apart. Two trees whose aspects are all alike
-compute the same function in exact arithmetic: each aspect tells a part of it, and none tells what
-`components.without_rounding` sets alike, which is how the last bits come about.
+Components describe themselves (see `Component.words`), and layers that differ are described separately. Two trees with
+equal aspects compute the same function in exact arithmetic. Aspects say nothing about rounding, which
+`components.without_rounding` removes from a tree.
 """
 
 import json
@@ -19,40 +19,36 @@ from ..components.words import NOT_THERE, Words
 
 @dataclass(frozen=True)
 class Aspect:
-    """One thing about a tree: "GQA 32/8", and as plain JSON values {"kind": "GQA", "heads": 32, "kv_heads": 8}.
-
-    Where layers differ, data is {"layers_differ": [{"layers": [[first, last], …], "value": …}, …]}. `detail`: of little
-    interest in a model by itself, where it is what most models have.
-    """
+    """One property of a tree, such as its attention."""
 
     name: str
-    words: str
+    words: str  # "GQA 32/8"
     data: Any
-    detail: bool = False
+    """Plain JSON values: {"kind": "GQA", "heads": 32, "kv_heads": 8}. If layers differ, they are
+    {"layers_differ": [{"layers": [[first, last], …], "value": …}, …]}."""
+    detail: bool = False  # of little interest unless models are compared
 
 
-_MOST_RUNS, _MOST_KINDS = (
-    3,
-    4,
-)  # so many runs of layers, and so many kinds of them, are told in words; data has them all
+_MOST_RUNS = 3  # the words list at most this many runs of layers; data lists all
+_MOST_KINDS = 4  # and at most this many kinds of layers
 
 ORDER = (
     *("position", "rope pairs", "norm", "norm eps", "embedding norm", "final norm", "activation", "feed-forward"),
     *("attention", "head dim", "scale", "q/k norm", "bias", "block", "head", "layers", "hidden size", "vocabulary"),
     *("context", "window"),
 )
-"""What is told of every tree; a component from elsewhere may have aspects beside these."""
+"""The aspects of every tree, in order. A plugin's component may add others."""
 
 _DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 
 
 def aspects(spec: ModelSpec) -> list[Aspect]:
-    """Every aspect of a tree: always the same ones in the same order, and then those of unusual components."""
-    told = {name: _by_layer(layers) for name, layers in _components(spec, spec.blocks).items()}
+    """Return the aspects of a tree: always the same ones in the same order, and then those of unusual components."""
+    described = {name: _by_layer(layers) for name, layers in _components(spec, spec.blocks).items()}
     head, context, first = _head(spec), spec.context_length, next(iter(spec.blocks[0].norms().values()), None)
     alike = without_rounding(spec.final_norm) == without_rounding(first)
-    told |= {
-        "position": _positions(spec, *told.get("position", NOT_THERE)[:2]),
+    described |= {
+        "position": _positions(spec, *described.get("position", NOT_THERE)[:2]),
         "embedding norm": _end_norm(spec.embedding.norm or spec.first_norm, first),
         "final norm": ("none", [])
         if spec.final_norm is None
@@ -65,26 +61,26 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
         "vocabulary": (f"{spec.vocab_size:,}", spec.vocab_size),
         "context": ("not stated" if context is None else f"{context:,}", context),
     }
-    names = dict.fromkeys((*ORDER, *told))
-    return [Aspect(name, *told.get(name, NOT_THERE)[:2], name in _DETAILS) for name in names]
+    names = dict.fromkeys((*ORDER, *described))
+    return [Aspect(name, *described.get(name, NOT_THERE)[:2], name in _DETAILS) for name in names]
 
 
 def _head(spec: ModelSpec) -> Words:
-    """Of a tree without one, that it gives hidden states."""
+    """Return the words for the head. A tree without one returns hidden states."""
     return Words("none", None, "none: it gives hidden states") if spec.head is None else spec.head.named()
 
 
 def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
-    """What the tree is, aspect by aspect, in a few words each; with `blocks` as if it had these alone.
+    """Return a few words for each aspect of a tree, or of a tree that has only `blocks`.
 
-    An aspect in which layers differ starts with "layers differ: " and tells which layers are what.
+    The words for an aspect in which layers differ start with "layers differ: " and name the layers.
     """
     blocks = blocks or spec.blocks
     layers = _components(spec, blocks)
-    told = {name: _in_words([each.long for each in said]) for name, said in layers.items()}
-    each = {name: told.get(name, NOT_THERE.long) for name in ORDER}
-    positions, inner = each["position"], {norm for block in set(blocks) for norm in block.norms().values()}
-    norms = each["norm"]  # and those outside of the layers, where they are not what the layers have
+    described = {name: _in_words([words.long for words in by_layer]) for name, by_layer in layers.items()}
+    usual = {name: described.get(name, NOT_THERE.long) for name in ORDER}
+    positions, inner = usual["position"], {norm for block in set(blocks) for norm in block.norms().values()}
+    norms = usual["norm"]  # and the norms outside of the layers, if they differ
     for norm, place in ((spec.embedding.norm, "embedding"), (spec.first_norm, "sum of what is embedded")):
         norms += "" if norm is None else f"; {norm.named().long}, on the {place}"
     final = "none" if spec.final_norm is None else spec.final_norm.named().long
@@ -98,69 +94,69 @@ def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
         "context": "not stated" if spec.context_length is None else f"{spec.context_length:,}",
         "positions": positions,
         "norm": norms,
-        **{name: each[name] for name in ("attention", "q/k norm", "window", "feed-forward")},
-        "biases": each["bias"] + ("; and the head" if spec.head is not None and spec.head.bias else ""),
-        "block": each["block"],
+        **{name: usual[name] for name in ("attention", "q/k norm", "window", "feed-forward")},
+        "biases": usual["bias"] + ("; and the head" if spec.head is not None and spec.head.bias else ""),
+        "block": usual["block"],
         "head": _head(spec).long,
-        **{name: words for name, words in told.items() if name not in ORDER},
+        **{name: words for name, words in described.items() if name not in ORDER},
     }
 
 
 def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Words]]:
-    """What layers say by aspect, a layer each, and what the tree and its embedding have that is told of no other."""
+    """Return the words of every layer by aspect, and those of unusual components outside of the layers."""
     by_block = {block: block.aspects() for block in dict.fromkeys(blocks)}
-    names = dict.fromkeys(name for said in by_block.values() for name in said)
-    told = {name: [by_block[block].get(name, NOT_THERE) for block in blocks] for name in names}
+    names = dict.fromkeys(name for described in by_block.values() for name in described)
+    by_layer = {name: [by_block[block].get(name, NOT_THERE) for block in blocks] for name in names}
     ends = (spec.embedding, spec.layer_inputs, spec)
     unusual = [node.aspects() for node in ends if node is not None and node.untold()]
     unusual += [node.aspects() for node in (spec.token_types, spec.pooler) if node is not None]
     unusual += [] if spec.encoder is None else [{"encoder": _encoder(spec.encoder)}]
-    return told | {name: [words] for each in unusual for name, words in each.items()}
+    return by_layer | {name: [words] for described in unusual for name, words in described.items()}
 
 
 def _encoder(spec: ModelSpec) -> Words:
-    """An encoder beside a decoder: its own aspects as data."""
-    said, own = describe(spec), aspects(spec)
-    words = {each.name: each.words for each in own}
+    """Return the words for an encoder-decoder's encoder, with its aspects as data."""
+    described, encoder_aspects = describe(spec), aspects(spec)
+    words = {aspect.name: aspect.words for aspect in encoder_aspects}
     short = f"{words['layers']} layers, {words['attention']}, {words['feed-forward']}"
     names = ("positions", "attention", "window", "feed-forward", "norm")
-    whole = f"{said['layers']} layers; " + "; ".join(said[name] for name in names)
-    return Words(short, {each.name: each.data for each in own}, whole)
+    whole = f"{described['layers']} layers; " + "; ".join(described[name] for name in names)
+    return Words(short, {aspect.name: aspect.data for aspect in encoder_aspects}, whole)
 
 
-def _by_layer(said: Sequence[Words]) -> tuple[str, Any]:
+def _by_layer(by_layer: Sequence[Words]) -> tuple[str, Any]:
     kinds: dict[str, tuple[Words, list[int]]] = {}
-    for layer, words in enumerate(said):
+    for layer, words in enumerate(by_layer):
         key = json.dumps(words.data, sort_keys=True)
         first, layers = kinds.get(key, (words, []))
-        # The words of a layer that has such a thing say more.
+        # A layer that has the component describes it better than one without.
         kinds[key] = words if first == NOT_THERE else first, [*layers, layer]
-    found = list(kinds.values())
-    if len(found) == 1:
-        return found[0][0].short, found[0][0].data
-    told = [f"{words.short} in {_which(layers)}" for words, layers in found[:_MOST_KINDS]]
-    more = len(found) - _MOST_KINDS
+    listed = list(kinds.values())
+    if len(listed) == 1:
+        return listed[0][0].short, listed[0][0].data
+    texts = [f"{words.short} in {_which(layers)}" for words, layers in listed[:_MOST_KINDS]]
+    more = len(listed) - _MOST_KINDS
     if more > 0:
-        told.append(f"{more} more kinds" if more > 1 else "1 more kind")
-    data = [{"layers": [list(run) for run in number_runs(layers)], "value": words.data} for words, layers in found]
-    return "; ".join(told), {"layers_differ": data}
+        texts.append(f"{more} more kinds" if more > 1 else "1 more kind")
+    data = [{"layers": [list(run) for run in number_runs(layers)], "value": words.data} for words, layers in listed]
+    return "; ".join(texts), {"layers_differ": data}
 
 
-def _in_words(said: Sequence[str]) -> str:
-    runs = layer_ranges(said)
+def _in_words(by_layer: Sequence[str]) -> str:
+    runs = layer_ranges(by_layer)
     if len(runs) == 1:
         return str(runs[0][2])
     if len(runs) <= 4:
-        told = "; ".join(f"{text} in {range_label(first, last)}" for first, last, text in runs)
-    else:  # alternating layers: which is which would fill the page
-        tally = Counter(said)
-        told = "; ".join(f"{text} in {number} layers" for text, number in tally.most_common(4))
-        told += f"; {len(tally) - 4} more kinds" if len(tally) > 4 else ""
-    return f"layers differ: {told}"
+        words = "; ".join(f"{text} in {range_label(first, last)}" for first, last, text in runs)
+    else:  # a list of all alternating layers would be too long
+        tally = Counter(by_layer)
+        words = "; ".join(f"{text} in {number} layers" for text, number in tally.most_common(4))
+        words += f"; {len(tally) - 4} more kinds" if len(tally) > 4 else ""
+    return f"layers differ: {words}"
 
 
 def _which(layers: Sequence[int]) -> str:
-    """Which layers, in few words: 0–13; 0–3, 8; every 6th from 5; 20 layers."""
+    """Return a few words for a list of layers: 0–13; 0–3, 8; every 6th from 5; 20 layers."""
     if len(number_runs(layers)) <= _MOST_RUNS:
         return number_ranges(layers)
     first, *other_steps = {after - before for before, after in pairwise(layers)}
@@ -169,16 +165,16 @@ def _which(layers: Sequence[int]) -> str:
 
 
 def _positions(spec: ModelSpec, words: str, data: Any) -> tuple[str, Any]:
-    """Those added to the embeddings, and those inside of attention."""
+    """Return words and data for the positions that the embedding adds, and those of the attention."""
     if spec.positions is None:
         return words, {"learned": None, "in_attention": data}
     learned = spec.positions.named()
-    told = learned.short if words in ("none", NOT_THERE.short) else f"{learned.short}; {words}"
-    return told, {"learned": learned.data, "in_attention": data}
+    text = learned.short if words in ("none", NOT_THERE.short) else f"{learned.short}; {words}"
+    return text, {"learned": learned.data, "in_attention": data}
 
 
 def _end_norm(norm: Norm | None, first: Norm | None) -> tuple[str, Any]:
-    """One outside of the layers; its eps is told where it is not that of their first."""
+    """Return words and data for a norm outside of the layers, with its eps if it differs from the first layer's."""
     if norm is None:
         return "none", None
     words = norm.named()

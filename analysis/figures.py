@@ -1,4 +1,4 @@
-"""What `params` tells beside the count, where it is asked for: bytes, the key-value cache, FLOPs, memory. No torch."""
+"""The optional figures of `params` besides the count: bytes, the KV cache, FLOPs and memory. No torch."""
 
 from __future__ import annotations
 
@@ -21,42 +21,45 @@ if TYPE_CHECKING:
     from .parallel import Split
 
 _SERVED = 8192
-"""Tokens of the sequences of which the most are told, where nobody asked for others and the models are for as many."""
+"""The longest sequence, in tokens, for which `--gpu` reports the largest batch by default."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is asked for.
-
-    dtype: of the weights ("int4" too). kv: contexts to tell the cache at, in tokens. kv_dtype: of the cache; that which
-    activations are in where it is not given. flops, memory: whether to tell these. context, batch: for how many tokens
-    a sequence, and sequences; where no context is given, the shortest that one of the models is for. explain: whether
-    to derive the total. gpu: bytes of a GPU, to tell what fits there. tp, pp: GPUs that share every layer, and stages.
-    fsdp: processes that share out weights, gradients and moments in training, each of which has `batch` sequences.
-    """
+    """The figures that a user wants besides the count, and the sizes that they depend on."""
 
     dtype: str | None = None
+    """The dtype of the weights, also "int4" and GGUF's formats."""
     kv: tuple[int, ...] = ()
+    """The contexts, in tokens, for which to count the cache."""
     kv_dtype: str | None = None
+    """The dtype of the cache; by default that of activations."""
     flops: bool = False
     memory: bool = False
     context: int | None = None
+    """Tokens per sequence; by default the shortest context that one of the models has."""
     batch: int = 1
+    """Sequences."""
     explain: bool = False
+    """Derive the total as a formula."""
     gpu: int | None = None
+    """The bytes of a GPU's memory."""
     tp: int = 1
+    """The number of GPUs that share every layer."""
     pp: int = 1
+    """The number of stages of layers, on different GPUs."""
     fsdp: int = 1
+    """The number of processes that shard weights, gradients and moments in training; each has `batch` sequences."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", weight_dtype(self.dtype))
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", full_dtype(NAMES.get(self.kv_dtype.lower(), self.kv_dtype)))
-        numbers = [("--kv", each) for each in self.kv] + [("--context", self.context), ("--batch", self.batch)]
-        for what, number in [*numbers, ("--tp", self.tp), ("--pp", self.pp), ("--fsdp", self.fsdp)]:
+        numbers = [("--kv", length) for length in self.kv] + [("--context", self.context), ("--batch", self.batch)]
+        for option, number in [*numbers, ("--tp", self.tp), ("--pp", self.pp), ("--fsdp", self.fsdp)]:
             if number is not None and not 1 <= number <= MOST:
-                raise UsageError(f"{what} must be a whole number from 1 to {MOST:,}, not {number}")
+                raise UsageError(f"{option} must be a whole number from 1 to {MOST:,}, not {number}")
         if self.spread and self.dtype in GGUF:
             raise UsageError(
                 f"--tp and --pp: GGUF weights, such as {self.dtype}, are not split over several GPUs",
@@ -65,7 +68,7 @@ class Scenario:
 
     @property
     def computed(self) -> str:
-        """What activations are in, and the cache where nothing else is asked for: bf16 where weights are narrower."""
+        """Return the dtype of activations, and by default of the cache: bf16 if the weights are narrower."""
         if self.dtype not in DTYPES or itemsize(self.dtype) == 1:
             return "bfloat16"
         return self.dtype
@@ -80,125 +83,130 @@ class Scenario:
 
     @property
     def at_context(self) -> bool:
-        """Whether anything is asked for that depends on one context."""
+        """Return whether a figure is wanted that depends on one context."""
         return self.flops or self.memory or self.gpu is not None or self.spread
 
     @property
     def more(self) -> bool:
-        """Whether there is anything to tell that is not in the table of components."""
+        """Return whether a figure is wanted that is not in the table of components."""
         return bool(self.kv) or self.at_context or self.explain
 
 
 @dataclass(frozen=True)
 class CostFigures:
-    """What was asked for of one tree, at `context` tokens. None, in `cache` too: its table of positions is too short.
-
-    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Scenario.kv`, or with
-    memory for this one, and a_token: bytes that one leaves there, which no table of positions limits. token: the next
-    token's FLOPs behind a cache, prefill: those of reading the context at once, training: of a step on it. formats:
-    bytes of the weights in bf16 and in formats that models are run in, None in one that has no place for the tree.
-    explained: the total as a formula. fits: what fits on a GPU. split: what each of several GPUs holds.
-    """
+    """The figures of one tree at `context` tokens. A figure is None if the table of positions is too short."""
 
     asked: Scenario
     context: int
     weights: Mapping[str, int] | None = None
+    """The bytes by component. A sum of 4-bit weights is rounded up."""
     cache: tuple[CacheSize | None, ...] = ()
+    """The cache at each context of `Scenario.kv`, or for `memory` at this one."""
     a_token: int | None = None
+    """The bytes that one token adds to the cache, whatever the table of positions."""
     token: Costs | None = None
+    """The FLOPs of the next token after a cached context."""
     prefill: Flops | None = None
+    """The FLOPs of the whole context in one forward pass."""
     training: TrainingFlops | None = None
+    """The FLOPs of a training step on the context."""
     inference_memory: Memory | None = None
     training_memory: TrainingMemory | None = None
     formats: Mapping[str, int | None] | None = None
+    """The bytes of the weights in bf16 and quantised formats; None for a format that cannot express the tree."""
     explained: Explained | None = None
+    """The total as a formula."""
     fits: Fits | None = None
+    """The contexts and batches that fit on a GPU."""
     split: Split | None = None
+    """The memory of each of several GPUs."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values under the names of what was asked for; figures are integers."""
+        """Return plain JSON values under the names of the figures that the user wants. Figures are integers."""
         asked, context = self.asked, self.context
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         if self.weights is not None:
-            found["weights"] = {"dtype": asked.dtype, "bytes": dict(self.weights)}
+            figures["weights"] = {"dtype": asked.dtype, "bytes": dict(self.weights)}
         if asked.kv or asked.memory:
             contexts = asked.kv or (context,)
-            found["kv_cache"] = [_told(each, at) for at, each in zip(contexts, self.cache, strict=True)]
+            figures["kv_cache"] = [_json_of(size, length) for length, size in zip(contexts, self.cache, strict=True)]
         if asked.flops:
-            found["flops"] = token = _told(self.token, context)
+            figures["flops"] = token = _json_of(self.token, context)
             if self.token is not None:
                 more = {"prefill": plain(self.prefill), "training_step": plain(self.training)}
-                found["flops"] = {"next_token": {"context": context, **token["flops_a_token"]}, **more}
+                figures["flops"] = {"next_token": {"context": context, **token["flops_a_token"]}, **more}
         if asked.memory:
-            found["memory"] = running = _told(self.inference_memory, context)
+            figures["memory"] = running = _json_of(self.inference_memory, context)
             if self.inference_memory is not None:
                 formats = dict(self.formats or {})
-                found["memory"] = {"inference": running, "training": plain(self.training_memory), "formats": formats}
+                figures["memory"] = {"inference": running, "training": plain(self.training_memory), "formats": formats}
         if self.explained is not None:
-            found["explained"] = self.explained.as_json()
+            figures["explained"] = self.explained.as_json()
         if asked.gpu is not None:
-            found["gpu"] = _told(self.fits, context)
+            figures["gpu"] = _json_of(self.fits, context)
         if asked.spread:
-            found["parallel"] = _told(self.split, context)
-        return found
+            figures["parallel"] = _json_of(self.split, context)
+        return figures
 
 
-def _told(figure: Record | None, context: int) -> Any:
-    """A figure's JSON values, or why there is none at a context."""
+def _json_of(figure: Record | None, context: int) -> Any:
+    """Return a figure's JSON values, or why the context makes it impossible."""
     impossible = {"context": context, "impossible": "the context is longer than the model's table of positions"}
     return impossible if figure is None else figure.as_json()
 
 
 def common_context(specs: Sequence[ModelSpec]) -> int:
-    """The shortest context that one of the trees is for: trees are compared at one."""
+    """Return the shortest of the trees' usual contexts, at which they are compared."""
     return min(map(counting.usual_context, specs), default=counting.CONTEXT)
 
 
 def fits(spec: ModelSpec, tokens: int) -> bool:
-    """Whether the tree has positions for so many tokens: without a table of them it has, for any."""
+    """Return whether a tree can read `tokens` tokens. Only a table of positions limits them."""
     return spec.positions is None or tokens <= spec.positions.length
 
 
 def figures_of(spec: ModelSpec, asked: Scenario, context: int, family: str = "") -> CostFigures:
-    """What was asked for of a tree, FLOPs and memory at a context; raises as `weighed`."""
+    """Return the wanted figures of a tree, FLOPs and memory at `context` tokens. Raises the errors of `weighed`."""
     batch, dtype, cached = asked.batch, asked.dtype or "bfloat16", asked.cached
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if asked.dtype is not None:
         weights = weighed(spec, asked.dtype, family)
-        found["weights"] = {**weights.by_component, "total": weights.total}
+        figures["weights"] = {**weights.by_component, "total": weights.total}
     if asked.kv or asked.memory:
         from .allocators import allocated
 
         contexts = asked.kv or (context,)
-        sizes = [counting.cache_bytes(spec, each, cached, batch) if fits(spec, each) else None for each in contexts]
-        found["cache"] = tuple(each and allocated(spec, each, family) for each in sizes)
-        found["a_token"] = counting.cache_bytes(spec, 1, cached).a_token
+        sizes = [
+            counting.cache_bytes(spec, length, cached, batch) if fits(spec, length) else None for length in contexts
+        ]
+        figures["cache"] = tuple(size and allocated(spec, size, family) for size in sizes)
+        figures["a_token"] = counting.cache_bytes(spec, 1, cached).a_token
     if asked.explain:
         from .explain import explain
 
-        found["explained"] = explain(spec)
+        figures["explained"] = explain(spec)
     if not fits(spec, context):
-        return CostFigures(asked, context, **found)
+        return CostFigures(asked, context, **figures)
     if asked.flops:
-        found["token"] = counting.costs(spec, context)
-        found["prefill"] = counting.forward_flops(spec, context, batch)
-        found["training"] = counting.training_flops(spec, context, batch)
+        figures["token"] = counting.costs(spec, context)
+        figures["prefill"] = counting.forward_flops(spec, context, batch)
+        figures["training"] = counting.training_flops(spec, context, batch)
     if asked.memory:
         from .memory import memory, training_memory
 
         running = memory(spec, dtype if dtype in DTYPES else "int8", context, batch, cache_dtype=cached)
-        found["inference_memory"] = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
-        found["training_memory"] = training_memory(spec, asked.computed, context, batch, ranks=asked.fsdp)
-        found["formats"] = in_formats(spec, family)
-    given: dict[str, Any] = {"computed": asked.computed, "cache_dtype": cached, "batch": batch}
-    given |= {"tp": asked.tp, "pp": asked.pp}
+        figures["inference_memory"] = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
+        figures["training_memory"] = training_memory(spec, asked.computed, context, batch, ranks=asked.fsdp)
+        figures["formats"] = in_formats(spec, family)
+    options: dict[str, Any] = {"computed": asked.computed, "cache_dtype": cached, "batch": batch}
+    options |= {"tp": asked.tp, "pp": asked.pp}
     if asked.gpu is not None:
         from .fit import fit
 
         most = asked.context or min(context, _SERVED)
-        found["fits"] = fit(spec, asked.gpu, family=family, dtype=asked.dtype, context=most, **given)
+        figures["fits"] = fit(spec, asked.gpu, family=family, dtype=asked.dtype, context=most, **options)
     if asked.spread:
         from .parallel import split
 
-        found["split"] = split(spec, dtype=dtype, context=context, **given)
-    return CostFigures(asked, context, **found)
+        figures["split"] = split(spec, dtype=dtype, context=context, **options)
+    return CostFigures(asked, context, **figures)

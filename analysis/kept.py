@@ -81,7 +81,7 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
 
 
 def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """Return the cache after `context` tokens, like `costs.cache_bytes` for a tree, with states in the cache's dtype."""
+    """Return the cache after `context` tokens, as `costs.cache_bytes` does for a tree. States have the cache's dtype."""
     check_number("tokens", context)
     size = itemsize(dtype)
     needed = size * batch * held(layers, context)
@@ -159,7 +159,7 @@ _LINEAR: Mapping[tuple[str, ...], Callable[..., int]] = {
     ),
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"): mamba,
 }
-"""The fields that determine a state's size, and the size: for a gated delta rule (Qwen3-Next), Kimi's, and Mamba-2."""
+"""Fields that determine a state's size, and the size: for Qwen3-Next's gated delta rule, Kimi's, and Mamba-2."""
 
 _KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
     "full_attention": _attention,

@@ -1,4 +1,4 @@
-"""A definition of an unknown family, drafted from a checkpoint's config.json and the headers of its weights."""
+"""The `draft` command: writes a family's definition from a checkpoint's config.json and the headers of its weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,39 +15,36 @@ from ..display import Record
 from ..errors import GptkitError, InvalidInput, UsageError, shown
 
 _SECONDS = 600
-"""What one draft may take; a usual one takes twenty."""
+"""The most seconds that one draft may take. A usual draft takes twenty."""
 
 
 class Proof(NamedTuple):
-    """One of the four proofs: whether it holds, None where it could not be tried; on what, or why not."""
+    """One of the four proofs."""
 
     name: str
-    holds: bool | None
-    told: str
+    holds: bool | None  # None if it could not be tried
+    told: str  # the cases for which it holds, or why it fails or could not be tried
 
 
 @dataclass(frozen=True)
 class Drafted(Record):
-    """A definition file. skeleton: the family that it was made from. proofs: the four of `gptkit.testing`. place: where
-    logits part, and the cause, as verify tells them. tried: how many drafts were held against transformers' class;
-    kept: what was chosen by that. todo: what is open.
-    """
+    """A definition file of a family, and how far it is proved."""
 
     JSON = "path=file model_type skeleton proofs=proofs_as_json place tried kept todo"
 
     path: Path
     model_type: str
-    skeleton: str
-    proofs: tuple[Proof, ...]
-    place: tuple[str, ...]
-    tried: int
-    kept: tuple[str, ...]
-    todo: tuple[str, ...]
+    skeleton: str  # the registered family that it is based on
+    proofs: tuple[Proof, ...]  # the four of `gptkit.testing`
+    place: tuple[str, ...]  # the place where logits diverge, and the cause, in the words of `verify`
+    tried: int  # the number of drafts that were compared with transformers' class
+    kept: tuple[str, ...]  # the options that these comparisons chose
+    todo: tuple[str, ...]  # open questions
 
     @property
     def passed(self) -> bool:
-        """Whether no proof failed."""
-        return all(each.holds is not False for each in self.proofs)
+        """Return whether no proof failed."""
+        return all(proof.holds is not False for proof in self.proofs)
 
     @property
     def file(self) -> str:
@@ -55,7 +52,7 @@ class Drafted(Record):
 
     @property
     def proofs_as_json(self) -> list[dict[str, Any]]:
-        return [each._asdict() for each in self.proofs]
+        return [proof._asdict() for proof in self.proofs]
 
 
 def draft(
@@ -67,15 +64,15 @@ def draft(
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Drafted:
-    """Write a definition file for a checkpoint whose family is not known, and prove what can be proved of it.
+    """Write a definition file for a checkpoint of an unknown family, and test it as far as possible.
 
     Args:
-        reference: a checkpoint, whose config.json and headers are read.
-        out: the file, `NAME.py`, which `--plugin` imports.
-        without: families that are taken for unknown, which shows how drafts come out.
+        reference: a checkpoint. Only its config.json and the headers of its weights are read.
+        out: the definition file, `NAME.py`, which `--plugin` imports.
+        without: registered families to treat as unknown, in order to test drafts.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too.
-        progress: told what is being done.
+        progress: a function that receives a message about each step.
 
     Raises:
         UsageError: the file exists or is not called .py; the family is known already.
@@ -102,7 +99,7 @@ def draft(
     answer = _asked({"config": config, "shapes": shapes, "without": list(without)})
     with path.open("x", encoding="utf-8") as file:
         file.write(answer["text"])
-    proofs = tuple(Proof(**each) for each in answer["proofs"])
+    proofs = tuple(Proof(**proof) for proof in answer["proofs"])
     lists: Any = {name: tuple(answer[name]) for name in ("place", "kept", "todo")}
     return Drafted(path, config["model_type"], answer["skeleton"], proofs, tried=answer["tried"], **lists)
 
@@ -110,13 +107,13 @@ def draft(
 def _read(
     reference: str | Path, offline: bool, allow_pickle: bool
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """A checkpoint's config.json, and the names and shapes of its tensors."""
-    found = identify(reference)
-    if found.preset is not None or found.kind == "hub file":
+    """Return a checkpoint's config.json, and the names and shapes of its tensors."""
+    identified = identify(reference)
+    if identified.preset is not None or identified.kind == "hub file":
         raise InvalidInput(
             f"{reference} has no tensors of its own", "Give a checkpoint: a folder, or org/name on the hub."
         )
-    here = resolve(found, offline=offline, weights=False, allow_pickle=allow_pickle)
+    here = resolve(identified, offline=offline, weights=False, allow_pickle=allow_pickle)
     if here.format != "hf" or here.source is None:
         raise InvalidInput(
             f"{reference} has no config.json in the folder of its weights", "Give the folder that transformers loads."
@@ -149,7 +146,7 @@ def _read(
         if error.hint is not None:
             raise
         raise type(error)(error.message, "A draft needs the names and shapes of tensors, from headers alone.") from None
-    shapes = {name: tuple(each.shape) for name, each in headers.tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in headers.tensors.items()}
     if not shapes:
         raise InvalidInput(
             f"there are no tensors in {reference}",
@@ -159,7 +156,7 @@ def _read(
 
 
 def _asked(question: dict[str, Any]) -> dict[str, Any]:
-    """What `trial` answers, in a process of its own."""
+    """Return the answer of `trial`, which runs in a separate, confined process."""
     reply = Confined(["-P", "-m", "gptkit.drafting.trial"], _SECONDS).ask(question)
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]
@@ -173,16 +170,16 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def lines(found: Drafted) -> list[str]:
-    """What a person reads of a draft."""
-    told = [f"draft     {found.path}: the family {found.model_type}, made from {found.skeleton}"]
+def lines(drafted: Drafted) -> list[str]:
+    """Return the command's output."""
+    output = [f"draft     {drafted.path}: the family {drafted.model_type}, made from {drafted.skeleton}"]
     marks = {True: "holds: ", False: "FAILS: ", None: "not tried: "}
-    told += [f"{each.name:<10}{marks[each.holds]}{each.told}" for each in found.proofs]
-    told += [f"          {' '.join(each.split())}" for each in found.place]
-    if found.tried:
-        told.append(
-            f"tried     {found.tried} draft{'s' * (found.tried > 1)} against transformers' class"
-            + (f", and taken: {'; '.join(found.kept)}" if found.kept else "")
+    output += [f"{proof.name:<10}{marks[proof.holds]}{proof.told}" for proof in drafted.proofs]
+    output += [f"          {' '.join(words.split())}" for words in drafted.place]
+    if drafted.tried:
+        output.append(
+            f"tried     {drafted.tried} draft{'s' * (drafted.tried > 1)} against transformers' class"
+            + (f", and taken: {'; '.join(drafted.kept)}" if drafted.kept else "")
         )
-    told += [f"TODO      {each}" for each in found.todo]
-    return [*told, f"use       gptkit --plugin {found.path} load MODEL"]
+    output += [f"TODO      {question}" for question in drafted.todo]
+    return [*output, f"use       gptkit --plugin {drafted.path} load MODEL"]
