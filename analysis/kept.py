@@ -81,7 +81,7 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
 
 
 def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """Return the cache after `context` tokens, as `costs.cache_bytes` does for a tree. States have the cache's dtype."""
+    """Return the cache after `context` tokens, as `costs.cache_bytes` does for a tree. States have its dtype."""
     check_number("tokens", context)
     size = itemsize(dtype)
     needed = size * batch * held(layers, context)

@@ -1,4 +1,4 @@
-"""A family as far as it is guessed, and what is open of it. No torch, no weights."""
+"""The draft of a family, with its doubts and open questions. This file needs neither torch nor weights."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ..errors import GptkitError
 from .vocabulary import CUT, Donor
 
 ABSENT = object()
-"""In a patch: the argument is left out."""
+"""The value in a patch that removes an argument."""
 
 Patch = Mapping[str, Any]
 
@@ -27,76 +27,70 @@ BIASES = {
     "feed_forward.down_bias": "blocks.{layer}.feed_forward.down_proj.bias",
     "head.bias": "head.bias",
 }
-"""The roles that say whether there are biases, and a shared name that there is with them."""
+"""The roles that determine whether there are biases, and the name of one such bias."""
 
 _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
 
 
 class Known(NamedTuple):
-    """What transformers has of a model type: the classes' names, the config class' values where nothing is stated, its
-    fields, and its other names of fields.
-    """
+    """A model type of transformers."""
 
-    hf_class: str
-    hf_config: str
-    defaults: Mapping[str, Any]
-    fields: tuple[str, ...]
-    aliases: Mapping[str, str]
+    hf_class: str  # the name of the model class
+    hf_config: str  # the name of the config class
+    defaults: Mapping[str, Any]  # the config class' default values
+    fields: tuple[str, ...]  # the config class' fields
+    aliases: Mapping[str, str]  # the fields by their other names
 
 
 class Doubt(NamedTuple):
-    """What cannot be seen, and the values that it may have beside the one that stands: words and a patch of each."""
+    """A property of a draft that is uncertain."""
 
     what: str
-    options: tuple[tuple[str, Patch], ...]
+    options: tuple[tuple[str, Patch], ...]  # other values: each in words, and as a patch of the draft
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A family as far as it is guessed.
-
-    skeleton: the family that arguments are taken from where nothing says otherwise. arguments: of `Decoder`. fields,
-    leaves, more: of it and of `Decoder.architecture`. why: the reason of each, by "fields.NAME", "leaves.TEMPLATE" and
-    so on. todo: what is not known or cannot be right yet, by the same places, or by a word of its own.
-    """
+    """The draft of a family."""
 
     model_type: str
     known: Known | None
-    skeleton: Donor
-    arguments: Mapping[str, Any]
-    fields: Mapping[str, Field]
-    leaves: Mapping[str, Leaf]
-    more: Mapping[str, Any]
-    why: Mapping[str, str] = field(default_factory=dict)
-    todo: Mapping[str, str] = field(default_factory=dict)
+    skeleton: Donor  # the nearest registered family, whose arguments are the defaults
+    arguments: Mapping[str, Any]  # of `Decoder`
+    fields: Mapping[str, Field]  # of `Decoder`
+    leaves: Mapping[str, Leaf]  # of `Decoder.architecture`, by template
+    more: Mapping[str, Any]  # other arguments of `Decoder.architecture`
+    why: Mapping[str, str] = field(default_factory=dict)  # reasons by place: "fields.NAME", "leaves.TEMPLATE"
+    todo: Mapping[str, str] = field(default_factory=dict)  # open questions and contradictions, by place
     doubts: tuple[Doubt, ...] = ()
 
     def modules(self) -> tuple[dict[str, tuple[str, str]], dict[str, Leaf]]:
-        """The modules that checkpoints have as they are, by name: the shared name, a template; and the other leaves."""
-        found: dict[str, tuple[str, str]] = {}
-        others = {}
+        """Return the plain modules by checkpoint name, with their shared name and a template, and all other leaves."""
+        plain_modules: dict[str, tuple[str, str]] = {}
+        other_leaves = {}
         for template, leaf in self.leaves.items():
             (theirs, _, end), (ours, _, own_end) = template.rpartition("."), leaf.names[0].rpartition(".")
             plain = leaf == Leaf(template, leaf.names) or leaf == Leaf(template, leaf.names[0])
             plain = plain and len(leaf.names) == 1 and end == own_end and end in ("weight", "bias")
-            if plain and found.get(theirs, (ours,))[0] == ours:
-                found.setdefault(theirs, (ours, template))
+            if plain and plain_modules.get(theirs, (ours,))[0] == ours:
+                plain_modules.setdefault(theirs, (ours, template))
             else:
-                others[template] = leaf
-        return found, others
+                other_leaves[template] = leaf
+        return plain_modules, other_leaves
 
     def family(self) -> Architecture:
-        """The family itself, not registered."""
+        """Return the draft as a family, without registering it."""
         modules, others = self.modules()
         leaves = (*leaves_of({name: shared for name, (shared, _) in modules.items()}), *others.values())
-        more = {name: each for name, each in self.more.items() if name not in ("hf_class", "eager")}
+        more = {name: value for name, value in self.more.items() if name not in ("hf_class", "eager")}
         return Decoder(self.fields, **self.arguments).architecture(
             self.model_type, self.more["hf_class"], leaves, **more
         )
 
     def patched(self, patch: Patch) -> "Draft":
-        """The draft with other values: of "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or
-        "leaves.TEMPLATE".
+        """Return the draft with other values.
+
+        The keys of a patch are "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or "leaves.TEMPLATE".
         """
         parts: dict[str, dict[str, Any]] = {
             "arguments": dict(self.arguments),
@@ -120,7 +114,7 @@ class Draft:
 
 
 def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
-    """The tree, None where the draft does not read the config."""
+    """Return the tree for a config, or None if the draft cannot read the config."""
     try:
         return draft.family().read(draft.family().reader(config))
     except (GptkitError, ValueError, TypeError, KeyError, AttributeError):
@@ -128,19 +122,20 @@ def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
 
 
 def lacking(spec: ModelSpec, draft: Draft) -> set[str]:
-    """The tensors of a tree that no name is known of."""
-    return {_NUMBERED.sub(_templated, each.name) for each in cut(spec).parameters()} - shared_names(draft.leaves)
+    """Return the parameters of a tree that no leaf names."""
+    parameters = cut(spec).parameters()
+    return {_NUMBERED.sub(_templated, parameter.name) for parameter in parameters} - shared_names(draft.leaves)
 
 
-def _templated(found: re.Match[str]) -> str:
-    return f"{found['of']}.{{{'layer' if found['of'] == 'blocks' else 'expert'}}}."
+def _templated(match: re.Match[str]) -> str:
+    return f"{match['of']}.{{{'layer' if match['of'] == 'blocks' else 'expert'}}}."
 
 
 def cut(spec: ModelSpec) -> ModelSpec:
-    """A tree with its first layers alone, which is enough to compare names and shapes."""
+    """Return a tree with only its first layers, which are enough to compare names and shapes."""
     return structs.replace(spec, blocks=spec.blocks[:CUT])
 
 
 def shared_names(leaves: Mapping[str, Leaf]) -> set[str]:
-    """The shared names that leaves hold."""
+    """Return the shared names of all leaves."""
     return {name for leaf in leaves.values() for name in leaf.names}
