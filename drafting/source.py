@@ -1,5 +1,6 @@
-"""A draft as the text of a definition file. Whatever comes from a checkpoint stands in it as `repr` has it, or in a
-comment without anything that could end one.
+"""The text of the definition file for a draft.
+
+Strings from a checkpoint are written with `repr`, or into comments without characters that could end the comment.
 """
 
 import dataclasses
@@ -30,55 +31,57 @@ _HOMES = {
     "RotaryKind": f"{_PLACED}.rope",
     "register": _PLACED,
 }
-"""Where a definition imports from what it names."""
+"""The module from which a definition imports each name."""
 
 
 def source_of(draft: Draft, head: Sequence[str]) -> str:
-    """The file. `head`: what was proved of it, a paragraph each."""
+    """Return the file's text. `head` is its docstring by paragraphs: the results of the proofs."""
     write = _Writer()
     fields = _entries(
-        draft, "fields", {write.value(name): write.value(each) for name, each in draft.fields.items()}, draft.fields
+        draft, "fields", {write.value(name): write.value(field) for name, field in draft.fields.items()}, draft.fields
     )
-    usual = {each.name: each.default for each in dataclasses.fields(Decoder) if each.default is not dataclasses.MISSING}
+    usual = {
+        field.name: field.default for field in dataclasses.fields(Decoder) if field.default is not dataclasses.MISSING
+    }
     given = {
-        name: each
-        for name, each in draft.arguments.items()
-        if name not in usual or (each is not usual[name] and each != usual[name])
+        name: value
+        for name, value in draft.arguments.items()
+        if name not in usual or (value is not usual[name] and value != usual[name])
     }
     given.pop("fixed", None)
     arguments = _entries(
-        draft, "arguments", {f"{name}=": write.value(each) for name, each in given.items()}, given, sign=""
+        draft, "arguments", {f"{name}=": write.value(value) for name, value in given.items()}, given, sign=""
     )
     fixed = _entries(
         draft,
         "fixed",
-        {write.value(role): write.value(each) for role, each in draft.arguments["fixed"].items()},
+        {write.value(role): write.value(value) for role, value in draft.arguments["fixed"].items()},
         draft.arguments["fixed"],
     )
     modules, others = draft.modules()
     named = _entries(
         draft,
         "leaves",
-        {write.value(a): write.value(b) for a, (b, _) in modules.items()},
-        [each for _, each in modules.values()],
+        {write.value(name): write.value(shared) for name, (shared, _) in modules.items()},
+        [template for _, template in modules.values()],
     )
-    leaves = _entries(draft, "leaves", {f"{write.value(each)}": "" for each in others.values()}, others, sign="")
+    leaves = _entries(draft, "leaves", {write.value(leaf): "" for leaf in others.values()}, others, sign="")
     more = dict(draft.more)
-    own = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
+    positional = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
     eager = more.pop("eager", False)
     refused = _entries(
         draft,
         "refused",
-        {write.value(name): write.value(each) for name, each in more.pop("refused").items()},
+        {write.value(name): write.value(refusal) for name, refusal in more.pop("refused").items()},
         draft.more["refused"],
     )
     irrelevant = more.pop("irrelevant")
-    rest = [f"    {name}={write.value(each)}," for name, each in more.items() if each not in ({}, ())]
+    rest = [f"    {name}={write.value(value)}," for name, value in more.items() if value not in ({}, ())]
     rest += ["    # the class has no other attention", '    reference=lambda _: ("eager",),'] if eager else []
     rest += (
         [
             "    irrelevant={",
-            *(f"        {write.value(name)}: {write.value(each)}," for name, each in irrelevant.items()),
+            *(f"        {write.value(name)}: {write.value(reason)}," for name, reason in irrelevant.items()),
             "    },",
         ]
         if irrelevant
@@ -88,54 +91,61 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
     body = ["FIELDS = {", *fields, "}", "", "DECODER = Decoder(", "    FIELDS,", *arguments]
     body += ["    fixed={", *(f"    {line}" for line in fixed), "    },"] if fixed else []
     body += [")", "", "MODULES = {", *named, "}", "LEAVES = (", "    *leaves_of(MODULES),", *leaves, ")", ""]
-    body += ["FAMILY = DECODER.architecture(", *(f"    {each}," for each in own), *rest, ")", "", "register(FAMILY)"]
+    body += [
+        "FAMILY = DECODER.architecture(",
+        *(f"    {value}," for value in positional),
+        *rest,
+        ")",
+        "",
+        "register(FAMILY)",
+    ]
     for name in ("Decoder", "leaves_of", "register"):
         write.named(name)
-    open_ones = [(place, each) for place, each in draft.todo.items() if not _stands(place, draft)]
-    todo = [line for _, each in open_ones for line in _comment(f"TODO: {each}")]
-    told = "\n\n".join(textwrap.fill(_plain(each), 110) for each in head)
-    return "\n".join([f'"""{told}\n"""', "", *write.imports(), "", *todo, *([""] if todo else []), *body, ""])
+    questions = [question for place, question in draft.todo.items() if not _has_entry(place, draft)]
+    todo = [line for question in questions for line in _comment(f"TODO: {question}")]
+    docstring = "\n\n".join(textwrap.fill(_plain(paragraph), 110) for paragraph in head)
+    return "\n".join([f'"""{docstring}\n"""', "", *write.imports(), "", *todo, *([""] if todo else []), *body, ""])
 
 
-def _stands(place: str, draft: Draft) -> bool:
-    """Whether a doubt is told where its subject stands."""
+def _has_entry(place: str, draft: Draft) -> bool:
+    """Return whether the file has an entry for the place of a TODO, with which the TODO is written."""
     part, _, name = place.partition(".")
     return name in {"fields": draft.fields, "refused": draft.more["refused"], "leaves": draft.leaves}.get(part, ())
 
 
 def _entries(draft: Draft, part: str, texts: Mapping[str, str], names: Any, sign: str = ": ") -> list[str]:
-    """Lines of a dictionary or a call, each below its reason and its doubt."""
+    """Return the lines of a dictionary or a call, with reasons and TODOs as comments before the entries."""
     lines = []
-    for (name, value), own in zip(texts.items(), names, strict=True):
-        doubt = draft.todo.get(f"{part}.{own}")
+    for (name, value), place in zip(texts.items(), names, strict=True):
+        todo = draft.todo.get(f"{part}.{place}")
         lines += [
             f"    {line}"
-            for line in (*_comment(draft.why.get(f"{part}.{own}", "")), *_comment(f"TODO: {doubt}" if doubt else ""))
+            for line in (*_comment(draft.why.get(f"{part}.{place}", "")), *_comment(f"TODO: {todo}" if todo else ""))
         ]
         lines.append(f"    {name}{sign}{value},")
     return lines
 
 
 def _comment(text: str) -> list[str]:
-    """Lines of a comment, whatever the text is."""
+    """Return a text as lines of a comment, without unprintable characters."""
     clean = "".join(sign if sign.isprintable() else "?" for sign in text)[:400]
     return [f"# {line}" for line in textwrap.wrap(clean, 100, break_on_hyphens=False)]
 
 
 def _plain(text: str) -> str:
-    """The text without what could end a docstring."""
+    """Return the text without characters that could end a docstring."""
     return re.sub(r"[^\w .,;:/()=%'~+*&<>\-]", "?", text, flags=re.ASCII)
 
 
 class _Writer:
-    """Values as expressions, and the imports that these need."""
+    """Writes values as Python expressions and collects the imports that these need."""
 
     def __init__(self) -> None:
         self._names: dict[str, set[str]] = {}
         self._places = _places()
 
     def named(self, name: str, home: str = "") -> str:
-        """A name that is imported."""
+        """Return a name, and add it to the imports."""
         self._names.setdefault(home or _HOMES[name], set()).add(name)
         return name
 
@@ -143,7 +153,7 @@ class _Writer:
         return [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(self._names.items())]
 
     def value(self, value: Any) -> str:
-        """An expression of plain data, of our own declarations, or of what one of our families holds."""
+        """Return the expression for plain data, a declaration such as `Field`, or a value from a family's table."""
         if isinstance(value, float) and not math.isfinite(value):
             return f"float({str(value)!r})"
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -152,7 +162,7 @@ class _Writer:
             inner = ", ".join(map(self.value, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{self.value(key)}: {self.value(each)}" for key, each in value.items()) + "}"
+            return "{" + ", ".join(f"{self.value(key)}: {self.value(item)}" for key, item in value.items()) + "}"
         if isinstance(value, Field):
             parts = [self.value(value.role), *([self.value(value.default)] if value.default is not None else [])]
             usual = Field("")
@@ -165,26 +175,26 @@ class _Writer:
         if isinstance(value, type):
             return self.named(value.__name__, "gptkit.components")
         if type(value) in (Leaf, Layout, Stacked):
-            told = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
-            return self._made(value, told)
+            arguments = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+            return self._call(value, arguments)
         if isinstance(value, RotaryKind):
-            told = {name: (getattr(value, name), usual) for name, usual in RotaryKind._field_defaults.items()}
-            return self._made(value, told)
+            arguments = {name: (getattr(value, name), usual) for name, usual in RotaryKind._field_defaults.items()}
+            return self._call(value, arguments)
         if isinstance(value, msgspec.Struct):
             inner = ", ".join(f"{name}={self.value(getattr(value, name))}" for name in value.__struct_fields__)
             return f"{self.named(type(value).__name__, 'gptkit.components')}({inner})"
         owner, _, method = getattr(value, "__qualname__", "").partition(".")
         home = getattr(value, "__module__", "")
-        held: Any = getattr(sys.modules.get(home), owner, None)
-        if callable(value) and (getattr(held, method, None) if method else held) is value:
+        holder: Any = getattr(sys.modules.get(home), owner, None)
+        if callable(value) and (getattr(holder, method, None) if method else holder) is value:
             if home.startswith(f"{families.__name__}."):
                 return f"{self.named(home.rpartition('.')[2], families.__name__)}.{owner}"
             return self.named(owner, home) + (f".{method}" if method else "")
         module, _, path = self._places[id(value)].partition(":")
         return f"{self.named(module, families.__name__)}.{path}"
 
-    def _made(self, value: Any, told: Mapping[str, tuple[Any, Any]]) -> str:
-        parts = [f"{name}={self.value(each)}" for name, (each, usual) in told.items() if each != usual]
+    def _call(self, value: Any, arguments: Mapping[str, tuple[Any, Any]]) -> str:
+        parts = [f"{name}={self.value(argument)}" for name, (argument, usual) in arguments.items() if argument != usual]
         return f"{self.named(type(value).__name__)}({', '.join(parts)})"
 
 
@@ -194,7 +204,7 @@ def _places() -> dict[int, str]:
 
 
 def _references() -> Iterator[tuple[int, str]]:
-    """What the families' tables hold that is no plain data, by its identity: "module:path"."""
+    """Yield the id and the place, "module:path", of every value in the families' tables that is not plain data."""
     plain = (str, int, float, bool, tuple, list, type(None), type)
     for name, module in list(sys.modules.items()):
         if not name.startswith(f"{families.__name__}."):
@@ -207,10 +217,10 @@ def _references() -> Iterator[tuple[int, str]]:
                 for role, value in table.fixed.items():
                     if not isinstance(value, plain):
                         yield id(value), f"{place}.fixed[{role!r}]"
-                for field, each in table.fields.items():
+                for name_in_config, field in table.fields.items():
                     for part in ("read", "write"):
-                        if not getattr(getattr(each, part), "__qualname__", "<").isidentifier():
-                            yield id(getattr(each, part)), f"{place}.fields[{field!r}].{part}"
+                        if not getattr(getattr(field, part), "__qualname__", "<").isidentifier():
+                            yield id(getattr(field, part)), f"{place}.fields[{name_in_config!r}].{part}"
             elif type(table) is Architecture:
                 for number, leaf in enumerate(table.leaves):
                     if leaf.when is not None:

@@ -1,6 +1,6 @@
-"""What the registered families know, by name: which role a tensor or a config field of that name has in them. No torch.
+"""The roles that names of tensors and config fields have in the registered families, the most usual role first.
 
-Nothing is typed by hand here. A name's meanings are those that it has in the families, the most usual first.
+All names come from the families; this file lists none. It needs no torch.
 """
 
 import re
@@ -22,7 +22,7 @@ from ..components import Shape
 from ..errors import GptkitError
 
 CUT = 6
-"""Layers whose names and shapes are compared."""
+"""The number of layers whose names and shapes are compared."""
 
 _LAYER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.)")
 _PLACES = re.compile(r"\{\w+\}")
@@ -31,25 +31,22 @@ _EXPERT = re.compile(r"(?<=experts\.)[0-9]{1,6}(?=\.)")
 
 @dataclass(frozen=True)
 class Donor:
-    """A family whose config.json is read from a table, which a draft takes arguments from.
-
-    place: where the table stands, "module.VARIABLE".
-    """
+    """A family whose config.json is read from a table, so that a draft can copy its arguments."""
 
     family: Architecture
     decoder: Decoder
-    place: str
+    place: str  # the table's module and variable, "module.VARIABLE"
 
     @cached_property
     def keys(self) -> dict[str, Leaf]:
-        """Its leaves by their names without the prefix of the family."""
-        leaves = (each for each in self.family.leaves if "{head}" not in each.checkpoint)  # a draft has no such names
-        return {each.checkpoint.removeprefix(self.family.prefix): each for each in leaves}
+        """The family's leaves by their checkpoint names, without the family's prefix."""
+        leaves = (leaf for leaf in self.family.leaves if "{head}" not in leaf.checkpoint)  # a draft has no such names
+        return {leaf.checkpoint.removeprefix(self.family.prefix): leaf for leaf in leaves}
 
     def knows(self, config: Mapping[str, Any]) -> set[str]:
-        """The fields of a config that it reads or declares."""
+        """Return the fields of a config that the family reads or declares."""
         reader = ConfigReader(config)
-        with suppress(GptkitError, ValueError, TypeError, KeyError):  # as far as it goes
+        with suppress(GptkitError, ValueError, TypeError, KeyError):  # fields read before the error count
             self.decoder.read(reader)
         return config.keys() & (reader.used | self.decoder.fields.keys() | self.family.ignored.keys()).union(
             self.family.refusals
@@ -57,30 +54,27 @@ class Donor:
 
 
 class Meaning(NamedTuple):
-    """What a name means in some families: the value, how many have it so, and one of them."""
+    """A meaning that a name has in some families."""
 
     value: Any
-    votes: int
-    donor: str
+    votes: int  # the number of families with this meaning
+    donor: str  # one of these families
 
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The families without those of some names.
+    """The names of tensors and config fields that some of the registered families use."""
 
-    donors: those whose table a draft may start from. others: the other families, whose names of tensors count too.
-    """
-
-    donors: tuple[Donor, ...]
-    others: tuple[Architecture, ...] = ()
+    donors: tuple[Donor, ...]  # the families whose table a draft may start from
+    others: tuple[Architecture, ...] = ()  # families without such a table; only their tensor names count
 
     @cached_property
     def leaves(self) -> dict[str, list[Meaning]]:
-        """Names of tensors within a layer, or outside of layers without a prefix: the leaves that have them."""
-        found: dict[str, list[tuple[Leaf, str]]] = {}
-        for each in self.donors:
-            for key, leaf in each.keys.items():
-                found.setdefault(inside(key), []).append((leaf, each.family.name))
+        """The leaves by tensor name: within a layer, or outside of layers and without a prefix."""
+        by_name: dict[str, list[tuple[Leaf, str]]] = {}
+        for donor in self.donors:
+            for key, leaf in donor.keys.items():
+                by_name.setdefault(inside(key), []).append((leaf, donor.family.name))
         for family in self.others:
             for leaf in family.leaves:
                 if (
@@ -89,83 +83,83 @@ class KnownNames:
                     and not {"{use}", "{head}"} & {*_PLACES.findall(leaf.checkpoint)}
                 ):
                     key = inside(leaf.checkpoint.removeprefix(family.prefix))
-                    found.setdefault(key, []).append((leaf, family.name))
+                    by_name.setdefault(key, []).append((leaf, family.name))
         for name, leaves in (*((stack.name, stack.leaves) for stack in STACKS), ("llama2.c", llama2c.LEAVES)):
             for leaf in leaves:
-                found.setdefault(inside(leaf.checkpoint), []).append((leaf, name))
-        return {key: _voted(pairs, lambda leaf: (leaf.names, leaf.layout)) for key, pairs in found.items()}
+                by_name.setdefault(inside(leaf.checkpoint), []).append((leaf, name))
+        return {key: _voted(pairs, lambda leaf: (leaf.names, leaf.layout)) for key, pairs in by_name.items()}
 
     @cached_property
     def tails(self) -> dict[str, list[Meaning]]:
-        """The same by the last parts of names: the module's own and "weight" or "bias"."""
-        found: dict[str, list[tuple[Leaf, str]]] = {}
+        """The leaves by the last two parts of tensor names: a module's name and "weight" or "bias"."""
+        by_tail: dict[str, list[tuple[Leaf, str]]] = {}
         for key, meanings in self.leaves.items():
-            for each in meanings:
-                found.setdefault(tail(key), []).extend([(each.value, each.donor)] * each.votes)
-        return {key: _voted(pairs, lambda leaf: (leaf.names, leaf.layout)) for key, pairs in found.items()}
+            for meaning in meanings:
+                by_tail.setdefault(tail(key), []).extend([(meaning.value, meaning.donor)] * meaning.votes)
+        return {key: _voted(pairs, lambda leaf: (leaf.names, leaf.layout)) for key, pairs in by_tail.items()}
 
     def of_tensor(self, key: str) -> list[Meaning]:
-        """What a name without a prefix may be."""
+        """Return the meanings of a tensor name without a prefix."""
         return self.leaves.get(inside(key)) or self.tails.get(tail(key), [])
 
     @cached_property
     def fields(self) -> dict[str, list[Meaning]]:
-        """Names of config fields: what they say."""
-        found: dict[str, list[tuple[Field, str]]] = {}
-        for each in self.donors:
-            for name, field in each.decoder.fields.items():
-                found.setdefault(name, []).append((field, each.family.name))
-        return {name: _voted(pairs, lambda field: (field.role, field.read)) for name, pairs in found.items()}
+        """The meanings of config fields, by name."""
+        by_name: dict[str, list[tuple[Field, str]]] = {}
+        for donor in self.donors:
+            for name, field in donor.decoder.fields.items():
+                by_name.setdefault(name, []).append((field, donor.family.name))
+        return {name: _voted(pairs, lambda field: (field.role, field.read)) for name, pairs in by_name.items()}
 
     @cached_property
     def irrelevant(self) -> dict[str, list[Meaning]]:
-        """Names of config fields that change nothing: the reasons. Those that every family ignores are left out."""
-        found: dict[str, list[tuple[str, str]]] = {}
-        for family in (each.family for each in self.donors):
+        """The reasons why config fields are irrelevant, by name, without the fields that every family ignores."""
+        by_name: dict[str, list[tuple[str, str]]] = {}
+        for family in (donor.family for donor in self.donors):
             for name, reason in family.ignored.items():
                 if name not in COMMON_IRRELEVANT:
-                    found.setdefault(name, []).append((reason, family.name))
-        return {name: _voted(pairs, str) for name, pairs in found.items()}
+                    by_name.setdefault(name, []).append((reason, family.name))
+        return {name: _voted(pairs, str) for name, pairs in by_name.items()}
 
     @cached_property
     def refused(self) -> dict[str, list[Meaning]]:
-        """Names of config fields that are refused but for some values: these, and the reason."""
-        found: dict[str, list[tuple[Any, str]]] = {}
-        for family in (each.family for each in self.donors):
+        """The accepted values and the reasons of config fields that are otherwise refused, by name."""
+        by_name: dict[str, list[tuple[Any, str]]] = {}
+        for family in (donor.family for donor in self.donors):
             for name, refusal in family.refusals.items():
                 if name not in COMMON_REFUSED:
-                    found.setdefault(name, []).append((refusal, family.name))
-        return {name: _voted(pairs, repr) for name, pairs in found.items()}
+                    by_name.setdefault(name, []).append((refusal, family.name))
+        return {name: _voted(pairs, repr) for name, pairs in by_name.items()}
 
     def fixed(self) -> dict[str, list[Meaning]]:
-        """Roles whose values no config field says: the values that families have."""
-        found: dict[str, list[tuple[Any, str]]] = {}
-        for each in self.donors:
-            for role, value in each.decoder.fixed.items():
-                found.setdefault(role, []).append((value, each.family.name))
-        return {role: _voted(pairs, id_or_value) for role, pairs in found.items()}
+        """Return the values of roles that are fixed in a family, because no config field has them."""
+        by_role: dict[str, list[tuple[Any, str]]] = {}
+        for donor in self.donors:
+            for role, value in donor.decoder.fixed.items():
+                by_role.setdefault(role, []).append((value, donor.family.name))
+        return {role: _voted(pairs, id_or_value) for role, pairs in by_role.items()}
 
 
 def id_or_value(value: Any) -> Any:
-    """What makes two values one: functions are themselves."""
+    """Return a key that is equal for equal values. Functions are compared by identity."""
     return id(value) if callable(value) else repr(value)
 
 
 def _voted(pairs: Sequence[tuple[Any, str]], by: Callable[[Any], Any]) -> list[Meaning]:
-    """The different values, the most usual first, of equally usual ones the first."""
+    """Return the different values, the most frequent first, and equally frequent ones in order."""
     votes = Counter(by(value) for value, _ in pairs)
     first = {by(value): (value, donor) for value, donor in reversed(pairs)}
     return [Meaning(first[key][0], count, first[key][1]) for key, count in votes.most_common()]
 
 
 def inside(key: str) -> str:
-    """A name template from its layer's number on; as it is where it is of none."""
+    """Return a name template from its layer number on, or the whole template if it has none."""
     _, layer, rest = key.partition("{layer}.")
     return layer + rest if layer else key
 
 
 def tail(key: str) -> str:
-    """The last two parts of a name template, behind "{layer}." where it is of one."""
+    """Return the last two parts of a name template, after "{layer}." if it belongs to a layer."""
     within = inside(key)
     layer, parts = within.startswith("{layer}."), within.removeprefix("{layer}.").split(".")
     return ("{layer}." if layer else "") + ".".join(parts[-2:])
@@ -173,20 +167,20 @@ def tail(key: str) -> str:
 
 @cache
 def known_names(without: tuple[str, ...] = ()) -> KnownNames:
-    """What the registered families know, but for those of some names."""
-    known = [each for each in ARCHITECTURES.values() if each.name not in without]  # which imports all families
+    """Return the names that the registered families use, except the families `without`."""
+    known = [family for family in ARCHITECTURES.values() if family.name not in without]  # this imports all families
     places = dict(_places())
     donors = tuple(
         Donor(family, reader, places[id(reader)])
         for family in known
         if type(reader := getattr(family.read, "__self__", None)) is Decoder and id(reader) in places
     )
-    own = {each.family.name for each in donors}
-    return KnownNames(donors, tuple(each for each in known if each.name not in own))
+    names = {donor.family.name for donor in donors}
+    return KnownNames(donors, tuple(family for family in known if family.name not in names))
 
 
 _VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")
-"""How shared names of tensors with one dimension end."""
+"""The endings of the shared names of tensors with one dimension."""
 
 
 def fits(leaf: Leaf, shape: Shape) -> bool:
@@ -197,7 +191,7 @@ def fits(leaf: Leaf, shape: Shape) -> bool:
 
 
 def _places() -> Iterator[tuple[int, str]]:
-    """Each table that a module of ours holds, by its identity, and where it stands."""
+    """Yield the id of every family's table, with its module and variable."""
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{families.__name__}."):
             for variable, value in vars(module).items():
@@ -210,36 +204,32 @@ def _places() -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensors of a checkpoint by name templates.
+    """The tensors of a checkpoint by name templates."""
 
-    prefix: what the names of layers begin with, "model." of "model.layers.{layer}.". layers: how many there are.
-    shapes: of each template the shapes by layer. odd: names that no template can be made of.
-    """
-
-    prefix: str
-    layers: int
-    shapes: Mapping[str, Mapping[int, Shape]]
-    odd: tuple[str, ...]
+    prefix: str  # the prefix of layer names: "model." for "model.layers.{layer}."
+    layers: int  # the number of layers
+    shapes: Mapping[str, Mapping[int, Shape]]  # the shapes by template and layer
+    odd: tuple[str, ...]  # names that cannot be written as a template
 
     def key(self, template: str) -> str:
-        """A template without the prefix."""
+        """Return a template without the prefix."""
         return template.removeprefix(self.prefix)
 
     def cut(self) -> Iterator[tuple[str, Shape]]:
-        """The tensors outside of layers and of the first layers, with their shapes; of experts the first."""
+        """Yield the tensors outside of layers and in the first layers, with their shapes; only the first expert's."""
         for template, by_layer in self.shapes.items():
             for layer, shape in by_layer.items():
                 if layer < CUT:
                     yield template.format(layer=layer, expert=0), shape
 
     def shape(self, template: str) -> Shape:
-        """The shape in the first layer that has it."""
+        """Return the tensor's shape in the first layer that has it."""
         return next(iter(self.shapes[template].values()))
 
 
 def names_of(shapes: Mapping[str, Shape]) -> Names:
-    """The templates of a checkpoint's names: the first number in a name is a layer's, the second an expert's."""
-    found: dict[str, dict[int, Shape]] = {}
+    """Return a checkpoint's name templates. The first number in a name is a layer's, the second an expert's."""
+    by_template: dict[str, dict[int, Shape]] = {}
     stacks: Counter[str] = Counter()
     odd = []
     for name, shape in shapes.items():
@@ -250,10 +240,11 @@ def names_of(shapes: Mapping[str, Shape]) -> Names:
         template = _LAYER.sub("{layer}", name, count=1)
         if number:
             stacks[name[: number.start()]] += 1
-        found.setdefault(_EXPERT.sub("{expert}", template, count=1), {}).setdefault(
+        by_template.setdefault(_EXPERT.sub("{expert}", template, count=1), {}).setdefault(
             int(number[0]) if number else 0, shape
         )
     stack = stacks.most_common(1)[0][0] if stacks else ""
-    own = [layer for each, layers in found.items() if each.startswith(f"{stack}{{layer}}") for layer in layers]
+    templates = {name: layers for name, layers in by_template.items() if name.startswith(f"{stack}{{layer}}")}
+    last = max((layer for layers in templates.values() for layer in layers), default=-1)
     prefix = stack.removesuffix(".").rpartition(".")[0]
-    return Names(f"{prefix}." if prefix else "", 1 + max(own, default=-1), found, tuple(odd))
+    return Names(f"{prefix}." if prefix else "", 1 + last, by_template, tuple(odd))

@@ -123,7 +123,7 @@ def test_states_are_those_that_transformers_keeps(kind: str) -> None:
     with torch.no_grad():
         cache = model(torch.arange(5, 25)[None], use_cache=True).past_key_values
     layers = layers_of_config(model.config.to_dict())
-    assert any(each.state for each in layers) and any(each.left for each in layers)
+    assert any(each.state for each in layers) and any(each.per_token for each in layers)
     assert sum(map(bytes_kept, cache.layers)) == held(layers, 20) * 4
 
 
