@@ -1,7 +1,7 @@
-"""Drafts held against transformers' own class of their model type, on tiny random models: a process of its own.
+"""A separate process that compares drafts with transformers' class of the model type, on tiny random models.
 
-It is asked for one draft on standard input and answers on standard output, in JSON. What cannot be seen in names is
-decided here: each open value is tried, and what comes nearest to the class' logits is kept.
+It reads one question from standard input and answers on standard output, in JSON. It resolves the doubts of a draft by
+trying their options: an option remains if it brings the logits nearer to those of the class.
 """
 
 import contextlib
@@ -46,42 +46,43 @@ from .source import source_of
 from .vocabulary import KnownNames, known_names
 
 MOST = 64
-"""Drafts that are tried for one checkpoint."""
+"""The most drafts that are tried for one checkpoint."""
 
-_PAIRS = 1500  # of open values that are looked at together, the likeliest
-_PARAMETERS = 3_000_000  # a class of more is made of a config that is cut down
+_PAIRS = 1500  # the likeliest pairs of options that are tried together
+_PARAMETERS = 3_000_000  # a model with more is built from a config with smaller sizes
 _DTYPES = (torch.float32, torch.bfloat16)
-_NEARLY = 1e-5  # two functions that differ by less are one, rounded in two ways
+_NEARLY = 1e-5  # a smaller difference is attributed to rounding
 _TINY = {
     "vocab": 97, "hidden": 64, "layers": 6, "heads": 4, "head_dim": 16, "intermediate": 80, "context": 256,
     "attention.window": 16, "expert_size": 40, "shared_size": 40, "mixture.experts": 4, "mixture.top_k": 2,
     "mixture.groups": 2, "mixture.top_groups": 1,
 }  # fmt: skip
-"""The largest sizes of a tiny model, by roles."""
+"""The largest sizes of a tiny model, by role."""
 
 Config = dict[str, Any]
 
 
 def known_of(config: Mapping[str, Any]) -> Known | None:
-    """What the installed transformers has of a config's model type, None where that is no causal language model."""
+    """Return a config's model type as the installed transformers has it, or None if it is no causal language model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config["model_type"]
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if found is None:
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if mapped is None:
         return None
-    kinds = [found] if isinstance(found, str) else list(found)
-    said = config.get("architectures")
-    name = next((each for each in kinds if isinstance(said, list) and each in said), kinds[0])
-    own = CONFIG_MAPPING[kind]
-    names = tuple(each.name for each in dataclasses.fields(own)) if dataclasses.is_dataclass(own) else ()
-    defaults = json.loads(own().to_json_string(use_diff=False))
-    return Known(name, own.__name__, defaults, names, dict(own.attribute_map))
+    classes = [mapped] if isinstance(mapped, str) else list(mapped)
+    stated = config.get("architectures")
+    name = next((name for name in classes if isinstance(stated, list) and name in stated), classes[0])
+    config_class = CONFIG_MAPPING[kind]
+    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
+    defaults = json.loads(config_class().to_json_string(use_diff=False))
+    aliases = dict(config_class.attribute_map)
+    return Known(name, config_class.__name__, defaults, tuple(field.name for field in fields), aliases)
 
 
 class Case:
-    """A config, and transformers' model of it with random weights. Raises whatever the class says of the config."""
+    """A config, and transformers' model of it with random weights. Raises any error of the class."""
 
     def __init__(self, config: Config, name: str) -> None:
         import transformers
@@ -89,8 +90,8 @@ class Case:
         self.config, self.name, self._class = config, name, getattr(transformers, name)
         with torch.device("meta"):
             meta = self._class(self._config())
-        self.parameters = sum(each.numel() for each in meta.parameters())
-        self.shapes: dict[str, Shape] = {name: tuple(each.shape) for name, each in _stored(meta).items()}
+        self.parameters = sum(parameter.numel() for parameter in meta.parameters())
+        self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in _stored(meta).items()}
 
     def _config(self) -> Any:
         import transformers
@@ -99,12 +100,12 @@ class Case:
 
     @cached_property
     def full(self) -> Config:
-        """The config with all that the class takes where nothing is stated."""
-        told: Config = json.loads(self._config().to_json_string(use_diff=False))
-        return {**told, **self.config}
+        """The config with the class' defaults."""
+        defaults: Config = json.loads(self._config().to_json_string(use_diff=False))
+        return {**defaults, **self.config}
 
     def model(self, dtype: torch.dtype, attention: str) -> Any:
-        """The class with every parameter random, at scales such as training leaves behind."""
+        """Return the model with random parameters, whose scales are like those of a trained model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._class._from_config(self._config(), dtype=dtype, attn_implementation=attention).eval()
@@ -112,18 +113,18 @@ class Case:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
-                if parameter.ndim == 1:  # from where training starts it: a norm may add 1 to its weight
+                if parameter.ndim == 1:  # near its initial value, because a norm may add 1 to its weight
                     parameter.add_(0.3 * noise)
                 else:
                     parameter.copy_(noise * (0.8 if "embed" in name else parameter.shape[-1] ** -0.5))
-            kept = model.state_dict()
+            stored_names = model.state_dict().keys()
             for name, buffer in model.named_buffers():
-                if name in kept and buffer.is_floating_point():
+                if name in stored_names and buffer.is_floating_point():
                     buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
         return model
 
     def reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Batch, Tensor]:
-        """Its weights, a padded batch, and its logits of real tokens, by its eager attention."""
+        """Return the model's weights, a padded batch, and the logits of its real tokens, with eager attention."""
         if dtype not in self._references:
             model = self.model(dtype, "eager")
             batch = [*probes(40, 2, ("left",), self.full["vocab_size"])][-1]
@@ -138,7 +139,7 @@ class Case:
 
 
 def _stored(model: Any) -> dict[str, Tensor]:
-    """A model's tensors as save_pretrained names and shapes them, a tied one once."""
+    """Return a model's tensors as save_pretrained names and shapes them, and tied ones once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
@@ -146,14 +147,16 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 
 def difference(draft: Draft, case: Case) -> float:
-    """How far the draft's logits are from the class' in the mean, in parts of the largest: in fp32, and where that is 0
-    in bf16, as less than any other. Infinite where there are none.
+    """Return the mean distance of the draft's logits from the class' logits, relative to the largest logit.
+
+    It is measured in fp32. If fp32 agrees exactly, it is measured in bf16 and scaled to be less than any fp32 distance.
+    It is infinite if the draft computes no logits.
     """
     for dtype, weight in zip(_DTYPES, (1.0, 1e-12), strict=True):
         try:
             weights, batch, theirs = case.reference(dtype)
             ours = _logits(draft, case, weights, dtype, batch)
-        except Exception:  # whatever a draft that is not right runs into
+        except Exception:  # a wrong draft may raise anything
             return float("inf")
         real = ... if batch.attention_mask is None else batch.attention_mask.bool()
         gap = (ours[real].double() - theirs[real].double()).abs().mean() / theirs[real].double().abs().max()
@@ -166,12 +169,12 @@ def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torc
     family = draft.family()
     spec = family.read(family.reader(case.full))
     bound = family.bind(spec)
-    if {name for name in weights if name != family.head or not spec.tied} - {each.checkpoint for each in bound}:
+    if {name for name in weights if name != family.head or not spec.tied} - {leaf.checkpoint for leaf in bound}:
         raise ValueError("tensors are left over")
     shared = {
-        name: each
+        name: tensor
         for leaf in bound
-        for name, each in zip(leaf.shared, leaf.to_shared(weights[leaf.checkpoint]), strict=True)
+        for name, tensor in zip(leaf.shared, leaf.to_shared(weights[leaf.checkpoint]), strict=True)
     }
     decoder = Decoder(spec, attention="eager").to(dtype).eval()
     decoder.load_state_dict(shared)
@@ -180,33 +183,33 @@ def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torc
 
 
 def _tiny(config: Config, draft: Draft) -> Config:
-    """The config with smaller sizes, lists of a value a layer cut to the layers."""
-    found = copy.deepcopy(config)
-    roles = {role: name for name, each in draft.fields.items() for role in each.role.split() if name in config}
+    """Return the config with smaller sizes. Lists with a value per layer are cut to the number of layers."""
+    tiny = copy.deepcopy(config)
+    roles = {role: name for name, field in draft.fields.items() for role in field.role.split() if name in config}
     layers = config.get(roles.get("layers", ""), 0)
     for role, most in _TINY.items():
         name = roles.get(role, "")
         if type(config.get(name)) is int:
-            found[name] = min(config[name], most)
+            tiny[name] = min(config[name], most)
     heads, groups = (config.get(roles.get(role, "")) for role in ("heads", "kv_heads"))
     if type(heads) is int and type(groups) is int:
-        found[roles["kv_heads"]] = {heads: found[roles["heads"]], 1: 1}.get(groups, 2)
+        tiny[roles["kv_heads"]] = {heads: tiny[roles["heads"]], 1: 1}.get(groups, 2)
     for name, value in config.items():
         if isinstance(value, list) and len(value) == layers:
-            found[name] = value[: found[roles["layers"]]]
+            tiny[name] = value[: tiny[roles["layers"]]]
         elif name.endswith("token_id") and type(value) is int:
-            found[name] = min(value, 5)
+            tiny[name] = min(value, 5)
         elif "window" in name and type(value) is int:
-            found[name] = min(value, 16)
-    return found
+            tiny[name] = min(value, 16)
+    return tiny
 
 
 def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
-    """The case with another value of each field that is read, or that nobody reads: its name, the value, the case."""
+    """Yield name, new value and case for each field that is read, or that nothing reads, with another value of it."""
     family = draft.family()
     reader = family.reader(case.full)
     family.read(reader)
-    roles = {name: each.role.split()[0] for name, each in draft.fields.items()}
+    roles = {name: field.role.split()[0] for name, field in draft.fields.items()}
     for name, value in case.full.items():
         if name not in reader.used and f"refused.{name}" not in draft.todo:
             continue
@@ -224,45 +227,48 @@ def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
         elif name == "rope_parameters" and isinstance(value, dict) and isinstance(value.get("rope_theta"), float):
             other = {**value, "rope_theta": value["rope_theta"] * 3}
         if other is not None:
-            with contextlib.suppress(Exception):  # whatever the class says of it
+            with contextlib.suppress(Exception):  # the class may refuse the value
                 varied = Case({**case.config, name: other}, case.name)
                 varied.reference(torch.float32)
                 yield name, other, varied
 
 
 class Search:
-    """Open values tried on one case, and how many drafts were."""
+    """Tries the options of doubts on one case, and counts the drafts that it tried."""
 
     def __init__(self, case: Case) -> None:
         self._case, self.tried, self.kept, self._seen = case, 0, list[str](), set[Any]()
 
     def nearest(self, draft: Draft) -> tuple[Draft, float]:
-        """The draft with the values that come nearest to the class, one after another and then two at a time, and how
-        near.
+        """Return the draft that comes nearest to the class, and its distance.
+
+        Options are tried one after another, and then two at a time.
         """
-        best, left = draft, difference(draft, self._case)
+        best, distance = draft, difference(draft, self._case)
         self.tried += 1
-        options = [each for doubt in draft.doubts for each in doubt.options]
+        options = [option for doubt in draft.doubts for option in doubt.options]
         pairs = sorted(combinations(range(len(options)), 2), key=sum)[:_PAIRS]
-        for most, chosen in ((MOST // 2, [(each,) for each in range(len(options))]), (MOST, pairs)):
-            for rounding in (False, True):  # one function first, and then how it rounds
-                for several in chosen * 2:
-                    if not left or (left > _NEARLY) == rounding or self.tried >= most:
+        for most, chosen in ((MOST // 2, [(index,) for index in range(len(options))]), (MOST, pairs)):
+            for rounding in (False, True):  # first the function, and then its rounding
+                for indices in chosen * 2:
+                    if not distance or (distance > _NEARLY) == rounding or self.tried >= most:
                         break
-                    words = ", ".join(options[each][0] for each in several)
-                    patch = {place: value for each in several for place, value in options[each][1].items()}
-                    tried, found = self._try(best, patch, rounding)
-                    if found < left * (0.97 if rounding else 0.5):
-                        best, left = _told(tried, patch, words), found
+                    words = ", ".join(options[index][0] for index in indices)
+                    patch = {place: value for index in indices for place, value in options[index][1].items()}
+                    tried, new_distance = self._try(best, patch, rounding)
+                    if new_distance < distance * (0.97 if rounding else 0.5):
+                        best, distance = _with_reason(tried, patch, words), new_distance
                         self.kept.append(words)
-        return best, left
+        return best, distance
 
     def _try(self, best: Draft, patch: Patch, rounding: bool) -> tuple[Draft, float]:
-        """The draft with a patch, and how far it is; infinitely where it says nothing new, or is a change of
-        rounding alone where it should not be, or is none where it should.
+        """Return the draft with a patch, and its distance.
+
+        The distance is infinite if the draft was tried before. `rounding`: whether a patch must change only the
+        rounding, or must change more; the distance of any other patch is infinite too.
         """
         tried, far = best.patched(patch), float("inf")
-        now, new = (_tree(each, self._case.full) for each in (best, tried))
+        now, new = (_tree(one, self._case.full) for one in (best, tried))
         if now is None or new is None:
             return tried, far if new is None else difference(tried, self._case)
         key = (new, tuple(tried.leaves.values()))
@@ -271,97 +277,103 @@ class Search:
             if key in self._seen or alike != rounding:
                 return tried, far
             self._seen.add(key)
-        found = difference(tried, self._case)
-        self.tried += found < far
-        return tried, found
+        distance = difference(tried, self._case)
+        self.tried += distance < far
+        return tried, distance
 
 
 def _tree(draft: Draft, config: Config) -> ModelSpec | None:
     try:
         family = draft.family()
         return family.read(family.reader(config))
-    except Exception:  # a draft that does not read it
+    except Exception:  # the draft cannot read the config
         return None
 
 
-def _told(draft: Draft, patch: Patch, words: str) -> Draft:
+def _with_reason(draft: Draft, patch: Patch, words: str) -> Draft:
     reason = f"{words}: tried against transformers' class, and nearest"
     return dataclasses.replace(draft, why={**draft.why, **dict.fromkeys(patch, reason)})
 
 
 def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
-    """With each field's meaning held against the class at another value. A meaning that does not hold there is taken
-    from another family, or the field is refused at other values than the checkpoint's.
+    """Return the draft after comparing every field's meaning with the class at another value.
+
+    A meaning that is wrong there is replaced by that of another family. If none is right, other values than the
+    checkpoint's are refused.
     """
     for name, value, varied in list(_variants(draft, case)):
-        told, place = shown(value), f"{'refused' if name in draft.more['refused'] else 'fields'}.{name}"
+        value_text, place = shown(value), f"{'refused' if name in draft.more['refused'] else 'fields'}.{name}"
         why, todo = dict(draft.why), dict(draft.todo)
         unread = place in todo and place.startswith("refused")
         if not unread and difference(draft, varied) == 0:
-            why[place] = f"{why.get(place, '')}; right at {told} too"
+            why[place] = f"{why.get(place, '')}; right at {value_text} too"
             draft = dataclasses.replace(draft, why=why)
             continue
         idle = unread and _same(case, varied)
         others = _meanings(draft, name, words) if unread or name in draft.fields else _by_layer(draft)
         others = iter(()) if idle else others
-        found = next((each for each in others if max(difference(each, one) for one in (case, varied)) == 0), None)
-        if found is not None:
+        right = next((other for other in others if max(difference(other, one) for one in (case, varied)) == 0), None)
+        if right is not None:
             todo.pop(place, None)
-            why[f"fields.{name}"] = f"so the class' logits are right at {shown(case.full.get(name))} and at {told}"
-            draft = dataclasses.replace(found, why=why, todo=todo)
+            why[f"fields.{name}"] = (
+                f"so the class' logits are right at {shown(case.full.get(name))} and at {value_text}"
+            )
+            draft = dataclasses.replace(right, why=why, todo=todo)
         elif name in draft.fields:
-            draft = _at_one_value(draft, name, case, told)
+            draft = _at_one_value(draft, name, case, value_text)
         elif unread:
             same = "the same names and logits" if idle else "other names or logits"
-            draft = dataclasses.replace(draft, todo={**todo, place: f"{todo[place]}; at {told} the class has {same}"})
+            todo[place] = f"{todo[place]}; at {value_text} the class has {same}"
+            draft = dataclasses.replace(draft, todo=todo)
         else:
-            todo[f"read {name}"] = f"with {name} {told} the class' logits are others than this definition's"
+            todo[f"read {name}"] = f"with {name} {value_text} the class' logits are others than this definition's"
             draft = dataclasses.replace(draft, todo=todo)
     return draft
 
 
 def _by_layer(draft: Draft) -> Iterator[Draft]:
-    """The draft with what other families read of each layer."""
+    """Yield the draft with each other family's argument for fields that differ by layer."""
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
 def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
-    """The draft with each other meaning of a field: of its name, then of all fields that have values of its kind."""
-    own = draft.fields.get(name)
-    taken = {role for other, each in draft.fields.items() if other != name for role in each.role.split()}
-    value = draft.more["refused"][name][0][0] if own is None else own.default
-    found = [each.value for each in words.fields.get(name, [])]
-    found += [
-        each[0].value
-        for each in words.fields.values()
-        if isinstance(value, (bool, float)) and type(each[0].value.default) is type(value)
+    """Yield the draft with other meanings of a field: those of its name, then of all fields with values of its type."""
+    current = draft.fields.get(name)
+    roles = {role for other, field in draft.fields.items() if other != name for role in field.role.split()}
+    value = draft.more["refused"][name][0][0] if current is None else current.default
+    options = [meaning.value for meaning in words.fields.get(name, [])]
+    options += [
+        meanings[0].value
+        for meanings in words.fields.values()
+        if isinstance(value, (bool, float)) and type(meanings[0].value.default) is type(value)
     ]
-    more = {**draft.more, "refused": {key: each for key, each in draft.more["refused"].items() if key != name}}
-    for role, field in {(each.role, each.read): each for each in found}.items():
-        if taken.isdisjoint(field.role.split()) and (own is None or role != (own.role, own.read)):
-            fixed = {key: each for key, each in draft.arguments["fixed"].items() if key not in field.role.split()}
+    refused = {key: refusal for key, refusal in draft.more["refused"].items() if key != name}
+    more = {**draft.more, "refused": refused}
+    for role, field in {(option.role, option.read): option for option in options}.items():
+        if roles.isdisjoint(field.role.split()) and (current is None or role != (current.role, current.read)):
+            fixed = {key: one for key, one in draft.arguments["fixed"].items() if key not in field.role.split()}
             new = field._replace(default=value if type(value) is type(field.default) else field.default)
             arguments = {**draft.arguments, "fixed": fixed}
             yield dataclasses.replace(draft, fields={**draft.fields, name: new}, more=more, arguments=arguments)
 
 
-def _at_one_value(draft: Draft, name: str, case: Case, told: str) -> Draft:
-    """With a field that is read rightly at the checkpoint's value alone refused at any other."""
+def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
+    """Return the draft that refuses a field at all values but the checkpoint's, such as at `other`, which is wrong."""
     field, value = draft.fields[name], case.full.get(name)
     todo = {
         **draft.todo,
-        f"refused.{name}": f"{name} was taken for {field.role}, and at {told} the class differs from that",
+        f"refused.{name}": f"{name} was taken for {field.role}, and at {other} the class differs from that",
     }
     if "." not in field.role:
         return dataclasses.replace(
-            draft, todo={**draft.todo, f"fields.{name}": f"at {name} {told} the class' logits are others"}
+            draft, todo={**draft.todo, f"fields.{name}": f"at {name} {other} the class' logits are others"}
         )
     read = field.value(draft.family().reader(case.full), name)
     fixed = {**draft.arguments["fixed"], **dict.fromkeys(field.role.split(), read)}
     refused = {**draft.more["refused"], name: ((value,), f"TODO: this definition was right at {shown(value)} alone")}
     return dataclasses.replace(
         draft,
-        fields={key: each for key, each in draft.fields.items() if key != name},
+        fields={key: one for key, one in draft.fields.items() if key != name},
         arguments={**draft.arguments, "fixed": fixed},
         more={**draft.more, "refused": refused},
         todo=todo,
@@ -369,7 +381,7 @@ def _at_one_value(draft: Draft, name: str, case: Case, told: str) -> Draft:
 
 
 def _same(case: Case, other: Case) -> bool:
-    """Whether the class of two configs has the same names, shapes and logits."""
+    """Return whether the class has the same names, shapes and logits for two configs."""
     if case.shapes != other.shapes:
         return False
     (_, _, ours), (_, _, theirs) = case.reference(torch.float32), other.reference(torch.float32)
@@ -381,48 +393,49 @@ def _same(case: Case, other: Case) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Proof:
-    """One of the four: whether it holds, None where it could not be tried, and on what, or why not."""
+    """One of the four proofs."""
 
     name: str
-    holds: bool | None
-    told: str
+    holds: bool | None  # None if it could not be tried
+    told: str  # the cases for which it holds, or why it fails or could not be tried
 
 
 def proved(
     family: Architecture, draft: Draft, config: Config, shapes: Mapping[str, Shape], case: Case | None, note: str
 ) -> list[_Proof]:
-    """The four proofs of `testing`, of the checkpoint's own names and of transformers' class of its type. `note`: why
-    there is no case, or how far logits are apart.
+    """Return the four proofs of `testing`, for the checkpoint's names and for transformers' class.
+
+    `note` says why there is no case, or how far the logits differ.
     """
     known, small = draft.known, config if case is None else case.full
     if case is None and sum(map(math.prod, shapes.values())) > _PARAMETERS:
         small = _tiny(config, draft)
     fields = [*config] if known is None else [*dict.fromkeys((*known.fields, *known.aliases, *config))]
-    found = [
-        _held(
+    proofs = [
+        _run_proof(
             "fields",
             lambda: fields_are_accounted_for(family, [config, small], fields),
             f"{len(fields)} fields are read, irrelevant or refused",
         ),
-        _held("elements", lambda: elements_land_once(family, small), "every element lands once and comes back"),
-        _held(
+        _run_proof("elements", lambda: elements_land_once(family, small), "every element lands once and comes back"),
+        _run_proof(
             "names",
             lambda: _named(family, config, shapes, case),
             f"{len(shapes)} names and shapes of the checkpoint" + (" and those of the class" if case else ""),
         ),
     ]
     if case is None:
-        return [*found, _Proof("logits", None, note)]
+        return [*proofs, _Proof("logits", None, note)]
     paths = ("eager",) if "eager" in draft.more else ("sdpa", "eager")
     apart = f"logits differ from those of this definition, {note}"
     words = f"bit for bit in fp32 and bf16, {' and '.join(paths)}"
-    return [*found, _held("logits", lambda: _computed(family, case, paths), words, apart)]
+    return [*proofs, _run_proof("logits", lambda: _computed(family, case, paths), words, apart)]
 
 
-def _held(name: str, proof: Callable[[], None], words: str, instead: str = "") -> _Proof:
+def _run_proof(name: str, proof: Callable[[], None], words: str, instead: str = "") -> _Proof:
     try:
         proof()
-    except Exception as error:  # AssertionError where it does not hold, whatever a wrong definition runs into
+    except Exception as error:  # AssertionError if it fails; a wrong definition may raise anything
         reason = " ".join(str(error).split()) or instead
         if not isinstance(error, (AssertionError, GptkitError)):
             reason = f"{type(error).__name__}: {reason}"
@@ -447,7 +460,7 @@ def _named(family: Architecture, config: Config, shapes: Mapping[str, Shape], ca
 
 def _computed(family: Architecture, case: Case, paths: Sequence[str]) -> None:
     vocabulary = case.full["vocab_size"]
-    batches = [each for length in (1, 7, 130) for each in probes(length, 2, ("left", "right"), vocabulary)]
+    batches = [batch for length in (1, 7, 130) for batch in probes(length, 2, ("left", "right"), vocabulary)]
     for attention in paths:
         for dtype in _DTYPES:
             model = case.model(dtype, attention)
@@ -455,17 +468,17 @@ def _computed(family: Architecture, case: Case, paths: Sequence[str]) -> None:
 
 
 def place_and_cause(case: Case) -> list[str]:
-    """Where the definition parts from the class, and what would mend it, as verify finds them."""
+    """Return where the definition's logits diverge from the class', and the cause, in the words of `verify`."""
     from ..parity.verify import verify
     from ..report.verification import verdict_lines
 
     with tempfile.TemporaryDirectory(prefix="gptkit-draft-") as folder:
         case.model(torch.float32, "eager").save_pretrained(folder)
         try:
-            found = verify(folder, attention="eager", mutations=False, bisected=True, offline=True)
+            verification = verify(folder, attention="eager", mutations=False, bisected=True, offline=True)
         except GptkitError as error:
             return [error.message.replace(folder, "the tiny model").splitlines()[0]]
-        lines = verdict_lines(found)
+        lines = verdict_lines(verification)
     return [line for line in lines if line.startswith(("place", "cause"))]
 
 
@@ -473,16 +486,16 @@ def place_and_cause(case: Case) -> list[str]:
 
 
 _MOST_LAYERS = 1000
-"""Layers that a class is made of whatever tensors there are."""
+"""The most layers with which a class is built regardless of the number of tensors."""
 _LABELS = ("num_labels", "id2label", "label2id")
-"""Fields of classifiers, of which transformers makes a table with a row for each label."""
+"""Fields of classifiers, from which transformers builds a table with a row for each label."""
 
 
 def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownNames) -> None:
-    """Raise InvalidInput where config.json says more layers than there are tensors, before a class is made of it."""
-    for name, known in words.fields.items():
+    """Raise InvalidInput if config.json has more layers than there are tensors, before a model is built from it."""
+    for name, meanings in words.fields.items():
         value = config.get(name)
-        counts = any("layers" in each.value.role.split() for each in known)
+        counts = any("layers" in meaning.value.role.split() for meaning in meanings)
         if counts and type(value) is int and value > max(len(shapes), _MOST_LAYERS):
             message = f"config.json says {name} {shown(value)}, and the checkpoint has {len(shapes):,} tensors"
             raise InvalidInput(
@@ -491,17 +504,17 @@ def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownName
 
 
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
-    """The definition's text, and what was proved of it."""
+    """Return the text of the definition, and the results of its proofs."""
     words = known_names(tuple(without))
     _require_worth(config, shapes, words)
     config = {name: value for name, value in config.items() if name not in _LABELS}
-    for family in [each for name, each in ARCHITECTURES.items() if name in without]:
+    for family in [family for name, family in ARCHITECTURES.items() if name in without]:
         del ARCHITECTURES[family.name]
         for kind in family.model_types:
             BY_MODEL_TYPE.pop(kind, None)
     known = known_of(config)
     draft = guess(config, shapes, known, words)
-    case, search, left = None, None, None
+    case, search, distance = None, None, None
     note = "transformers has no class of this type"
     if known is not None:
         try:
@@ -509,7 +522,7 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
             if case.parameters > _PARAMETERS:
                 case = Case(_tiny(config, draft), known.hf_class)
             case.reference(torch.float32)
-        except Exception as error:  # whatever the class says
+        except Exception as error:  # the class may refuse the config
             case, note = (
                 None,
                 f"transformers' {known.hf_class} makes no tiny model of it: {' '.join(str(error).split()):.200}",
@@ -518,14 +531,14 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
         draft = undecided(draft, config)
     else:
         search = Search(case)
-        draft, left = search.nearest(draft)
-        note = f"by {left:.1e} in the mean" if left < float("inf") else "which gives none"
+        draft, distance = search.nearest(draft)
+        note = f"by {distance:.1e} in the mean" if distance < float("inf") else "which gives none"
         draft = accounted(draft, config, shapes)
-        if left == 0:
+        if distance == 0:
             draft = settled(draft, case, words)
         try:
             case.model(torch.float32, "sdpa")
-        except Exception:  # the class says that it has none
+        except Exception:  # the class supports only eager attention
             draft = dataclasses.replace(draft, more={**draft.more, "eager": True})
     name = "drafted_definition"
     with tempfile.TemporaryDirectory(prefix="gptkit-draft-") as folder:
@@ -541,7 +554,7 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
     return {
         "text": source_of(draft, head),
         "skeleton": draft.skeleton.family.name,
-        "proofs": [dataclasses.asdict(each) for each in proofs],
+        "proofs": [dataclasses.asdict(proof) for proof in proofs],
         "place": place,
         "tried": search.tried if search else 0,
         "kept": search.kept if search else [],
@@ -550,34 +563,33 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
 
 
 def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: int) -> list[str]:
-    """What the file says of itself."""
-    held = [each.name for each in proofs if each.holds]
-    told = (
+    """Return the paragraphs of the file's docstring."""
+    passed = [proof.name for proof in proofs if proof.holds]
+    result = (
         "the four proofs pass"
-        if len(held) == 4
-        else f"of the four proofs {', '.join(held) or 'none'} pass" + ("es" if len(held) == 1 else "")
+        if len(passed) == 4
+        else f"of the four proofs {', '.join(passed) or 'none'} pass" + ("es" if len(passed) == 1 else "")
     )
-    of = (
+    subject = (
         f"a tiny random model of transformers' {draft.known.hf_class}"
         if proofs[-1].holds is not None and draft.known
         else "names and config alone"
     )
-    lines = [
-        f"{draft.model_type}, as gptkit draft made it of a checkpoint's config.json, names and shapes: {told}, on {of}."
-    ]
+    origin = f"{draft.model_type}, as gptkit draft made it of a checkpoint's config.json, names and shapes"
+    lines = [f"{origin}: {result}, on {subject}."]
     lines += [
-        f"{each.name}: {'not tried: ' if each.holds is None else 'fails: '}{each.told}"
-        for each in proofs
-        if not each.holds
+        f"{proof.name}: {'not tried: ' if proof.holds is None else 'fails: '}{proof.told}"
+        for proof in proofs
+        if not proof.holds
     ]
-    lines += [" ".join(each.split()) for each in place]
+    lines += [" ".join(words.split()) for words in place]
     lines += [f"Drafts that were tried against the class: {tried}."] if tried else []
     lines += [f"What is open, look for TODO: {len(draft.todo)}."] if draft.todo else []
     return lines
 
 
 def answered(question: Mapping[str, Any]) -> dict[str, Any]:
-    """The draft of a checkpoint's `config` and `shapes`, `without` some families; or how it is refused."""
+    """Return the draft for a question's `config` and `shapes`, `without` some families, or the error."""
     shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
     try:
         with quiet():
