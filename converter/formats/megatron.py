@@ -85,7 +85,9 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
             own = _LAYER.match(name)
             whole = name if own is None else f"decoder.layers.{int(own[1]) + first}.{name[own.end() :]}"
             if whole in tensors and whole != HEAD:
-                raise CheckpointError(f"{folder}: two pipeline stages have {shown(whole, 80)}", _HINT)
+                raise CheckpointError(
+                    f"{folder}: the tensor {shown(whole, 80)} is in the files of two pipeline stages", _HINT
+                )
             tensors[whole] = tensor
         first += len(numbers)
     how = f"joined from {len(files)} ranks ({len(stages[0])} of tensor parallelism)"

@@ -55,7 +55,10 @@ def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path,
             if not allow_pickle:
                 raise untrusted(path, "Pass --allow-pickle if you trust where it comes from.")
         return config, read(path), sha256_file(path)
-    raise InvalidInput(f"{reference} has no {ADAPTER_WEIGHTS}", f"gptkit also reads mlx-lm's {_MLX}.")
+    raise InvalidInput(
+        f"{reference} has no {ADAPTER_WEIGHTS}",
+        f"Give a folder with the adapter's weights: {ADAPTER_WEIGHTS} of PEFT, or {_MLX} of mlx-lm.",
+    )
 
 
 def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:

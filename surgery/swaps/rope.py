@@ -136,7 +136,7 @@ def _held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Gu
 def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
     """Raise SwapRefused where a scaling does not compose with what is there."""
     if is_neutral(rotary):
-        raise SwapRefused(f"RoPE of layer {layer} rotates by zero, so there is nothing to scale")
+        raise SwapRefused(f"RoPE of layer {layer} has only frequencies of 0, so scaling would change nothing")
     if rotary.scaling is not None and not (name == "linear" and isinstance(rotary.scaling, LinearScaling)):
         raise SwapRefused(
             f"RoPE of layer {layer} is already scaled ({type(rotary.scaling).__name__}), and {name}"
@@ -155,7 +155,10 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
         hint = "If it was scaled by a larger base (ntk), restore the base with --position rope:BASE."
         raise SwapRefused("the model's RoPE is not scaled", hint)
     if any(is_neutral(rotary) for rotary in layers.values()):
-        raise SwapRefused("the model's RoPE rotates by zero; it is not scaled", "Use --position rope to turn it on.")
+        raise SwapRefused(
+            "the model's RoPE has only frequencies of 0, so scaling would change nothing",
+            "Use --position rope to turn it on.",
+        )
 
     def shorter(rotary: Rotary, context: int) -> int:
         """The context that a model had before this scaling."""

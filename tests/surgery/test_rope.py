@@ -443,7 +443,7 @@ def test_refusals_of_other_trees() -> None:
     assert "--context N" in str(refused.value.hint)
     neutral = with_rotary(spec, Rotary(dim=8, base=1e4, scaling=rotation.NEUTRAL))
     for value in ("ntk:2", "linear:2", "none"):
-        with pytest.raises(SwapRefused, match="rotates by zero"):
+        with pytest.raises(SwapRefused, match="only frequencies of 0"):
             apply(Weights(neutral), Step("rope_scaling", value))
     latent = with_blocks(spec, attention=ATTENTIONS["two-keys"])
     with pytest.raises(SwapRefused, match="has latent attention") as refused:
