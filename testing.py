@@ -20,7 +20,7 @@ from .architectures import Architecture
 from .components import ModelSpec
 from .modules.decoder import Decoder
 from .parity.outputs import outputs_of
-from .parity.probe import Batch as Probe
+from .parity.probe import ProbeBatch as Probe
 from .parity.sides import own_reference
 
 __all__ = [

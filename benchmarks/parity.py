@@ -30,7 +30,7 @@ from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.architectures.base import Architecture  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
 from gptkit.parity.outputs import computed_rightly, outputs_of  # noqa: E402
-from gptkit.parity.probe import Batch, probe  # noqa: E402
+from gptkit.parity.probe import ProbeBatch, probe  # noqa: E402
 from gptkit.parity.score import score, unprobed  # noqa: E402
 from gptkit.parity.sides import begin_anew  # noqa: E402
 
@@ -138,7 +138,7 @@ def forward_cases(model: Decoder, reference: Any, family: Architecture) -> Itera
     """The largest difference of every case of the grid that transformers computes rightly."""
     most = model.spec.positions.length if model.spec.positions is not None else 10**9
     for ids, mask in inputs(model.spec.vocab_size, most):
-        batch = Batch("", ids, mask)
+        batch = ProbeBatch("", ids, mask)
         if not computed_rightly(family, batch):
             continue
         ours, theirs = (outputs_of(each, batch) for each in (model, reference))

@@ -27,7 +27,7 @@ from ..converter.transformers_process import DATA, LIBRARIES, reason
 from ..errors import GptkitError, InvalidInput, shown
 from ..modules.decoder import Decoder
 from ..parity.outputs import outputs_of
-from ..parity.probe import Batch
+from ..parity.probe import ProbeBatch
 from ..parity.sides import quiet
 from ..plugins import import_file
 from ..testing import (
@@ -123,7 +123,7 @@ class Case:
                     buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
         return model
 
-    def reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Batch, Tensor]:
+    def reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], ProbeBatch, Tensor]:
         """Return the model's weights, a padded batch, and the logits of its real tokens, with eager attention."""
         if dtype not in self._references:
             model = self.model(dtype, "eager")
@@ -134,7 +134,7 @@ class Case:
         return self._references[dtype]
 
     @cached_property
-    def _references(self) -> dict[torch.dtype, tuple[dict[str, Tensor], Batch, Tensor]]:
+    def _references(self) -> dict[torch.dtype, tuple[dict[str, Tensor], ProbeBatch, Tensor]]:
         return {}
 
 
@@ -165,7 +165,7 @@ def difference(draft: Draft, case: Case) -> float:
     return 0.0
 
 
-def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torch.dtype, batch: Batch) -> Tensor:
+def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torch.dtype, batch: ProbeBatch) -> Tensor:
     family = draft.family()
     spec = family.read(family.reader(case.full))
     bound = family.bind(spec)

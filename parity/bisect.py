@@ -24,7 +24,7 @@ from ..analysis.activations import Kernel
 from ..architectures import Architecture, BoundLeaf
 from ..components import ModelSpec
 from .passes import hooked
-from .probe import RUNNING, Batch
+from .probe import RUNNING, ProbeBatch
 from .sides import Sides
 
 _FLOOR = 1e-9  # relative difference below which nothing counts: fp64 sums in another order
@@ -217,7 +217,7 @@ def first_of(output: Any, which: int = 0) -> Any:
     return output[which] if isinstance(output, tuple | list) else output
 
 
-class Kept:
+class KeptStates:
     """Tensors in fp64 by key, in a file that is gone when it is closed: of a large model they are 100 MB a row."""
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ _See = Callable[[_Key, Tensor], None]
 """Told of what a tap saw of a batch: (the batch's identity, the tap's index), rows (N, features) in fp64."""
 
 
-def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
+def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:
     """Every tap's difference, in the order of computation, on what `Batch.valid` leaves: in four passes."""
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None
@@ -251,7 +251,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
     head = len(watched)
     """The key of the logits, behind all that a head multiplies, limits or adds."""
 
-    def run(dtype: torch.dtype, ours: bool, see: _See, inputs: Sequence[Batch]) -> list[Tensor]:
+    def run(dtype: torch.dtype, ours: bool, see: _See, inputs: Sequence[ProbeBatch]) -> list[Tensor]:
         seen: set[_Key] = set()
 
         def told(index: int, value: Tensor) -> None:
@@ -268,7 +268,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
             see((id(batch), head), each.double())
         return logits
 
-    def against(kept: Kept, gaps: dict[int, float]) -> _See:
+    def against(kept: KeptStates, gaps: dict[int, float]) -> _See:
         def see(key: _Key, rows: Tensor) -> None:
             if key in kept and rows.shape == (right := kept[key]).shape:
                 gaps[key[1]] = max(gaps.get(key[1], 0.0), relative_gap(right, rows))
@@ -276,7 +276,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
         return see
 
     worst, theirs_noise, ours_noise = dict[int, float](), dict[int, float](), dict[int, float]()
-    with closing(Kept()) as theirs, closing(Kept()) as ours:
+    with closing(KeptStates()) as theirs, closing(KeptStates()) as ours:
         exact = run(torch.float64, False, theirs.__setitem__, batches)
         # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing
         good = [batch for batch, each in zip(batches, exact, strict=True) if bool(torch.isfinite(each).all())]
@@ -297,7 +297,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
     ]
 
 
-def valid_rows(value: Tensor, batch: Batch) -> Tensor:
+def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
     """The rows of real tokens, (N, features), in fp64; what has no batch of its own (positions) as it is. transformers'
     own modules may flatten batch and time.
     """

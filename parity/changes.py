@@ -13,7 +13,7 @@ from ..components import without_rounding
 from ..converter.checkpoint import Checkpoint, TensorFiles
 from ..display import Shown
 from .surroundings import FileChange, TreeChange
-from .tensor_diff import Figures
+from .tensor_diff import TensorFigures
 
 Status = Literal["same", "dtype", "rounded", "changed", "reshaped", "only_a", "only_b"]
 STATUSES: dict[Status, str] = {
@@ -51,7 +51,7 @@ class TensorDiff:
     shape_b: tuple[int, ...] | None
     dtype_a: str | None
     dtype_b: str | None
-    figures: Figures | None = None
+    figures: TensorFigures | None = None
     quantised: tuple[Literal["a", "b"], ...] = ()
 
     @property
@@ -117,7 +117,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True)
-class Group:
+class ChangeGroup:
     """Tensors that are told of together: weights or biases of one module, or those of one layer. tensors, same: how
     many there are, and how many of them have the same values. relative, cosine: over those that changed
     values, and those alone; None where nothing can be told.
@@ -150,13 +150,13 @@ class Group:
         return self._total is not None and any(self._total.not_finite)
 
     @cached_property
-    def _total(self) -> Figures | None:
+    def _total(self) -> TensorFigures | None:
         """Of what changed together, the sums and the extremes."""
         found = [each.figures for each in self.changed if each.figures is not None]
         names = ("square_a", "square_b", "square", "product")
         total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
         total |= {name: max((getattr(x, name) for x in found), default=0) for name in ("largest", "not_finite")}
-        return Figures(0, **total) if found else None
+        return TensorFigures(0, **total) if found else None
 
     @property
     def told(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class _LowRank:
+class _LowRankChange:
     """A change such as adapters make: no matrix changed by one of high rank. matrices: those of low rank; rank: the
     largest of theirs; modules: where they are. unclear: other matrices, whose change is too small beside rounding for
     its rank to be told. alone: nothing else changed, came or went: no norm, no bias, no row of an embedding, no shape.
@@ -215,8 +215,8 @@ class Diff(Shown):
         return all(each.figures is not None and each.figures.same_bytes for each in self.tensors)
 
     @property
-    def all(self) -> Group:
-        return Group("all", None, self.tensors)
+    def all(self) -> ChangeGroup:
+        return ChangeGroup("all", None, self.tensors)
 
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
@@ -237,7 +237,7 @@ class Diff(Shown):
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
 
     @property
-    def low_rank(self) -> _LowRank | None:
+    def low_rank(self) -> _LowRankChange | None:
         """The reading of a change that an adapter makes; None where there is none, or it is not one."""
         matrices = [each for each in self.changed if each.reading is not None]
         low = [each for each in matrices if each.reading == "low"]
@@ -247,17 +247,17 @@ class Diff(Shown):
         apart = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
         alone = not apart and self.counts["changed"] == len(matrices)
         modules = tuple(dict.fromkeys(each.module for each in low))
-        return _LowRank(alone, len(low), len(matrices) - len(low), max(ranks), modules)
+        return _LowRankChange(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 
-    def by_module(self) -> list[Group]:
+    def by_module(self) -> list[ChangeGroup]:
         """A group a module's weights, and one its biases, in the order of computation."""
         return _groups(self.tensors, lambda each: (each.part, None))
 
-    def by_layer(self) -> list[Group]:
+    def by_layer(self) -> list[ChangeGroup]:
         """A group a layer; what stands outside of layers is as in `by_module`."""
         return _groups(self.tensors, lambda each: (each.part if each.layer is None else "layer", each.layer))
 
-    def by_place(self) -> list[Group]:
+    def by_place(self) -> list[ChangeGroup]:
         """As in `by_module`, a group a layer."""
         return _groups(self.tensors, lambda each: (each.part, each.layer))
 
@@ -283,11 +283,11 @@ class Diff(Shown):
         }
 
 
-def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[Group]:
+def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[ChangeGroup]:
     found: dict[tuple[str, int | None], list[TensorDiff]] = {}
     for each in tensors:
         found.setdefault(key(each), []).append(each)
-    return [Group(name, layer, tuple(members)) for (name, layer), members in found.items()]
+    return [ChangeGroup(name, layer, tuple(members)) for (name, layer), members in found.items()]
 
 
 def _side(checkpoint: TensorFiles, parameters: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _TRIMMED = 2**17  # logits of one side after which freed memory is given back
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitDifference:
     """One prompt's comparison over `positions` real tokens. maximum, mean: absolute difference of logits; kl: mean KL
     divergence in nats per token; top1: the share of positions with the same most likely token. NaN on one side only
     makes all of them NaN.
@@ -51,7 +51,7 @@ def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
+def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
     """Logits (N, V) of the same positions. Raises GptkitError where there are none, or of other shapes."""
     if reference.shape != candidate.shape:
         raise GptkitError(
@@ -59,7 +59,7 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
         )
     if reference.numel() == 0:
         raise GptkitError(f"{name}: there are no logits to compare")
-    return Difference(
+    return LogitDifference(
         name=name,
         positions=reference.shape[0],
         maximum=largest_gap([reference], [candidate]),
@@ -95,7 +95,7 @@ def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Compared:
+class PositionComparison:
     """What is known of each of N positions; all (N,), in fp64 (`agree`: bool). gap: the largest absolute difference of
     logits; largest: the largest logit before. kl: KL(before ‖ after) in nats; agree: whether the same token is the
     likeliest. before, after: minus the log-probability of the token that follows, NaN where none is known. Where the
@@ -117,7 +117,7 @@ def compare_heads(
     *,
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
-) -> Compared:
+) -> PositionComparison:
     """Each model's head on its own states (N, hidden), which come out of its last norm in the dtype to compute in.
     Raises GptkitError as `require_same_tokens`. `tokens`: the ids that are compared, in the one vocabulary and in the
     other; all where both are one. `targets`: (N,) the token that follows, as a number among those compared; -1 where
@@ -136,7 +136,7 @@ def compare_heads(
         head_rows(tree, dtype, parts if ids is None else [ids[part] for part in parts])
         for tree, ids in zip((before, after), kept, strict=True)
     ]
-    blocks = [_Sums(min(_ROWS, count - start)) for start in range(0, count, _ROWS)]
+    blocks = [_RunningSums(min(_ROWS, count - start)) for start in range(0, count, _ROWS)]
     with torch.inference_mode():
         for part, *both in zip(parts, *heads, strict=True):
             for number, sums in enumerate(blocks):
@@ -147,7 +147,7 @@ def compare_heads(
             if (part.stop - part.start) * count > _TRIMMED:
                 trim_heaps()
         found = [sums.total() for sums in blocks]
-    return Compared(*(torch.cat(column) for column in zip(*found, strict=True)))
+    return PositionComparison(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> None:
@@ -163,7 +163,7 @@ def perplexity(lost: Tensor) -> float:
     return math.exp(mean) if not mean > 700 else math.inf
 
 
-class _Sums:
+class _RunningSums:
     """What has to be remembered of the logits so far, of N positions."""
 
     def __init__(self, count: int) -> None:

@@ -24,8 +24,8 @@ from ..components import Block, ModelSpec
 from ..converter.weights import Tree
 from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
-from .bisect import Kept
-from .compare import Compared, compare_heads, perplexity, require_same_tokens
+from .bisect import KeptStates
+from .compare import PositionComparison, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, SMALL, Scope, Tokens, inputs
 from .rows import final_norm, states
 
@@ -43,7 +43,7 @@ _Pairs = Sequence[tuple[int, int]]  # layers (before, after) that stand for one 
 
 
 @dataclass(frozen=True)
-class Bin:
+class DamageBin:
     """Positions `first` to `last`, counted from 0: what is predicted from the token there and those before it. kl: mean
     KL(before ‖ after) in nats per token; top1: the share of positions with the same likeliest token; before and after:
     perplexity, None where what follows is not text.
@@ -63,7 +63,7 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerDamage:
     """A layer of each model, and what stands after both. stream: the difference of the residual streams over the
     original's size (root mean squares), None where they are not as wide. kl, top1, perplexity before and after: as in
     `Bin`, if the models ended here; by_bin: that KL in each bin.
@@ -104,9 +104,9 @@ class Damage:
 
     on: str
     dtype: str
-    total: Bin
-    bins: tuple[Bin, ...]
-    layers: tuple[Layer, ...]
+    total: DamageBin
+    bins: tuple[DamageBin, ...]
+    layers: tuple[LayerDamage, ...]
     places: tuple[Place, ...]
     notes: tuple[str, ...]
 
@@ -145,7 +145,7 @@ def damage(
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
-    with closing(Kept()) as first, closing(Kept()) as second:
+    with closing(KeptStates()) as first, closing(KeptStates()) as second:
         both = _Both((before, after), Scope(before.spec, after.spec, tokens, most), text, (first, second))
         notes, positions, targets = both.notes, both.positions, both.targets
         pairs = _pairs(before.spec, after.spec, layers, notes)
@@ -186,10 +186,10 @@ def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: li
     return [(layer, layer) for layer in range(counts[0])]
 
 
-def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor | None) -> Bin:
+def _bin(first: int, last: int, here: Tensor, found: PositionComparison, targets: Tensor | None) -> DamageBin:
     lost = () if targets is None else (perplexity(found.before[here]), perplexity(found.after[here]))
     kl, top1 = found.kl[here].mean().item(), found.agree[here].double().mean().item()
-    return Bin(first, last, int(here.sum()), kl, top1, *lost)
+    return DamageBin(first, last, int(here.sum()), kl, top1, *lost)
 
 
 _INTO, TABLE = -1, -2  # the layers under which what goes into the first block is kept, and what the embedding gives
@@ -204,7 +204,7 @@ class _Both:
     """
 
     def __init__(
-        self, trees: tuple[Tree, Tree], scope: Scope, text: Sequence[int] | None, kept: tuple[Kept, Kept]
+        self, trees: tuple[Tree, Tree], scope: Scope, text: Sequence[int] | None, kept: tuple[KeptStates, KeptStates]
     ) -> None:
         self.trees, self.tokens, self.kept = trees, scope.tokens, kept
         specs, self.notes = [tree.spec for tree in trees], list[str]()
@@ -242,13 +242,13 @@ class _Both:
         """Which of the positions are in a bin."""
         return (self.positions >= edges[0]) & (self.positions <= edges[1])
 
-    def run(self, say: Callable[[str], None]) -> Compared:
+    def run(self, say: Callable[[str], None]) -> PositionComparison:
         """Both as they are, their streams kept."""
         final, batches = [], (self.batches, self.renamed)
         for tree, kept, inputs_, name in zip(self.trees, self.kept, batches, ("original", "other"), strict=True):
             say(f"the {name}")
 
-            def see(path: str, given: Tensor, made: Tensor, kept: Kept = kept) -> None:
+            def see(path: str, given: Tensor, made: Tensor, kept: KeptStates = kept) -> None:
                 layer = TABLE if path == "embedding" else int(path.removeprefix("blocks."))
                 if layer == 0:
                     kept[_running(), _INTO] = given.double()
@@ -264,13 +264,13 @@ class _Both:
         kept = (self.kept[side][n, layer] for n in range(len(self.batches)))
         return torch.cat([(each if each.ndim == 3 else each.movedim(0, 2)).flatten(0, 1) for each in kept])
 
-    def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> Compared:
+    def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> PositionComparison:
         """Each model's last norm and head on a stream, at `rows`."""
         with torch.inference_mode():
             a, b = (end(x[self.rows].to(self.dtype)) for end, x in zip(self.ends, (first, second), strict=True))
         return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
-    def lens(self, before: int, after: int) -> Layer:
+    def lens(self, before: int, after: int) -> LayerDamage:
         """What both models would say if they ended after these layers."""
         streams = self.stream(0, before), self.stream(1, after)
         targets = None if self.targets is None else self.targets[self.rows]
@@ -278,7 +278,7 @@ class _Both:
         whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
         inside = [self.within(edges)[self.rows] for edges in self.edges]
         by_bin = tuple(found.kl[here].mean().item() for here in inside)
-        return Layer(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
+        return LayerDamage(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
     def own(self, pairs: _Pairs) -> dict[tuple[str, int | None], float]:
         """How far each component of the other is off by itself: what it makes of the original's stream against what the
@@ -294,7 +294,7 @@ class _Both:
         def feed(layer: int) -> Tensor | None:
             return self.kept[0][_running(), partner[layer] - 1].to(self.dtype) if layer in partner else None
 
-        with closing(Kept()) as made_before:
+        with closing(KeptStates()) as made_before:
 
             def added(path: str, given: Tensor, made: Tensor) -> Tensor:
                 """What a module adds to the stream, in fp64: a block's output has the stream in it."""
@@ -321,7 +321,7 @@ class _Both:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Slice:
     """Modules of two models whose outputs are compared, by their paths; `layer` is the changed model's."""
 
     label: str
@@ -330,7 +330,7 @@ class _Part:
     after: str
 
 
-def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Part]:
+def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Slice]:
     """The mixers of two blocks that stand for one another, in the order of computation, and then the whole blocks.
 
     Mixers of one slot are compared, whatever stands before them. Of the others the first is compared with the first,
@@ -343,8 +343,8 @@ def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Par
     for slot in others:
         if slot in partners:
             paths = f"blocks.{before[1]}.{partners[slot]}", f"blocks.{after[1]}.{slot}"
-            yield _Part(slot.replace("_", "-"), after[1], *paths)
-    yield _Part(_BLOCK, after[1], f"blocks.{before[1]}", f"blocks.{after[1]}")
+            yield _Slice(slot.replace("_", "-"), after[1], *paths)
+    yield _Slice(_BLOCK, after[1], f"blocks.{before[1]}", f"blocks.{after[1]}")
 
 
 def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

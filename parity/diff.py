@@ -23,7 +23,7 @@ from ..converter.transfer import IN_FLIGHT, Scheduler, dependents, shared_tensor
 from ..converter.weights import own_leaves
 from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
-from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
+from .tensor_diff import CHUNK, TensorFigures, compare_tensors, same_bytes
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
 """Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
@@ -81,7 +81,7 @@ def diff(
     )
 
 
-class _Job(NamedTuple):
+class _DiffJob(NamedTuple):
     """Leaves of both sides that hold parts of one another, the memory that reading them takes, and their bytes."""
 
     leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
@@ -116,7 +116,7 @@ class _Comparison:
             side.release()
         return self.found
 
-    def _jobs(self) -> list[_Job]:
+    def _jobs(self) -> list[_DiffJob]:
         """The least that can be read on its own, in the order in which A's tensors lie."""
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
@@ -128,7 +128,7 @@ class _Comparison:
         groups = dependents(len(leaves), known)
         return [self._job([leaves[index] for index in group]) for group in groups]
 
-    def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _Job:
+    def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _DiffJob:
         nbytes = memory = 0
         for side, leaf in leaves:
             size = self.sides[side].nbytes_of(leaf)
@@ -136,9 +136,9 @@ class _Comparison:
             mapped = leaf.layout.is_identity and self.sides[side].span(leaf) is not None
             memory += min(size, _MAPPED_BYTES) if mapped else size
         parts = ([leaf for side, leaf in leaves if side == which] for which in (0, 1))
-        return _Job((next(parts), next(parts)), memory, nbytes)
+        return _DiffJob((next(parts), next(parts)), memory, nbytes)
 
-    def _compare(self, job: _Job) -> None:
+    def _compare(self, job: _DiffJob) -> None:
         found = self._tensors(job)
         for side in self.sides:
             side.release()
@@ -147,11 +147,11 @@ class _Comparison:
             if self.progress is not None:
                 self.progress(job.nbytes, self.total)
 
-    def _tensors(self, job: _Job) -> list[TensorDiff]:
+    def _tensors(self, job: _DiffJob) -> list[TensorDiff]:
         names = [name for leaves in job.leaves for leaf in leaves for name in leaf.shared]
         if self._as_they_lie(job):
             sizes = {name: math.prod(self.parameters[0][name].shape) for name in names}
-            return [self._told(name, Figures(size, same_bytes=True)) for name, size in sizes.items()]
+            return [self._told(name, TensorFigures(size, same_bytes=True)) for name, size in sizes.items()]
         held = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
         found = []
         for name in dict.fromkeys(names):
@@ -163,7 +163,7 @@ class _Comparison:
             found.append(self._told(name, self._figures(name, here, there)))
         return found
 
-    def _as_they_lie(self, job: _Job) -> bool:
+    def _as_they_lie(self, job: _DiffJob) -> bool:
         """Whether both sides are one tensor in one layout, of the same bytes: then no part needs to be looked at."""
         if any(len(leaves) != 1 for leaves in job.leaves):
             return False
@@ -187,7 +187,7 @@ class _Comparison:
             self._pause(2 * part[0].nbytes)
         return True
 
-    def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> Figures | None:
+    def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> TensorFigures | None:
         if a is None or b is None:
             return None
         x, y = a[0], b[0]
@@ -199,7 +199,7 @@ class _Comparison:
         rank = self.rank and not any(name in names for names in self.quantised)
         return compare_tensors(x, a[1], y, b[1], rank=rank, pause=self._pause)
 
-    def _told(self, name: str, figures: Figures | None) -> TensorDiff:
+    def _told(self, name: str, figures: TensorFigures | None) -> TensorDiff:
         a, b = (parameters.get(name) for parameters in self.parameters)
         known = a or b
         assert known is not None
@@ -251,7 +251,7 @@ def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
     return held
 
 
-def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, one_dtype: bool) -> Status:
+def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | None, one_dtype: bool) -> Status:
     if a is None or b is None:
         return "only_b" if a is None else "only_a"
     if a.shape != b.shape:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..architectures.base import Architecture
 from ..modules.decoder import Decoder
-from .probe import Batch
+from .probe import ProbeBatch
 
 
-def computed_rightly(family: Architecture | None, batch: Batch) -> bool:
+def computed_rightly(family: Architecture | None, batch: ProbeBatch) -> bool:
     """Whether transformers' class of a family, where it has one, is right about a batch; see `Architecture.apart`."""
     apart, mask = () if family is None else family.apart, batch.attention_mask
     texts, tokens = batch.input_ids.shape
@@ -18,7 +18,7 @@ def computed_rightly(family: Architecture | None, batch: Batch) -> bool:
     return not (padded and "padding" in apart) and not (texts > 1 and tokens == 1 and "steps" in apart)
 
 
-def outputs_of(model: Any, batch: Batch) -> Tensor:
+def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
     """The logits (B, T, V) of transformers' model or of gptkit's; without a head the hidden states and beside each the
     text's pooled vector, or its first token's state where there is no pooler: (B, T, 2 · hidden).
 

@@ -15,7 +15,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from .probe import RUNNING, Batch
+from .probe import RUNNING, ProbeBatch
 
 _Serve = Callable[[int, list[Any]], Generator[Any]]
 """Of a place, by its number in the order of computation, and what each pass brought there, what each of them gets. It
@@ -32,7 +32,7 @@ class _Pass(greenlet):  # type: ignore[misc]
     parcel: Any = None
     result: Tensor | None = None
 
-    def __init__(self, call: Callable[[Batch], Tensor], batch: Batch) -> None:
+    def __init__(self, call: Callable[[ProbeBatch], Tensor], batch: ProbeBatch) -> None:
         super().__init__()
         self.call, self.batch = call, batch
 
@@ -56,7 +56,7 @@ def ask(place: int, brought: Any = None) -> Any:
 
 
 def run_together(
-    call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: _Serve | None = None
+    call: Callable[[ProbeBatch], Tensor], batches: Sequence[ProbeBatch], serve: _Serve | None = None
 ) -> list[Tensor]:
     """What each batch's pass gives, without gradients; what a pass or `serve` fails with ends all of them."""
     passes = [_Pass(call, batch) for batch in batches]

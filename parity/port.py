@@ -28,21 +28,21 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
 from ..errors import GptkitError, InvalidInput, UsageError
 from .bisect import Part, Tap, first_of, relative_gap, taps, valid_rows, watching
-from .compare import Difference, compare, largest_gap, mean_gap
+from .compare import LogitDifference, compare, largest_gap, mean_gap
 from .mutations import Weights
 from .outputs import computed_rightly, outputs_of
 from .passes import hooked
 from .port_causes import Differing, Made, causes
-from .probe import Batch, limits, longest, passed, probe
-from .score import Score, assigned, try_mistakes, wide_weights
-from .sides import Stream, default_dtype, load_reference, quiet, reference_folder, stream_candidate
+from .probe import ProbeBatch, limits, longest, passed, probe
+from .score import MistakeScore, assigned, try_mistakes, wide_weights
+from .sides import StreamedModel, default_dtype, load_reference, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE, versions
 
 _NOTHING = "none of your port's submodules can be compared: they return only the logits"
 
 
 @dataclass(frozen=True)
-class Match:
+class PortMatch:
     """One component of the reference and the port's module that comes closest to it. module: the port's module name and
     side, None where none has an output of that size; place: the difference.
     """
@@ -63,16 +63,16 @@ class PortVerification:
 
     model: str
     against: str
-    prompts: tuple[Difference, ...]
+    prompts: tuple[LogitDifference, ...]
     functions: float
     allowed: float
     rounding: tuple[float, float]
-    matches: tuple[Match, ...]
+    matches: tuple[PortMatch, ...]
     causes: tuple[Made, ...] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     reference: str = "transformers"
-    score: Score | None = None
+    score: MistakeScore | None = None
     """The mistakes on purpose that these inputs detect; None for a port that differs, and if they were not made."""
 
     @property
@@ -95,7 +95,7 @@ class PortVerification:
         return {"schema_version": 1, **verdict, **asdict(self)}
 
     @property
-    def first(self) -> Match | None:
+    def first(self) -> PortMatch | None:
         """The first component that no module of the port computes."""
         return next((match for match in self.matches if match.place.parts), None)
 
@@ -266,8 +266,8 @@ class _Place:
     """Where a port parts from the reference: what was compared, on which input, and what the port's modules gave."""
 
     watched: Sequence[Tap]
-    matches: tuple[Match, ...]
-    batch: Batch
+    matches: tuple[PortMatch, ...]
+    batch: ProbeBatch
     outputs: Mapping[str, Tensor]
 
     def explained(self, tree: ModelSpec, weights: Weights) -> bool:
@@ -281,24 +281,27 @@ class _Place:
         return not replace(part, relative=min(gaps, default=float("inf"))).parts
 
 
-def _ignores_masks(port: nn.Module, batches: Sequence[Batch], logits: Sequence[Tensor]) -> bool:
+def _ignores_masks(port: nn.Module, batches: Sequence[ProbeBatch], logits: Sequence[Tensor]) -> bool:
     """Whether a port that takes masks gives the very same logits without one."""
     padded = [(batch, given) for batch, given in zip(batches, logits, strict=True) if batch.attention_mask is not None]
     return bool(padded) and all(torch.equal(_logits(port, batch, True, masked=False), given) for batch, given in padded)
 
 
 @contextmanager
-def _references(source: Checkpoint) -> Iterator[tuple[Stream, Stream]]:
+def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedModel]]:
     """transformers' model in fp32 and in fp64; where it has none of the tree, gptkit's."""
     if source.architecture is None:
         yield stream_candidate(source, torch.float32, "sdpa"), stream_candidate(source, torch.float64, "sdpa")
         return
     path = source.architecture.reference(source.spec)[0]
     with reference_folder(source) as folder:
-        yield Stream(load_reference(folder, torch.float32, path)), Stream(load_reference(folder, torch.float64, path))
+        yield (
+            StreamedModel(load_reference(folder, torch.float32, path)),
+            StreamedModel(load_reference(folder, torch.float64, path)),
+        )
 
 
-def _logits(model: nn.Module, batch: Batch, takes_mask: bool, masked: bool = True) -> Tensor:
+def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool = True) -> Tensor:
     """The logits of real tokens, (N, V), from whatever the port returns; without `masked` it is given no mask."""
     dtype = next((each.dtype for each in model.parameters()), torch.float32)
     where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
@@ -319,7 +322,7 @@ def _logits(model: nn.Module, batch: Batch, takes_mask: bool, masked: bool = Tru
     return batch.valid(out)
 
 
-def _outputs(model: nn.Module, batch: Batch, takes_mask: bool) -> dict[str, Tensor]:
+def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str, Tensor]:
     """What every module within the port gives and is given first, (N, features) in fp64 by name and side. What only
     gives the port's logits is left out: a wrapper's one module says no more than the port itself.
     """
@@ -342,8 +345,8 @@ def _outputs(model: nn.Module, batch: Batch, takes_mask: bool) -> dict[str, Tens
 
 
 def _matches(
-    watched: Sequence[Tap], batch: Batch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
-) -> list[Match]:
+    watched: Sequence[Tap], batch: ProbeBatch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
+) -> list[PortMatch]:
     """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
     with quiet():
         narrow = _seen(reference[1], watched, False, batch)
@@ -355,13 +358,13 @@ def _matches(
             continue
         near, noise = _near(wide[index], outputs[0]), relative_gap(wide[index], narrow[index])
         if not near:
-            matches.append(Match(tap.part(float("inf"), noise), None))
+            matches.append(PortMatch(tap.part(float("inf"), noise), None))
             continue
         best, name, columns = min(near, key=lambda each: each[0])
         if name in outputs[1]:
             own = relative_gap(*(each[name][:, columns] for each in outputs))
             noise += min(own, IMPRECISE * max(noise, torch.finfo(torch.float32).eps))  # nobody widens his own bound
-        matches.append(Match(tap.part(best, noise), name))
+        matches.append(PortMatch(tap.part(best, noise), name))
     # What a port need not have as a module of its own is left out where something behind it agrees: a later component
     # of the same layer that is computed rightly shows that what it is computed from was right too.
     kept = []
@@ -373,7 +376,7 @@ def _matches(
     return kept
 
 
-def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: Batch) -> dict[int, Tensor]:
+def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> dict[int, Tensor]:
     """What taps see of a model, (N, features) in fp64 by their index."""
     seen: dict[int, Tensor] = {}
 

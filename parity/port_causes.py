@@ -14,7 +14,7 @@ from ..analysis.parameters import count
 from ..components import ModelSpec
 from .compare import largest_gap, mean_gap
 from .mutations import Apply, Mutant, Weights, mutated, of_ports
-from .probe import SMALL, Batch
+from .probe import SMALL, ProbeBatch
 from .score import run_tree
 
 PADDING = "padding ignored (attention_mask has no effect)"
@@ -58,7 +58,7 @@ class Differing:
 
     spec: ModelSpec
     weights: Weights
-    batches: Sequence[Batch]
+    batches: Sequence[ProbeBatch]
     exact: Sequence[Tensor]
     port: Sequence[Tensor]
     allowed: float
@@ -78,14 +78,14 @@ def causes(found: Differing, notes: list[str]) -> list[Made]:
     bare = [batch.attention_mask is None for batch in found.batches]
     differ = [not largest_gap([a], [b]) <= found.allowed for a, b in zip(found.exact, found.port, strict=True)]
     padding = found.ignores and _moved_by_masks(found)
-    everything = _Judge(found, range(len(bare)), masked=not padding)
+    everything = _CauseJudge(found, range(len(bare)), masked=not padding)
     if padding and everything.explains((found.spec, dict(found.weights))):
         return [Made(PADDING, True, everything.left(found.spec, found.weights))]
     shown = any(one and other for one, other in zip(bare, differ, strict=True))
     # First the shortest of those that differ: most mistakes are not the port's, and show it there.
     order = [index for index in range(len(bare)) if bare[index] or not shown]
     order.sort(key=lambda index: (not differ[index], found.batches[index].input_ids.numel()))
-    judge = _Judge(found, order, masked=not padding)
+    judge = _CauseJudge(found, order, masked=not padding)
     also, at_place = ((PADDING,) if padding else ()), list[_Mistake]()
     for name, apply in of_ports(found.spec):
         mutant = mutated(apply, found.spec, found.weights)
@@ -108,7 +108,7 @@ def causes(found: Differing, notes: list[str]) -> list[Made]:
 _Mistake = tuple[str, Apply]
 
 
-class _Judge:
+class _CauseJudge:
     """Compares what changed trees compute on some of the inputs with what the port does there."""
 
     def __init__(self, found: Differing, places: Sequence[int], masked: bool) -> None:
@@ -149,7 +149,9 @@ def _mutants(found: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[s
             yield name, mutant
 
 
-def _pairs(found: Differing, judge: _Judge, at_place: Sequence[_Mistake]) -> Iterator[tuple[tuple[str, str], Mutant]]:
+def _pairs(
+    found: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
+) -> Iterator[tuple[tuple[str, str], Mutant]]:
     """Two mistakes at once: one that explains the place or comes near, and any other. Where a mistake has no object
     behind another one, they are made in the other order.
     """

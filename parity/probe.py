@@ -38,7 +38,7 @@ Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two voca
 
 
 @dataclass(frozen=True)
-class Batch:
+class ProbeBatch:
     """One probe: token ids (B, T), their mask where there is padding, the rows looked at where those are not all, and
     the types of tokens (B, T) where some are not of the first.
     """
@@ -60,7 +60,7 @@ class Batch:
         return real if self.rows is None else real[self.rows]
 
 
-RUNNING: ContextVar[Batch] = ContextVar("RUNNING")
+RUNNING: ContextVar[ProbeBatch] = ContextVar("RUNNING")
 """The batch whose forward pass this is, in the thread that runs it, for hooks that are told of a module alone."""
 
 
@@ -110,7 +110,7 @@ def probe(
     up_to: int | None = None,
     taken: int | None = None,
     seed: int = 0,
-) -> list[Batch]:
+) -> list[ProbeBatch]:
     """The batches for a tree, or for several over one vocabulary that are compared: past the limits of each, and no
     longer than any can take, nor a reference that takes `taken` tokens. `long` goes past windows and contexts of more
     than 1,024 tokens too; `up_to` has a batch of as many tokens, and none of more.
@@ -121,7 +121,7 @@ def probe(
     def tokens(batch: int, length: int) -> Tensor:
         return torch.randint(vocabulary(spec), (batch, min(length, most)), generator=generator)
 
-    batches = [Batch("one token", tokens(1, 1)), Batch("random tokens", tokens(1, 64))]
+    batches = [ProbeBatch("one token", tokens(1, 1)), ProbeBatch("random tokens", tokens(1, 64))]
     # Every region of the vocabulary: strides over it, so that a row shifted or a block swapped shows.
     regions = (
         torch.linspace(0, vocabulary(spec) - 1, min(_REGIONS, vocabulary(spec)), dtype=torch.float64).round().long()
@@ -129,8 +129,8 @@ def probe(
     width = min(len(regions), most)
     # Several rows where a short table of positions does not take them in one; the last one is filled up.
     rows = torch.nn.functional.pad(regions, (0, -len(regions) % width), value=vocabulary(spec) - 1)
-    batches.append(Batch("vocabulary regions", rows.reshape(-1, width)))
-    batches.append(Batch("one token repeated", tokens(1, 1).expand(1, min(32, most)).clone()))
+    batches.append(ProbeBatch("vocabulary regions", rows.reshape(-1, width)))
+    batches.append(ProbeBatch("one token repeated", tokens(1, 1).expand(1, min(32, most)).clone()))
     padded = tokens(3, 48)
     for side in ("left", "right"):
         mask = torch.ones_like(padded)
@@ -138,21 +138,23 @@ def probe(
             if width:
                 mask[row, slice(0, width) if side == "left" else slice(-width, None)] = 0
         if int(mask.min()) == 0:
-            batches.append(Batch(f"{side} padding", padded, mask))
+            batches.append(ProbeBatch(f"{side} padding", padded, mask))
     if spec.token_types is not None and min(each.token_types.count for each in (spec, *others) if each.token_types) > 1:
         count = min(each.token_types.count for each in (spec, *others) if each.token_types is not None)
         types = torch.arange(count).repeat_interleave(-(-padded.shape[1] // count))[: padded.shape[1]]
-        batches.append(Batch("types of tokens", padded[:1], token_types=types[None]))
+        batches.append(ProbeBatch("types of tokens", padded[:1], token_types=types[None]))
     reached = [limit for limit in limits(spec, *others) if passed(limit, most, long)]
-    batches += [Batch(f"past the {limit}", tokens(1, limit.beyond)) for limit in reached]
+    batches += [ProbeBatch(f"past the {limit}", tokens(1, limit.beyond)) for limit in reached]
     if all(limit.beyond < LONG for limit in reached):
-        batches.append(Batch("long", tokens(1, min(LONG, spec.context_length or LONG))))
+        batches.append(ProbeBatch("long", tokens(1, min(LONG, spec.context_length or LONG))))
     if up_to is not None:
-        batches.append(Batch(f"as long as {most:,} tokens", tokens(1, most)))
+        batches.append(ProbeBatch(f"as long as {most:,} tokens", tokens(1, most)))
     return batches
 
 
-def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, taken: int | None = None) -> Batch:
+def text_batch(
+    name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, taken: int | None = None
+) -> ProbeBatch:
     """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
         raise UsageError(f"the prompt {shown(name, 40)} has no tokens")
@@ -163,7 +165,7 @@ def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpe
     most = longest(spec, *others, taken=taken)
     if most is not None and len(ids) > most:
         raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, but the model supports at most {most}")
-    return Batch(name, torch.tensor([list(ids)]))
+    return ProbeBatch(name, torch.tensor([list(ids)]))
 
 
 # What two trees say of each other before anything is computed: whether their weights have to be the same, and up to
@@ -283,7 +285,7 @@ class Scope:
     tokens: Tokens | None = None
     most: int | None = None
 
-    def probe(self) -> list[Batch]:
+    def probe(self) -> list[ProbeBatch]:
         """The probe over the tokens that both have, in the old vocabulary, cut where it is longer than `most`."""
         spec, kept = self.before, None
         if self.tokens is not None:
@@ -299,10 +301,10 @@ class Scope:
             mask = None if batch.attention_mask is None else batch.attention_mask[:, : self.most]
             if mask is None or bool(mask.any()):
                 types = None if batch.token_types is None else batch.token_types[:, : self.most]
-                found.append(Batch(batch.name, ids if kept is None else kept[ids], mask, token_types=types))
+                found.append(ProbeBatch(batch.name, ids if kept is None else kept[ids], mask, token_types=types))
         return found
 
-    def renamed(self, batch: Batch) -> Batch:
+    def renamed(self, batch: ProbeBatch) -> ProbeBatch:
         """A batch of the old vocabulary in the new one."""
         if self.tokens is None:
             return batch
@@ -343,6 +345,6 @@ class Scope:
         return {} if self.tokens is None else {old: number for number, old in enumerate(self.tokens[0])}
 
 
-def inputs(windows: Sequence[Sequence[int]]) -> list[Batch]:
+def inputs(windows: Sequence[Sequence[int]]) -> list[ProbeBatch]:
     """What a model is given of each window: all but its last token."""
-    return [Batch("text", torch.tensor([list(window[:-1])])) for window in windows]
+    return [ProbeBatch("text", torch.tensor([list(window[:-1])])) for window in windows]

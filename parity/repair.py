@@ -31,7 +31,7 @@ from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .outputs import with_pooled
 from .passes import hooked
-from .probe import RUNNING, SMALL, TABLES, Batch
+from .probe import RUNNING, SMALL, TABLES, ProbeBatch
 from .rows import final_norm, head_rows
 from .sides import Sides
 
@@ -124,7 +124,9 @@ def _within(own: ModelSpec, other: ModelSpec, unit: _Unit) -> ModelSpec:
 _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the batch
 
 
-def _run_unit(tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
+def _run_unit(
+    tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[ProbeBatch], path: Kernel
+) -> Iterator[Tensor]:
     """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
@@ -171,7 +173,7 @@ def _around(model: nn.Module, name: str, seen: tuple[_Seen, _Seen]) -> ExitStack
 
 def diagnose(
     both: Sides,
-    batches: Sequence[Batch],
+    batches: Sequence[ProbeBatch],
     path: Kernel,
     allowed: float | None,
     notes: list[str],
@@ -209,7 +211,7 @@ def diagnose(
     return Divergence(tuple(places), tuple(_find_causes(both, batches, path, allowed, places, few=large)))
 
 
-def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
+def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | None, row: int) -> list[ProbeBatch]:
     """The batches where two models differ most, of `_TOKENS` tokens together, and of theirs the positions where they
     do: as many as `_ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
     differ, (N,) a batch; None where they do not.
@@ -235,7 +237,7 @@ def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, r
 
 
 def _find_causes(
-    both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
+    both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
     """Repairs that bring the candidate's logits closer, those that restore parity first, for sides of one width and one
     number of layers that part at `places`. `allowed` is the difference of logits that rounding explains; with `few` few

@@ -22,7 +22,7 @@ from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
-from .probe import EMBEDDING, ENCODER, TABLES, Batch
+from .probe import EMBEDDING, ENCODER, TABLES, ProbeBatch
 
 _CHUNK_BYTES = 8 * 2**20  # widened rows of a weight that are there at once
 _MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are let go
@@ -36,7 +36,7 @@ _Feed = Callable[[int], Tensor | None]
 
 def states(
     tree: Tree,
-    batches: Sequence[Batch],
+    batches: Sequence[ProbeBatch],
     dtype: torch.dtype,
     *,
     see: _See | None = None,

@@ -22,11 +22,11 @@ from ..modules.load import load_checkpoint
 from .compare import largest_gap
 from .mutations import Weights, applicable
 from .outputs import outputs_of
-from .probe import AFFORDABLE, LONG, SMALL, TABLES, Batch, limits, longest
+from .probe import AFFORDABLE, LONG, SMALL, TABLES, ProbeBatch, limits, longest
 
 
 @dataclass(frozen=True)
-class Score:
+class MistakeScore:
     """The mistakes that were tried, by name. caught: seen with the checkpoint's own weights. caught_random: only with
     random ones, since they change nothing on this checkpoint that rounding would not (eps behind large activations, q
     and k where one score is all). invisible: with no weights, on no input: they change nothing in this tree (a rotary
@@ -62,8 +62,8 @@ _QUIET = 0.05
 
 
 def try_mistakes(
-    source: Checkpoint, batches: Sequence[Batch], asked: bool, stream: bool, notes: list[str], up_to: int | None
-) -> Score:
+    source: Checkpoint, batches: Sequence[ProbeBatch], asked: bool, stream: bool, notes: list[str], up_to: int | None
+) -> MistakeScore:
     """What the probe would have caught: in the model, or, of a large one unasked, in a small copy (a note says so)."""
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
@@ -80,7 +80,7 @@ def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def unprobed(spec: ModelSpec, batches: Sequence[Batch]) -> list[str]:
+def unprobed(spec: ModelSpec, batches: Sequence[ProbeBatch]) -> list[str]:
     """Mutations that only show beyond a length that the probe does not go to; a note says that it does not."""
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     beyond = {limit.name for limit in limits(spec) if tokens <= limit.tokens}
@@ -89,8 +89,12 @@ def unprobed(spec: ModelSpec, batches: Sequence[Batch]) -> list[str]:
 
 
 def score(
-    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed: Sequence[str] = (), up_to: int | None = None
-) -> Score:
+    spec: ModelSpec,
+    weights: Weights,
+    batches: Sequence[ProbeBatch],
+    unprobed: Sequence[str] = (),
+    up_to: int | None = None,
+) -> MistakeScore:
     """Make every mutation that applies to a tree with weights in fp64, and see whether the batches tell it from the
     original. What they do not is made with random weights too, and then on inputs that were made for this tree
     (`_plain_inputs`), whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the
@@ -102,10 +106,10 @@ def score(
         rest = [name for name in unseen if name not in by_chance]
         missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, _CLEAR)
     invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
-    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
+    return MistakeScore(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
 
-def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
+def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]:
     """Random tokens, as many as it takes to go past every window and original context that a probe does, and padded."""
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]
@@ -113,11 +117,11 @@ def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
     ids = torch.randint(spec.vocab_size, size, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, : ids.shape[1] // 2] = 0
-    return [Batch("random tokens", ids), Batch("left padding", ids, mask)]
+    return [ProbeBatch("random tokens", ids), ProbeBatch("left padding", ids, mask)]
 
 
 def _by_random(
-    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
+    spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], names: Sequence[str], clear: float = 1.0
 ) -> list[str]:
     """Which of these mutations show with random weights of some size, by `clear` times what rounding explains."""
     generator, seen = torch.Generator().manual_seed(0), list[str]()
@@ -131,7 +135,7 @@ def _by_random(
 
 
 def _caught(
-    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], wanted: Callable[[str], bool], clear: float = 1.0
+    spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], wanted: Callable[[str], bool], clear: float = 1.0
 ) -> tuple[list[str], list[str], float]:
     """The mutations that differ by more than rounding explains, `clear` times; the others; and what it explains."""
     exact = list(run_tree(spec, weights, batches))
@@ -153,7 +157,7 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
     return noise if name in TABLES else noise / tensor.shape[1] ** 0.5
 
 
-def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch], masked: bool = True) -> Iterator[Tensor]:
+def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], masked: bool = True) -> Iterator[Tensor]:
     """The logits of real tokens, (N, V) a batch, of a tree with these weights; without `masked` padding is a text."""
     model = assigned(spec, weights)
     for batch in batches:
@@ -233,6 +237,6 @@ def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
     return {name: tensor * _QUIET if name in TABLES else tensor for name, tensor in drawn.items()}
 
 
-def narrow_batches(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:
+def narrow_batches(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
     """The same probe over a smaller vocabulary: lengths, padding and repetitions as they are."""
     return [replaced(batch, input_ids=batch.input_ids % spec.vocab_size) for batch in batches]

@@ -40,7 +40,7 @@ from ..modules.decoder import Decoder
 from ..modules.load import filled, load_checkpoint, tensor_of, view_as_torch
 from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
-from .probe import Batch
+from .probe import ProbeBatch
 
 _NO_CLASS = "this model has no transformers class to compare with"
 _KEPT_BYTES = 256 * 2**20
@@ -250,7 +250,7 @@ class _Absent(Tensor):
         )
 
 
-class Stream:
+class StreamedModel:
     """A model whose units are filled by `read` (a parameter's name -> its values) while they compute, or is whole.
     `lent` names the module with whose parameters a layer computes beside its own.
     """
@@ -269,7 +269,7 @@ class Stream:
         for _, owners in self._units:
             self._drop(owners)
 
-    def run(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def run(self, batches: Sequence[ProbeBatch]) -> list[Tensor]:
         """The logits of real tokens, (N, V) a batch."""
 
         def serve(place: int, brought: list[Any]) -> Generator[Any]:
@@ -281,7 +281,7 @@ class Stream:
                 self._drop(owners)
                 trim_heaps()
 
-        def call(batch: Batch) -> Tensor:
+        def call(batch: ProbeBatch) -> Tensor:
             return batch.valid(outputs_of(self.model, batch))
 
         stops = (unit.register_forward_pre_hook(lambda *_, n=n: ask(n)) for n, (unit, _) in enumerate(self._units))
@@ -342,7 +342,7 @@ def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> l
     return found
 
 
-def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
+def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> StreamedModel:
     """gptkit's decoder of a tree, fed from where its tensors lie."""
     tied = tree.spec.tied
     with torch.device("meta"):
@@ -360,10 +360,10 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
 
     lenders = tree.spec.lenders.items()
     lent = {model.blocks[layer]: f"blocks.{lender}.shared" for layer, lender in lenders if layer != lender}
-    return Stream(model, read, dtype, tree.release, lent)
+    return StreamedModel(model, read, dtype, tree.release, lent)
 
 
-def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
+def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> StreamedModel:
     """transformers' own class, fed from the checkpoint's files. Raises CannotExpress where none computes this tree."""
     import transformers
 
@@ -425,7 +425,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         for name, buffer in model.named_buffers():
             if stored(name):
                 buffer.copy_(read(name))
-    return Stream(model.eval(), read, dtype, checkpoint.release)
+    return StreamedModel(model.eval(), read, dtype, checkpoint.release)
 
 
 @contextmanager
@@ -457,19 +457,19 @@ class Sides:
     folder: Path | None
 
     def reference(
-        self, batches: Sequence[Batch], dtype: torch.dtype, path: str, watch: _Watch = nullcontext
+        self, batches: Sequence[ProbeBatch], dtype: torch.dtype, path: str, watch: _Watch = nullcontext
     ) -> list[Tensor]:
         """transformers' logits."""
         if self.folder is None:
             stream = stream_reference(self.source, dtype, path)
         else:
-            stream = Stream(load_reference(self.folder, dtype, path))
+            stream = StreamedModel(load_reference(self.folder, dtype, path))
         with quiet(), default_dtype(torch.promote_types(dtype, torch.float32)), watch(stream.model):
             return stream.run(batches)
 
     def candidate(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[ProbeBatch],
         dtype: torch.dtype,
         path: Kernel,
         watch: _Watch = nullcontext,
@@ -479,9 +479,9 @@ class Sides:
         if self.folder is None:
             stream = stream_candidate(tree or self.target, dtype, path)
         elif tree is None:
-            stream = Stream(load_checkpoint(self.target, dtype, path))
+            stream = StreamedModel(load_checkpoint(self.target, dtype, path))
         else:
-            stream = Stream(filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype))
+            stream = StreamedModel(filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype))
         with watch(stream.model):
             return stream.run(batches)
 

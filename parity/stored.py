@@ -25,7 +25,7 @@ from ..modules.decoder import EmbeddingModule, PositionsModule
 from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .passes import hooked
-from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
+from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, ProbeBatch, longest
 from .rows import final_norm, head_rows
 from .tensor_diff import same_bytes
 
@@ -139,12 +139,12 @@ def rows_to_probe(
     source: Checkpoint,
     target: Checkpoint,
     rows: _Rows,
-    batches: Sequence[Batch],
+    batches: Sequence[ProbeBatch],
     *,
     required: bool,
     long: bool,
     up_to: int | None,
-) -> tuple[list[Batch], list[str]]:
+) -> tuple[list[ProbeBatch], list[str]]:
     """Batches that read the rows which no batch of the probe does, and in words those that nothing looked at. Where the
     same bytes are `required` there is nothing to be shown of a row but its effect; `long` reads all of them, however
     many; `up_to` is the longest sequence that matters.
@@ -167,11 +167,11 @@ def rows_to_probe(
     read, left = np.split(embedding, [len(embedding) if long else _WIDTH if required else AFFORDABLE])
     width = min(_WIDTH, most or _WIDTH, up_to or _WIDTH)
     pieces = [torch.from_numpy(read[start : start + width])[None] for start in range(0, len(read), width)]
-    more = [Batch("rows of the embedding", piece) for piece in pieces]
+    more = [ProbeBatch("rows of the embedding", piece) for piece in pieces]
     limited = [_too_many(left, EMBEDDING)] if len(left) else []
     if len(positions) and (long or positions[-1] < AFFORDABLE):
         every = torch.arange(int(positions[-1]) + 1) % source.spec.vocab_size
-        more.append(Batch("rows of the position table", every[None]))
+        more.append(ProbeBatch("rows of the position table", every[None]))
     elif len(positions):
         limited.append(_too_many(positions + first, POSITIONS))
     return more, [] if required else limited

@@ -24,7 +24,7 @@ _TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are 
 
 
 @dataclass
-class Figures:
+class TensorFigures:
     """What two tensors of one shape differ by. Sums and extremes are over the values that are finite in both. elements,
     changed: numbers, and those with another value. same_bytes: in the same dtype, bit for bit; `changed` 0 without it
     is equal values all the same. rows: runs of rows (first, last) that changed; rows_changed, rows_all: how many, and
@@ -86,14 +86,14 @@ class Figures:
 
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
-) -> Figures:
+) -> TensorFigures:
     """Hold B against A, arrays of one shape (or views of files) in their carrier dtypes, each with what its bytes are.
     `rank` looks for the rank of the change too; `pause` is called between chunks with the bytes read since, and may
     raise, to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():
-        return Figures(elements=a.size, same_bytes=dtype_a == dtype_b, rows_all=pair.rows_all)
+        return TensorFigures(elements=a.size, same_bytes=dtype_a == dtype_b, rows_all=pair.rows_all)
     sums = _Sums(pair, rank)
     for rows, x, y, equal in pair.walk():
         sums.add(rows, x, y, equal)
@@ -155,7 +155,7 @@ class _Sums:
 
     def __init__(self, pair: _Pair, rank: bool) -> None:
         rows, columns = pair.shape
-        self.pair, self.figures = pair, Figures(int(pair.a.size), rows_all=pair.rows_all)
+        self.pair, self.figures = pair, TensorFigures(int(pair.a.size), rows_all=pair.rows_all)
         self.marks = np.zeros(pair.rows_all, bool)
         self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
         floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # integers: fp64 holds them
@@ -217,7 +217,7 @@ class _Sums:
         here = slice(None) if self.pair.turned else rows
         self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
-    def finished(self) -> Figures:
+    def finished(self) -> TensorFigures:
         """The figures, once all rows have come."""
         figures, self.figures.grids = self.figures, (self.grids[0][0], self.grids[1][0])
         if figures.square == 0 and figures.largest > 0:

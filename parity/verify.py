@@ -38,14 +38,14 @@ from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.load import torch_dtype
 from .bisect import Divergence
-from .compare import Difference, compare, gaps, largest_gap, mean_gap
+from .compare import LogitDifference, compare, gaps, largest_gap, mean_gap
 from .damage import Damage, damage
 from .outputs import computed_rightly
 from .probe import (
     AFFORDABLE,
     LONG,
     SMALL,
-    Batch,
+    ProbeBatch,
     limited_to,
     limits,
     longest,
@@ -56,7 +56,7 @@ from .probe import (
     whole_context,
 )
 from .repair import diagnose
-from .score import Score, try_mistakes
+from .score import MistakeScore, try_mistakes
 from .sides import Sides, sides
 from .stored import BytesVerdict, Reached, compare_bytes, rows_to_probe
 
@@ -118,10 +118,10 @@ class Verification(Shown):
     other: str | None
     dtype: str
     attention: str
-    prompts: tuple[Difference, ...]
+    prompts: tuple[LogitDifference, ...]
     bytes: BytesVerdict | None
     noise: Noise | None
-    score: Score | None = None
+    score: MistakeScore | None = None
     divergence: Divergence | None = None
     notes: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
@@ -341,7 +341,7 @@ def _attention(source: Checkpoint, asked: str | None) -> Kernel:
 
 def _batches(
     source: Checkpoint, target: Checkpoint, prompts: Sequence[str], long: bool, up_to: int | None
-) -> tuple[list[Batch], list[str]]:
+) -> tuple[list[ProbeBatch], list[str]]:
     """The probe and the prompts, and what a person should know about them."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
     taken = None if source.architecture is None else source.architecture.takes(source.spec)
@@ -416,7 +416,7 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
 
 def _noise(
     both: Sides,
-    batches: Sequence[Batch],
+    batches: Sequence[ProbeBatch],
     path: Kernel,
     dtype: torch.dtype,
     reference: list[Tensor],

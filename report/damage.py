@@ -16,7 +16,7 @@ from .sheets import indented, number
 from .surgery import steps_cells
 
 if TYPE_CHECKING:
-    from ..parity.damage import Damage, Layer, Place
+    from ..parity.damage import Damage, LayerDamage, Place
     from ..surgery.swap import SwapResult
 
 _ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
@@ -179,7 +179,7 @@ def _lens_figure(damage: Damage) -> Figure:
     )
 
 
-def _layer_table(layers: Sequence[Layer]) -> Table:
+def _layer_table(layers: Sequence[LayerDamage]) -> Table:
     columns = [("layer", False), ("residual streams differ by", True), ("KL", True), ("top-1", True)]
     if layers[0].perplexity_before is not None:
         columns += [("perplexity before", True), ("and after", True)]

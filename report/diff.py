@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..components.ranges import number_ranges, range_label, some_of
 from ..converter.dtypes import HF_NAMES
-from ..parity.changes import STATUSES, Group
+from ..parity.changes import STATUSES, ChangeGroup
 from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, noted
@@ -84,7 +84,7 @@ def readings(diff: Diff) -> list[str]:
         )
     # All matrices of one shape, where most changed and their cosine is about zero.
     both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
-    matrices = Group("matrices", None, tuple(both))
+    matrices = ChangeGroup("matrices", None, tuple(both))
     cosine = matrices.cosine if diff.changed else None
     if cosine is not None and abs(cosine) < _UNRELATED and 2 * len(matrices.changed) > len(both):
         about = round(cosine, 2) + 0.0  # not -0.00
@@ -301,7 +301,7 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
         yield from layout.wrapped(line, indent + 2 * _INDENT, style, 0)
 
 
-def _group_cells(group: Group) -> tuple[str, ...]:
+def _group_cells(group: ChangeGroup) -> tuple[str, ...]:
     changed = group.changed
     if not changed:
         return (f"{len(group.tensors):,}", "0", "–", "–", "–")
@@ -321,7 +321,7 @@ def _ranks(changed: Sequence[TensorDiff]) -> str:
     return "full" if any(rank.full for rank in known) else largest
 
 
-def _label(group: Group) -> str:
+def _label(group: ChangeGroup) -> str:
     return group.name if group.layer is None else f"{group.name} {group.layer}"
 
 
@@ -376,11 +376,11 @@ def _sections(diff: Diff) -> Iterator[Section]:
     yield from noted(diff.notes)
 
 
-def _compared(group: Group) -> bool:
+def _compared(group: ChangeGroup) -> bool:
     return any(each.status in ("same", "dtype", "rounded", "changed") for each in group.tensors)
 
 
-def _figure(groups: Sequence[Group]) -> Figure:
+def _figure(groups: Sequence[ChangeGroup]) -> Figure:
     cells = list(map(_cell, groups))
     places = [group.name if group.layer is None else f"layer {group.layer} {group.name}" for group in groups]
     rows = tuple((place, *_group_cells(group)) for place, group in zip(places, groups, strict=True))
@@ -401,7 +401,7 @@ def _figure(groups: Sequence[Group]) -> Figure:
     )
 
 
-def _cell(group: Group) -> Cell:
+def _cell(group: ChangeGroup) -> Cell:
     """Rounding to a narrower dtype has a colour of its own; a change from zero is beyond all figures."""
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
     changed, kinds = group.changed, {each.status for each in group.tensors}
@@ -415,12 +415,12 @@ def _cell(group: Group) -> Cell:
     return Cell(name, group.layer, _size(group) if changed else 0.0, tuple(words), "changed" in kinds)
 
 
-def _size(group: Group) -> float:
+def _size(group: ChangeGroup) -> float:
     """The relative change; what is in no figure (a change to NaN, or from zeros) is beyond all of them."""
     return float("inf") if group.relative is None or group.not_finite else group.relative
 
 
-def _groups(caption: str, groups: Sequence[Group]) -> Table:
+def _groups(caption: str, groups: Sequence[ChangeGroup]) -> Table:
     rows = tuple((_label(group), *_group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()

@@ -23,9 +23,9 @@ from .sheets import indented, number, plain_table, whole_words
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
-    from ..parity.compare import Difference
+    from ..parity.compare import LogitDifference
     from ..parity.port import PortVerification
-    from ..parity.score import Score
+    from ..parity.score import MistakeScore
     from ..parity.verify import Verification
 
 _SHOWN = 5  # tensors named, of however many
@@ -81,12 +81,12 @@ def verification_report(result: Verification) -> RenderableType:
     return Group(*parts)
 
 
-def _prompt_cells(prompt: Difference) -> tuple[str, ...]:
+def _prompt_cells(prompt: LogitDifference) -> tuple[str, ...]:
     errors = (prompt.maximum, prompt.mean, prompt.kl)
     return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
 
 
-def _prompt_table(prompts: Sequence[Difference]) -> Grid:
+def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
     """A row a prompt, of long names the beginning."""
     rows: list[list[str | Text]] = []
     for name, *figures in map(_prompt_cells, prompts):
@@ -139,7 +139,7 @@ def verdict_lines(result: Verification) -> list[str]:
     return lines + [f"note: {note}" for note in result.notes]
 
 
-def _score_lines(marks: Score) -> list[str]:
+def _score_lines(marks: MistakeScore) -> list[str]:
     """Say how many mistakes made on purpose the probe detects, and which it does not."""
     seen = marks.tried - len(marks.missed)
     lines = [f"probe     {seen} of {marks.tried} mistakes made on purpose were caught"]

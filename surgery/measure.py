@@ -9,7 +9,7 @@ import torch
 from ..components import ModelSpec
 from ..converter.weights import Tree
 from ..parity.compare import compare_heads, perplexity, require_same_tokens
-from ..parity.probe import Batch, Scope, inputs
+from ..parity.probe import ProbeBatch, Scope, inputs
 from ..parity.rows import states
 from .base import Promise
 
@@ -83,7 +83,7 @@ def measure(
     scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
     batches, notes = affordable(scope.probe(), before.spec, after.spec)
 
-    def both(batches: Sequence[Batch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
+    def both(batches: Sequence[ProbeBatch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
         """What comes to the heads of both models, of batches of the old vocabulary."""
         sides = ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
         return tuple(states(tree, side, dtype, progress=progress) for tree, side in sides)
@@ -156,7 +156,9 @@ def _flat(found: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each[0] for each in found])
 
 
-def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) -> tuple[list[Batch], tuple[str, ...]]:
+def affordable(
+    batches: Sequence[ProbeBatch], before: ModelSpec, after: ModelSpec
+) -> tuple[list[ProbeBatch], tuple[str, ...]]:
     """As many of the probe's batches as a model's size allows, and a note on what is left out.
 
     Those past a limit come first, then one with padding, then the others by what they show for their length.
@@ -164,10 +166,10 @@ def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) ->
     size = max(sum(each.count for each in spec.parameters()) for spec in (before, after))
     order = ("past", "left padding", "random tokens", "vocabulary regions", "right padding", "one token", "long")
 
-    def rank(batch: Batch) -> int:
+    def rank(batch: ProbeBatch) -> int:
         return next(i for i, name in enumerate((*order, "")) if batch.name.startswith(name))
 
-    taken: list[Batch] = []
+    taken: list[ProbeBatch] = []
     work = 0
     for batch in sorted(batches, key=rank):
         cost = batch.input_ids.numel() * size

@@ -9,8 +9,8 @@ import torch
 from ...components import ModelSpec
 from ...converter.weights import Tree
 from ...errors import GptkitError
-from ..compare import Compared, compare_heads
-from ..probe import Batch, Scope
+from ..compare import PositionComparison, compare_heads
+from ..probe import ProbeBatch, Scope
 from ..rows import states
 
 _WORK = 2 * 10**11
@@ -51,7 +51,7 @@ def effect(source: Tree, tree: Tree) -> str:
     return _words(compare_heads(source, tree, (valid[0], valid[1]), tokens=scope.tokens))
 
 
-def _affordable(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:
+def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
     """Return the batches that are computed: random tokens, and as many of those past a limit as the model allows."""
     size = sum(each.count for each in spec.parameters())
     chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
@@ -62,7 +62,7 @@ def _affordable(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:
     return found
 
 
-def _words(compared: Compared) -> str:
+def _words(compared: PositionComparison) -> str:
     gap, largest = compared.gap.max().item(), compared.largest.max().item()
     count = f"{len(compared.kl):,} random tokens"
     if gap == 0:

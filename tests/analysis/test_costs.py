@@ -37,7 +37,7 @@ from gptkit.modules import Cache, Decoder
 from gptkit.modules.generate import generate
 from gptkit.modules.scan import State
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 
 replace = msgspec.structs.replace
 
@@ -221,10 +221,10 @@ def counted_passes(spec: ModelSpec, kernel: str, batch: int, tokens: int) -> tup
     model = filled(spec, random_weights(spec), torch.float32, kernel)  # type: ignore[arg-type]
     ids = torch.randint(0, spec.vocab_size, (batch, tokens))
     with FlopCounterMode(display=False, custom_mapping=FUSED) as counter, torch.no_grad():
-        outputs_of(model, Batch("", ids))
+        outputs_of(model, ProbeBatch("", ids))
     forward = counter.get_total_flops()
     with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
-        outputs_of(model, Batch("", ids)).logsumexp(-1).sum().backward()
+        outputs_of(model, ProbeBatch("", ids)).logsumexp(-1).sum().backward()
     return forward, counter.get_total_flops()
 
 

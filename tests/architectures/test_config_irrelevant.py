@@ -17,7 +17,7 @@ from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.config import COMMON_IRRELEVANT
 from gptkit.errors import ConfigError
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.sides import begin_anew
 
 ELSEWHERE = {
@@ -72,7 +72,7 @@ class Reference:
         model.load_state_dict(self.state)
         begin_anew(model, self.family)
         with torch.inference_mode():
-            found = [outputs_of(model, Batch("whole", IDS))]
+            found = [outputs_of(model, ProbeBatch("whole", IDS))]
             if has_cache(model) and not self.family.apart and spec_of(self.config).encoder is None:
                 past = model(IDS, use_cache=True)
                 past = getattr(past, "past_key_values", None) or getattr(past, "cache_params", None)

@@ -21,7 +21,7 @@ from gptkit.errors import ConfigError, MissingComponent, UsageError
 from gptkit.modules import Cache
 from gptkit.modules.load import load_random
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.training.evaluate import evaluate
 from gptkit.training.train import require_trainable
 
@@ -118,8 +118,8 @@ def test_a_tree_without_types_reads_a_text_that_has_them() -> None:
     spec = structs.replace(spec_of(CONFIGS["bert"]), token_types=None)
     model, ids = load_random(spec), torch.arange(8)[None]
     with torch.inference_mode():
-        typed = outputs_of(model, Batch("", ids, token_types=torch.ones_like(ids)))
-        assert torch.equal(typed, outputs_of(model, Batch("", ids)))
+        typed = outputs_of(model, ProbeBatch("", ids, token_types=torch.ones_like(ids)))
+        assert torch.equal(typed, outputs_of(model, ProbeBatch("", ids)))
 
 
 def test_a_token_of_padding_has_the_row_before_the_first() -> None:

@@ -21,7 +21,7 @@ from gptkit.architectures.base import Architecture
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache, Decoder
 from gptkit.parity.outputs import computed_rightly, outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.sides import begin_anew
 from gptkit.parity.verify import verify
 
@@ -69,11 +69,11 @@ def prefill(reference: Any, decoder: Decoder, chosen: random.Random, family: Arc
     """Whether the logits of a batch, padded or not, are the same to the bit."""
     ids = tokens(chosen, chosen.choice((1, 3)), chosen.choice((1, 2, 5, 9, 17, 33, 70)))
     mask = padded(ids, chosen)
-    if not computed_rightly(family, Batch("", ids, mask)):
+    if not computed_rightly(family, ProbeBatch("", ids, mask)):
         ids, mask = ids[:1], None
     # A length below every original context forgets longer ones.
-    outputs_of(reference, Batch("", torch.zeros(1, 1, dtype=torch.long)))
-    theirs, ours = (outputs_of(model, Batch("", ids, mask)) for model in (reference, decoder))
+    outputs_of(reference, ProbeBatch("", torch.zeros(1, 1, dtype=torch.long)))
+    theirs, ours = (outputs_of(model, ProbeBatch("", ids, mask)) for model in (reference, decoder))
     if mask is not None:
         theirs, ours = theirs[mask.bool()], ours[mask.bool()]
     assert bool(theirs.isfinite().all())

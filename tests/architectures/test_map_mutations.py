@@ -28,7 +28,7 @@ from gptkit.components import ModelSpec
 from gptkit.errors import ConfigError
 from gptkit.modules import Decoder
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.testing import stored
 
 TRANSPOSED = {
@@ -258,7 +258,7 @@ def subjects(family: str) -> list[Subject]:
         carried = {*order} - {*placed, ARCHITECTURES[family].head}
         ids = torch.randint(0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
-            logits = outputs_of(model, Batch("", ids))
+            logits = outputs_of(model, ProbeBatch("", ids))
         found.append(
             Subject(
                 name,
@@ -323,7 +323,7 @@ def logits(architecture: Architecture, subject: Subject) -> None:
         shared.update(zip(leaf.shared, leaf.to_shared(subject.weights[leaf.checkpoint]), strict=True))
     subject.decoder.load_state_dict(shared)
     with torch.inference_mode():
-        equal = torch.equal(outputs_of(subject.decoder, Batch("", subject.ids)), subject.logits)
+        equal = torch.equal(outputs_of(subject.decoder, ProbeBatch("", subject.ids)), subject.logits)
     assert equal  # alone: pytest would write out the tensors of thousands of mutants
 
 

@@ -18,7 +18,7 @@ from gptkit.architectures import ARCHITECTURES
 from gptkit.components import ModelSpec
 from gptkit.errors import ConfigError
 from gptkit.parity.outputs import computed_rightly, outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 
 TINY: dict[str, Any] = {
     "vocab_size": 99,
@@ -109,7 +109,7 @@ def test_the_tiny_config_of_transformers_own_tests(family: str) -> None:
                 reference.get_input_embeddings().weight.data[spec.embedding.blank] = 0
             decoder = decoder_from(reference, config, attention)
             with torch.inference_mode():
-                for batch in (Batch("whole", ids), Batch("padded", ids, mask)):
+                for batch in (ProbeBatch("whole", ids), ProbeBatch("padded", ids, mask)):
                     if batch.attention_mask is not None and not computed_rightly(ARCHITECTURES[family], batch):
                         continue
                     ours, theirs = (batch.valid(outputs_of(model, batch)) for model in (decoder, reference))

@@ -30,7 +30,7 @@ from gptkit.converter.manifest import check_manifest
 from gptkit.errors import CheckpointError, ConfigError, GptkitError, UsageError
 from gptkit.modules.load import load as load_model
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.sides import auto_class
 
 SHARDED = 20_000  # bytes a file: some ten shards for these models
@@ -94,7 +94,7 @@ def reload(folder: Path, like: transformers.PreTrainedModel) -> transformers.Pre
 def assert_same_logits(a: torch.nn.Module, b: torch.nn.Module, vocabulary: int = 97) -> None:
     ids = torch.randint(vocabulary, (2, 21), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        assert torch.equal(outputs_of(a, Batch("", ids)), outputs_of(b, Batch("", ids)))
+        assert torch.equal(outputs_of(a, ProbeBatch("", ids)), outputs_of(b, ProbeBatch("", ids)))
 
 
 @pytest.fixture
@@ -689,7 +689,7 @@ def test_a_base_model_alone_comes_back_file_for_file(family: str, size: str | in
     convert(tmp_path / "local", tmp_path / "back", "hf")
     before, after = contents(tmp_path / "hf"), contents(tmp_path / "back")
     assert before == {name: data for name, data in after.items() if name != "manifest.json"}
-    batch = Batch("", torch.arange(9)[None])
+    batch = ProbeBatch("", torch.arange(9)[None])
     with torch.no_grad():
         if nameless:
             again: Any = load_model(tmp_path / "back", attention=attention)
@@ -752,7 +752,7 @@ def test_a_copy_with_other_values_is_refused(family: str, name: str, tmp_path: P
     assert verify(tmp_path, mutations=False).verdict == "identical"
     edited(tmp_path, lambda weights: weights.update({name: weights[name].flip(0).clone()}))
     again = type(reference).from_pretrained(tmp_path, attn_implementation="eager").eval()
-    batch = Batch("", torch.arange(1, 9)[None])
+    batch = ProbeBatch("", torch.arange(1, 9)[None])
     with torch.inference_mode():
         assert (outputs_of(again, batch) - outputs_of(reference, batch)).abs().max() > 1e-3
     with pytest.raises(CheckpointError, match=f"from those that follow from config.json: {re.escape(name)}"):

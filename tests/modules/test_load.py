@@ -17,7 +17,7 @@ from gptkit.components import ModelSpec
 from gptkit.errors import UsageError
 from gptkit.modules.load import as_torch, build, load_checkpoint, torch_dtype
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]])
 
@@ -109,7 +109,7 @@ def test_local_and_hf_are_one(variant: Variant, tmp_path: Path) -> None:
 
 def outputs(model: nn.Module, ids: Tensor = IDS) -> Tensor:
     """Logits, of a model with an encoder with the same tokens as its source."""
-    return outputs_of(model, Batch("", ids))
+    return outputs_of(model, ProbeBatch("", ids))
 
 
 def step(model: nn.Module) -> None:

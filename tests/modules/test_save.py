@@ -21,7 +21,7 @@ from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from gptkit.modules import Decoder
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.sides import auto_class
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
@@ -32,7 +32,7 @@ def trained(model: Decoder, steps: int = 2) -> Decoder:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        logits = outputs_of(model, Batch("", IDS[:, :-1]))
+        logits = outputs_of(model, ProbeBatch("", IDS[:, :-1]))
         nn.functional.cross_entropy(logits.flatten(0, 1).float(), IDS[0, 1:]).backward()
         optimizer.step()
     return model
@@ -81,7 +81,7 @@ def test_transformers_loads_what_was_trained(variant: Variant, tmp_path: Path) -
         tmp_path / "out", dtype=torch.float32, attn_implementation=path
     )
     with torch.inference_mode():
-        assert torch.equal(outputs_of(reference.eval(), Batch("", IDS)), outputs_of(model, Batch("", IDS)))
+        assert torch.equal(outputs_of(reference.eval(), ProbeBatch("", IDS)), outputs_of(model, ProbeBatch("", IDS)))
     gptkit.convert(gptkit.save(model, tmp_path / "local"), tmp_path / "by convert", "hf")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "by convert" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()

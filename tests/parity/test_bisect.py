@@ -15,9 +15,9 @@ from gptkit.converter.dtypes import to_float64
 from gptkit.modules import layers
 from gptkit.modules.load import tensor_of
 from gptkit.parity import repair
-from gptkit.parity.bisect import Kept, bisect
+from gptkit.parity.bisect import KeptStates, bisect
 from gptkit.parity.mutations import MUTATIONS
-from gptkit.parity.probe import Batch, probe
+from gptkit.parity.probe import ProbeBatch, probe
 from gptkit.parity.repair import Repair, Repaired, unit_of, where_they_differ
 from gptkit.parity.sides import Sides
 from gptkit.parity.verify import verify
@@ -209,7 +209,7 @@ def test_the_candidate_cannot_hide_a_mistake_in_its_noise_elsewhere(tmp_path, mo
 
 
 def test_positions_are_chosen_by_how_much_they_differ():
-    batches = [Batch(str(size), torch.zeros(1, size, dtype=torch.long)) for size in (100, 200, 50, 100)]
+    batches = [ProbeBatch(str(size), torch.zeros(1, size, dtype=torch.long)) for size in (100, 200, 50, 100)]
     gaps = [torch.zeros(size) for size in (100, 200, 50, 100)]
     gaps[1][[3, 150]] = torch.tensor([5.0, 4.0])
     gaps[2][7] = 4.5
@@ -221,7 +221,10 @@ def test_positions_are_chosen_by_how_much_they_differ():
 
 
 def test_one_batch_that_differs_is_enough_however_long():
-    batches = [Batch("long", torch.zeros(1, 5000, dtype=torch.long)), Batch("one", torch.zeros(1, 1, dtype=torch.long))]
+    batches = [
+        ProbeBatch("long", torch.zeros(1, 5000, dtype=torch.long)),
+        ProbeBatch("one", torch.zeros(1, 1, dtype=torch.long)),
+    ]
     gaps = [torch.ones(256), torch.zeros(1)]
     found = where_they_differ(batches, gaps, repair._ROOM * 2)
     assert [batch.name for batch in found] == ["long"]
@@ -230,7 +233,7 @@ def test_one_batch_that_differs_is_enough_however_long():
 
 
 def test_kept_tensors_come_back():
-    kept = Kept()
+    kept = KeptStates()
     values = {(1, 2): torch.randn(3, 4).double(), (1, 3): torch.empty(0, 4).double(), (2, 2): torch.randn(5).double()}
     for key, value in values.items():
         kept[key] = value

@@ -10,7 +10,7 @@ from gptkit.architectures.presets import presets
 from gptkit.parity import score as scoring
 from gptkit.parity.card import card, markdown
 from gptkit.parity.mutations import MUTATIONS
-from gptkit.parity.probe import Batch, limits, probe
+from gptkit.parity.probe import ProbeBatch, limits, probe
 from gptkit.parity.score import miniature, narrow_batches, random_weights, score
 from gptkit.parity.verify import verify
 
@@ -82,7 +82,7 @@ def test_every_kind_of_layer_is_in_the_small_copy(variant):
 
 def test_the_probe_keeps_its_lengths_and_padding():
     spec = spec_of(VARIANTS[0].config)
-    batch = Batch("x", torch.tensor([[1, 700, 1030]]), torch.tensor([[0, 1, 1]]))
+    batch = ProbeBatch("x", torch.tensor([[1, 700, 1030]]), torch.tensor([[0, 1, 1]]))
     (narrow,) = narrow_batches([batch], spec)
     assert narrow.input_ids.shape == batch.input_ids.shape
     assert int(narrow.input_ids.max()) < spec.vocab_size
@@ -110,5 +110,5 @@ def test_a_probe_that_misses_a_mistake_on_the_copy_fails(monkeypatch):
     monkeypatch.setattr(scoring, "unprobed", lambda *_: [])
     spec = spec_of({**next(v for v in VARIANTS if v.name == "mistral").config})
     copy = miniature(spec, 8)
-    short = [Batch("short", torch.arange(8)[None] % copy.vocab_size)]
+    short = [ProbeBatch("short", torch.arange(8)[None] % copy.vocab_size)]
     assert "window ignored" in score(copy, random_weights(copy), short).missed

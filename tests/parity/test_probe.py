@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptkit.components import LearnedPositions, ModelSpec
 from gptkit.errors import ConfigError, UsageError
-from gptkit.parity.probe import AFFORDABLE, KEPT, Batch, limited_to, limits, longest, probe, text_batch, vocabulary
+from gptkit.parity.probe import AFFORDABLE, KEPT, ProbeBatch, limited_to, limits, longest, probe, text_batch, vocabulary
 
 replace = msgspec.structs.replace
 
@@ -28,7 +28,7 @@ def gpt2(vocabulary: int, positions: int) -> ModelSpec:
     return spec_of({**GPT2, "vocab_size": vocabulary, "n_positions": positions})
 
 
-def lengths(batches: list[Batch]) -> list[int]:
+def lengths(batches: list[ProbeBatch]) -> list[int]:
     return [batch.input_ids.shape[1] for batch in batches]
 
 
@@ -145,15 +145,15 @@ def test_the_same_every_time_unless_asked_otherwise() -> None:
 def test_only_real_tokens_are_compared() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
     logits = torch.arange(12.0).reshape(2, 3, 2)
-    batch = Batch("padded", ids, torch.tensor([[0, 1, 1], [1, 1, 0]]))
+    batch = ProbeBatch("padded", ids, torch.tensor([[0, 1, 1], [1, 1, 0]]))
     assert batch.valid(logits).tolist() == [[2, 3], [4, 5], [6, 7], [8, 9]]
-    assert Batch("whole", ids).valid(logits).shape == (6, 2)
+    assert ProbeBatch("whole", ids).valid(logits).shape == (6, 2)
 
 
 def test_of_a_long_row_some_positions_are_compared() -> None:
     steps = 10 * KEPT + 3
     logits = torch.arange(float(steps))[None, :, None]
-    kept = Batch("long", torch.zeros(1, steps, dtype=torch.long)).valid(logits).flatten()
+    kept = ProbeBatch("long", torch.zeros(1, steps, dtype=torch.long)).valid(logits).flatten()
     assert len(kept) == KEPT
     assert (kept[0], kept[-1]) == (0, steps - 1)
     assert kept.diff().min() > 0 and kept.diff().max() <= 11

@@ -13,8 +13,8 @@ from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.errors import GptkitError
 from gptkit.modules.load import load_checkpoint
-from gptkit.parity.probe import Batch, probe
-from gptkit.parity.sides import Stream, sides, stream_candidate, stream_reference, units_of
+from gptkit.parity.probe import ProbeBatch, probe
+from gptkit.parity.sides import StreamedModel, sides, stream_candidate, stream_reference, units_of
 from gptkit.parity.verify import verify
 
 QUICK = [variant for variant in VARIANTS if variant.name != "mistral-default-window"]
@@ -79,7 +79,7 @@ def test_one_unit_is_present_at_a_time(name):
 def test_a_failure_in_one_pass_ends_all():
     checkpoint = open_checkpoint("sample:gpt2")
     stream = stream_candidate(checkpoint, torch.float32, "sdpa")
-    wrong = Batch("beyond the vocabulary", torch.tensor([[5000]]))
+    wrong = ProbeBatch("beyond the vocabulary", torch.tensor([[5000]]))
     with pytest.raises(IndexError):
         stream.run([*probe(checkpoint.spec), wrong])
 
@@ -127,8 +127,8 @@ class Reader(torch.nn.Module):
 @pytest.mark.parametrize("how", ["product", "sum", "dtype and shape alone"])
 def test_a_weight_that_is_used_without_its_module_is_refused_by_name(how):
     values = {"embed.weight": torch.ones(8, 4), "spare.weight": torch.ones(8, 4)}
-    stream = Stream(Reader(how), values.__getitem__)
-    batches = [Batch("some", torch.tensor([[1, 2]]))]
+    stream = StreamedModel(Reader(how), values.__getitem__)
+    batches = [ProbeBatch("some", torch.tensor([[1, 2]]))]
     if how == "dtype and shape alone":
         assert stream.run(batches)[0].tolist() == torch.full((2, 8), 16.0).tolist()
         return

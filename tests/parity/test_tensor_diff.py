@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gptkit.converter.dtypes import FLOATS, cast, from_float64, to_float64
 from gptkit.parity.low_rank import Projection, Sketch
-from gptkit.parity.tensor_diff import CHUNK, Figures, compare_tensors, runs
+from gptkit.parity.tensor_diff import CHUNK, TensorFigures, compare_tensors, runs
 
 NARROW = ("BF16", "F16")
 
@@ -33,7 +33,7 @@ def low(random: np.random.Generator, rows: int, columns: int, rank: int) -> np.n
     return random.standard_normal((rows, rank)) @ random.standard_normal((rank, columns))
 
 
-def compared(a: np.ndarray, dtype_a: str, b: np.ndarray, dtype_b: str | None = None, **asked: Any) -> Figures:
+def compared(a: np.ndarray, dtype_a: str, b: np.ndarray, dtype_b: str | None = None, **asked: Any) -> TensorFigures:
     return compare_tensors(a, dtype_a, b, dtype_b or dtype_a, **asked)
 
 
@@ -102,7 +102,7 @@ def test_a_tensor_of_many_chunks_is_one_tensor() -> None:
 def test_the_same_bits_and_the_same_values(dtype: str) -> None:
     a = from_float64(np.array([[0.0, 1.5, -2.0]]), dtype)
     same, zeros = a.copy(), from_float64(np.array([[-0.0, 1.5, -2.0]]), dtype)
-    assert compared(a, dtype, same) == Figures(elements=3, same_bytes=True, rows_all=1)
+    assert compared(a, dtype, same) == TensorFigures(elements=3, same_bytes=True, rows_all=1)
     found = compared(a, dtype, zeros)
     assert found.changed == 0 and not found.same_bytes and found.relative == 0 and found.rounded is None
 

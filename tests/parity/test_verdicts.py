@@ -21,7 +21,7 @@ from gptkit.components import ModelSpec
 from gptkit.errors import ConfigError
 from gptkit.parity import probe, sides
 from gptkit.parity import verify as module
-from gptkit.parity.probe import Batch, one_function
+from gptkit.parity.probe import ProbeBatch, one_function
 from gptkit.parity.verify import Verification, verify
 from gptkit.report.verification import verification_page, verification_report
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 WHOLE_PROBE = probe.probe
 
 
-def one_input(*specs: ModelSpec, **options: Any) -> list[Batch]:
+def one_input(*specs: ModelSpec, **options: Any) -> list[ProbeBatch]:
     """The random tokens of the probe."""
     return [batch for batch in WHOLE_PROBE(*specs, **options) if batch.name == "random tokens"]
 

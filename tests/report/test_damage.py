@@ -15,7 +15,7 @@ from helpers.held import Held
 from helpers.trees import TREES, random_weights
 from typer.testing import Result
 
-from gptkit.parity.damage import Bin, Damage, Layer, Place, damage
+from gptkit.parity.damage import Damage, DamageBin, LayerDamage, Place, damage
 from gptkit.report.damage import damage_lines, damage_sections, swap_page
 from gptkit.report.pages import Figure, Lines, Page, Table, render
 from gptkit.report.surgery import steps_cells
@@ -55,15 +55,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample_damage(**fields: Any) -> Damage:
-    bins = (Bin(0, 0, 2, 0.5, 0.5, 90.0, 120.0), Bin(1, 1, 2, 1e-12, 1.0, 8.0, 8.0))
+    bins = (DamageBin(0, 0, 2, 0.5, 0.5, 90.0, 120.0), DamageBin(1, 1, 2, 1e-12, 1.0, 8.0, 8.0))
     given: dict[str, Any] = {
         "on": "4 tokens of text",
         "dtype": "float64",
-        "total": Bin(0, 1, 4, 0.25, 0.75, 27.0, 31.0),
+        "total": DamageBin(0, 1, 4, 0.25, 0.75, 27.0, 31.0),
         "bins": bins,
         "layers": (
-            Layer(0, 0, 0.0, 0.0, 1.0, (0.0, 0.0), 50.0, 50.0),
-            Layer(1, 1, 0.2, 0.25, 0.75, (0.5, 1e-12), 27, 31),
+            LayerDamage(0, 0, 0.0, 0.0, 1.0, (0.0, 0.0), 50.0, 50.0),
+            LayerDamage(1, 1, 0.2, 0.25, 0.75, (0.5, 1e-12), 27, 31),
         ),
         "places": (
             Place("embedding", None, 0.0, False),
@@ -102,7 +102,7 @@ def test_the_terminal_has_the_worst_of_it() -> None:
 
 
 def test_what_is_not_there_is_left_out() -> None:
-    total = Bin(0, 0, 1, 0.25, 1.0)
+    total = DamageBin(0, 0, 1, 0.25, 1.0)
     found = sample_damage(layers=(), places=(), bins=(total,), total=total, notes=())
     assert len(damage_lines(found)) == 2
     (section,) = damage_sections(found)
@@ -118,7 +118,7 @@ def test_what_is_not_there_is_left_out() -> None:
 )
 def test_damage_is_what_is_worse(before: float, after: float, called: str) -> None:
     """A perplexity that improved was not damaged, and neither was one that stayed."""
-    found = sample_damage(total=Bin(0, 1, 4, 0.25, 0.75, before, after))
+    found = sample_damage(total=DamageBin(0, 1, 4, 0.25, 0.75, before, after))
     other = {"damage", "change"} - {called}
     assert damage_lines(found)[0].startswith(f"{called}    KL")
     titles = [section.title for section in damage_sections(found)]
@@ -127,7 +127,7 @@ def test_damage_is_what_is_worse(before: float, after: float, called: str) -> No
 
 
 def test_a_thousand_layers_are_three_lines() -> None:
-    layers = tuple(Layer(n, n, None, n / 1000, 0.5, (0.0, 0.0)) for n in range(1000))
+    layers = tuple(LayerDamage(n, n, None, n / 1000, 0.5, (0.0, 0.0)) for n in range(1000))
     lines = damage_lines(sample_damage(layers=layers))
     assert len(lines) < 20
     assert any("(the worst 3 of 1000)" in line for line in lines)
@@ -151,8 +151,8 @@ def test_figures_have_their_table() -> None:
 
 def test_what_is_no_number_is_shown_as_none() -> None:
     nan = math.nan
-    total = Bin(0, 1, 4, nan, 0.0, 27.0, math.inf)
-    layers = (Layer(0, 0, nan, nan, 0.0, (nan, nan), 27.0, math.inf),)
+    total = DamageBin(0, 1, 4, nan, 0.0, 27.0, math.inf)
+    layers = (LayerDamage(0, 0, nan, nan, 0.0, (nan, nan), 27.0, math.inf),)
     places = (Place("embedding", None, nan, True),)
     found = sample_damage(total=total, bins=(total, total), layers=layers, places=places)
     assert "nan" in page_of(found)

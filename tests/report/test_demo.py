@@ -13,7 +13,7 @@ import gptkit
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.resolve import SAMPLES, SAMPLES_DIR
 from gptkit.parity.bisect import Divergence
-from gptkit.parity.compare import Difference
+from gptkit.parity.compare import LogitDifference
 from gptkit.parity.stored import BytesVerdict
 from gptkit.parity.verify import Noise, Verification
 from gptkit.report import demo
@@ -80,7 +80,7 @@ def test_a_proof_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verification(**fields: Any) -> Verification:
-    prompt = Difference(name="past the window of 16", positions=28, maximum=0.5, mean=0.1, kl=0.01, top1=0.75)
+    prompt = LogitDifference(name="past the window of 16", positions=28, maximum=0.5, mean=0.1, kl=0.01, top1=0.75)
     noise = Noise(reference=2e-6, candidate=1e-6, paths=3e-6, functions=0.5, errors={"bfloat16": (1e-3, 9e-3)})
     given: dict[str, Any] = {
         "model": "a",
@@ -130,7 +130,8 @@ def test_the_verdicts_in_words() -> None:
 def test_names_out_of_files_are_plain_text() -> None:
     screen, out = console()
     prompts = tuple(
-        Difference(name=name, positions=1, maximum=0, mean=0, kl=0, top1=1) for name in ("[bold]x[/]", "a\nb\x1b[31m")
+        LogitDifference(name=name, positions=1, maximum=0, mean=0, kl=0, top1=1)
+        for name in ("[bold]x[/]", "a\nb\x1b[31m")
     )
     screen.print(verification_report(verification(prompts=prompts, notes=("[red]n[/]",))))
     text = out.getvalue()

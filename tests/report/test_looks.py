@@ -10,7 +10,7 @@ import pytest
 from helpers.browser import opened
 
 import gptkit
-from gptkit.parity.damage import Bin, Damage, Layer
+from gptkit.parity.damage import Damage, DamageBin, LayerDamage
 from gptkit.report.comparison import comparison_page
 from gptkit.report.counts_page import counts_page
 from gptkit.report.damage import damage_sections
@@ -24,9 +24,12 @@ SEVERAL = ("gpt2", "llama-2-7b", "falcon-7b")
 
 
 def damaged() -> Page:
-    bins = (Bin(0, 0, 2, 0.5, 0.5, 90.0, 120.0), Bin(1, 1, 2, 0.1, 1.0, 8.0, 8.0))
-    layers = (Layer(0, 0, 0.0, 0.2, 1.0, (0.3, 0.1), 50.0, 50.0), Layer(1, 1, 0.2, 0.25, 0.75, (0.5, 0.2), 27, 31))
-    found = Damage("4 tokens of text", "float64", Bin(0, 1, 4, 0.25, 0.75, 27.0, 31.0), bins, layers, (), ())
+    bins = (DamageBin(0, 0, 2, 0.5, 0.5, 90.0, 120.0), DamageBin(1, 1, 2, 0.1, 1.0, 8.0, 8.0))
+    layers = (
+        LayerDamage(0, 0, 0.0, 0.2, 1.0, (0.3, 0.1), 50.0, 50.0),
+        LayerDamage(1, 1, 0.2, 0.25, 0.75, (0.5, 0.2), 27, 31),
+    )
+    found = Damage("4 tokens of text", "float64", DamageBin(0, 1, 4, 0.25, 0.75, 27.0, 31.0), bins, layers, (), ())
     return Page("t", "s", "", None, (), damage_sections(found))
 
 

@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 
 from gptkit.errors import UsageError
 from gptkit.parity.bisect import Cause, Divergence, Part
-from gptkit.parity.compare import Difference
-from gptkit.parity.port import Made, Match, PortVerification
-from gptkit.parity.score import Score
+from gptkit.parity.compare import LogitDifference
+from gptkit.parity.port import Made, PortMatch, PortVerification
+from gptkit.parity.score import MistakeScore
 from gptkit.parity.stored import BytesVerdict
 from gptkit.parity.verify import Noise, Verification
 from gptkit.report import pages
@@ -53,7 +53,10 @@ def parts(layers: int = 3, wrong: int | None = 1) -> tuple[Part, ...]:
 
 
 def verification(**fields: Any) -> Verification:
-    prompts = (Difference("random tokens", 64, 16.5, 1.8, 1.3, 0.328), Difference("a\nb", 3, 0.0, 0.0, 0.0, 1.0))
+    prompts = (
+        LogitDifference("random tokens", 64, 16.5, 1.8, 1.3, 0.328),
+        LogitDifference("a\nb", 3, 0.0, 0.0, 0.0, 1.0),
+    )
     given: dict[str, Any] = {
         "model": "sample:llama",
         "other": "spoilt",
@@ -62,7 +65,7 @@ def verification(**fields: Any) -> Verification:
         "prompts": prompts,
         "bytes": BytesVerdict(48, "sample:llama", ("blocks.1.attention.q_proj.weight",)),
         "noise": Noise(2e-6, 1e-6, 3e-6, 16.0, {"float32": (1e-6, 2e-6)}),
-        "score": Score(("q and k swapped", "eps off by ten"), ("norms swapped",), (), 1e-5),
+        "score": MistakeScore(("q and k swapped", "eps off by ten"), ("norms swapped",), (), 1e-5),
         "divergence": Divergence(parts(), (Cause("swapping q and k", True, 1e-6), Cause("another eps", False, 0.5))),
         "notes": ("not probed past the window",),
     }
@@ -73,7 +76,7 @@ def identical(**fields: Any) -> Verification:
     places = tuple(dataclasses.replace(place, relative=0.0) for place in parts())
     same = {
         "other": None,
-        "prompts": (Difference("random tokens", 64, 0.0, 0.0, 0.0, 1.0),),
+        "prompts": (LogitDifference("random tokens", 64, 0.0, 0.0, 0.0, 1.0),),
         "bytes": BytesVerdict(48, "the source", ()),
         "noise": None,
         "divergence": Divergence(places),
@@ -205,7 +208,7 @@ def test_identical_models_are_said_to_be_and_their_zeros_have_a_colour() -> None
 def test_a_verdict_that_did_not_pass_for_another_reason_says_so() -> None:
     page = verification_page(identical(bytes=BytesVerdict(2, "a", ("x",))))
     assert not page.good and page.verdict.endswith("but the bytes differ")
-    page = verification_page(identical(score=Score((), (), ("eps off by ten",), 1e-5)))
+    page = verification_page(identical(score=MistakeScore((), (), ("eps off by ten",), 1e-5)))
     assert not page.good and page.verdict.endswith("but the probe missed mistakes")
     assert "eps off by ten MISSED" in Parsed(render(page)).text
 
@@ -225,7 +228,7 @@ def test_values_that_are_no_numbers_are_drawn_and_told() -> None:
     assert value == 0  # the end of the scale
     assert "not a number" in hover
     json.dumps(figure.spec, allow_nan=False)
-    nan = Difference("n", 1, math.nan, math.nan, math.nan, math.nan)
+    nan = LogitDifference("n", 1, math.nan, math.nan, math.nan, math.nan)
     assert "nan" in Parsed(render(verification_page(verification(prompts=(nan,))))).text
 
 
@@ -260,8 +263,8 @@ def test_many_layers_get_narrow_columns_without_figures() -> None:
 
 def test_a_port_has_a_page_too() -> None:
     places = parts()
-    matches = tuple(Match(place, None if place.label == "head" else f"layers.{ATTACK}") for place in places)
-    prompt = Difference("one token", 1, 0.5, 0.1, 0.0, 1.0)
+    matches = tuple(PortMatch(place, None if place.label == "head" else f"layers.{ATTACK}") for place in places)
+    prompt = LogitDifference("one token", 1, 0.5, 0.1, 0.0, 1.0)
     result = PortVerification("sample:llama", "my_port:build", (prompt,), 0.5, 1e-6, (1e-7, 1e-7), matches)
     page = port_page(result)
     assert not page.good
@@ -280,7 +283,9 @@ def test_a_port_has_a_page_too() -> None:
     assert "RoPE on queries alone: it explains this place, and logits still differ by 2.5e-01" in text
     assert f"not probed: {ATTACK}" in text
     assert "<script" not in cells[2, "1"][1]
-    same = dataclasses.replace(result, functions=0.0, matches=(), prompts=(Difference("one token", 1, 0, 0, 0, 1.0),))
+    same = dataclasses.replace(
+        result, functions=0.0, matches=(), prompts=(LogitDifference("one token", 1, 0, 0, 0, 1.0),)
+    )
     assert port_page(same).good and "functions are the same" in Parsed(render(port_page(same))).text
 
 
@@ -292,7 +297,7 @@ def hostile() -> Verification:
     return verification(
         model=ATTACK,
         other=f"/tmp/{ATTACK}\u202e\x1b[31m\udce9",
-        prompts=(Difference(ATTACK, 1, 1.0, 1.0, 1.0, 1.0),),
+        prompts=(LogitDifference(ATTACK, 1, 1.0, 1.0, 1.0, 1.0),),
         bytes=BytesVerdict(1, ATTACK, (ATTACK,)),
         notes=(ATTACK, "</script><script>1</script>"),
         divergence=Divergence((Part(ATTACK, ATTACK, 0, 1.0, 0.0),), (Cause(ATTACK, True, 0.0),)),

@@ -22,7 +22,7 @@ from gptkit.modules.context import Context
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables, sinusoids
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
@@ -439,7 +439,7 @@ def error(a: Tensor, b: Tensor) -> float:
 def test_the_graph_followed_gives_the_logits(name: str) -> None:
     spec = ALL[name]
     decoder, ids = filled(spec, random_weights(spec)), ids_of(spec)
-    right = outputs_of(decoder, Batch("", ids))[..., : spec.vocab_size if spec.head else spec.hidden_size]
+    right = outputs_of(decoder, ProbeBatch("", ids))[..., : spec.vocab_size if spec.head else spec.hidden_size]
     assert error(Following(structure(spec), decoder).logits(ids), right) < 1e-12
 
 

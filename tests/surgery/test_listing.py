@@ -19,7 +19,7 @@ import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.parity.probe import Batch
+from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.rows import states
 from gptkit.report.surgery import listing_report
 from gptkit.surgery.base import Promise, Stored, SwappedModel
@@ -88,7 +88,7 @@ def computed_once(model: Stored) -> Callable[..., Any]:
     """`states` in which this model's are computed once for all that are compared with it on the same batches."""
     known: dict[Any, Any] = {}
 
-    def found(tree: Any, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> Any:
+    def found(tree: Any, batches: Sequence[ProbeBatch], dtype: torch.dtype, **options: Any) -> Any:
         if tree is not model:
             return states(tree, batches, dtype, **options)
         key = (dtype, *(repr((each.input_ids.tolist(), each.attention_mask)) for each in batches))

@@ -22,7 +22,7 @@ from gptkit.modules.load import as_array, tensor_of
 from gptkit.parity import compare, rows
 from gptkit.parity.compare import kl_divergence, perplexity
 from gptkit.parity.outputs import outputs_of
-from gptkit.parity.probe import Batch, Scope, probe
+from gptkit.parity.probe import ProbeBatch, Scope, probe
 from gptkit.parity.rows import states
 from gptkit.surgery import measure as module
 from gptkit.surgery.base import Promise, Stored
@@ -326,7 +326,7 @@ def test_a_failure_ends_every_pass() -> None:
 
     tree = held("gpt2")
     there = threading.active_count()
-    wrong = Batch("beyond the vocabulary", torch.tensor([[5000]]))
+    wrong = ProbeBatch("beyond the vocabulary", torch.tensor([[5000]]))
     with pytest.raises(IndexError):
         states(tree, [*probe(tree.spec), wrong], torch.float32)
 
