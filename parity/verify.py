@@ -1,18 +1,20 @@
-"""verify: does a checkpoint, as gptkit reads and computes it, give transformers' logits?
+"""Compare the logits and the bytes of a checkpoint with transformers', or with those of another checkpoint.
 
-Two verdicts, kept apart: bytes (every tensor forth and back, or of two checkpoints all that both have) and function
-(logits on the probe). What was not looked at is told, and is no pass. Where logits are not equal to the last bit, two
-things must hold, both measured in the same run: in fp64 the functions differ by no more than rounding to fp32 makes in
-either of them (always fp32, whatever dtype is asked for, and not fp64's noise, since transformers keeps parts of an
-"fp64" model in fp32), and the candidate rounds no worse than the reference, so that it cannot widen its own allowance.
+There are two separate verdicts. Bytes: every tensor must survive its layout in both directions, and two checkpoints are
+compared tensor by tensor. Function: the logits on the probe. A part that was not compared is reported, and the result
+is then no pass. Logits that are not equal to the last bit must meet two conditions, both measured in the same run:
 
-What no such comparison sees: a change below fp32's noise on the probe (an eps far below the stream's variance, a bias
-that softmax cancels), and another way to round in bf16 whose error is of bf16's own size (rope tables rounded, which is
-1.0 to 1.5 times the noise). Bytes see both where trees call for the same ones.
+1. In fp64 the functions differ by no more than the rounding to fp32 in both models explains. The bound is always fp32's
+   noise, in every dtype, because transformers computes parts of an "fp64" model in fp32.
+2. The candidate rounds no worse than the reference. Otherwise it could widen its own allowance.
+
+Two kinds of change escape this comparison. The first is below fp32's noise on the probe: a tiny eps, or a bias that
+softmax cancels. The second is another way to round in bf16 with an error of bf16's size (rounded rotary tables make 1.0
+to 1.5 times the noise). The bytes reveal both, where the two models should have the same bytes.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -65,53 +67,47 @@ _PROMPTS = (
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
 )
-_some = partial(some_of, most=5, more=", … ({} more)")  # of the names in a message
+_some = partial(some_of, most=5, more=", … ({} more)")  # shortens a list of names in a message
 IMPRECISE = 4.0
-"""Times the reference's mean error that a candidate's may be. Exact swaps and other orders of summing have 0.9 to 1.3,
-on the tiny models of the tests and on the samples, in fp32 and in bf16; computing in the next narrower dtype has
-hundreds. Nothing in the run measures this bound: the reference's own two paths of attention have 0.96 to 1.01 of each
-other's error, since they differ in one product alone, and a bound made of them would fail right swaps.
+"""The largest allowed ratio of the candidate's mean error to the reference's.
+
+Exact swaps and other orders of summation have a ratio of 0.9 to 1.3, in fp32 and in bf16. Computing in the next
+narrower dtype gives hundreds. The run itself cannot measure this bound: the reference's two attention paths differ in
+one product alone, have 0.96 to 1.01 times the same error, and as a bound would fail correct swaps.
 """
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Largest logit differences that rounding alone makes: each side's fp32 against its own fp64, the reference's two
-    attention paths in fp32 against each other (None where it has one); the two functions against each other in fp64;
-    and `errors`, the mean error of (reference, candidate) against their own fp64 in each dtype.
-    """
+    """The logit differences that rounding explains, and the difference of the two functions in fp64."""
 
-    reference: float
-    candidate: float
-    paths: float | None
-    functions: float
-    errors: dict[str, tuple[float, float]]
+    reference: float  # the reference's largest difference between fp32 and fp64
+    candidate: float  # the candidate's largest difference between fp32 and fp64
+    paths: float | None  # the largest fp32 difference of the reference's two attention paths; None if it has one path
+    functions: float  # the largest difference between the reference and the candidate in fp64
+    errors: dict[str, tuple[float, float]]  # by dtype, the mean error of (reference, candidate) relative to fp64
 
     @property
     def allowed(self) -> float:
-        """What the two functions may differ by in fp64."""
+        """Return the largest difference that the two functions may have in fp64."""
         return max(self.reference, self.paths or 0.0) + self.candidate
 
     @property
     def imprecise(self) -> tuple[str, ...]:
-        """The dtypes in which the candidate rounds worse than the reference."""
+        """Return the dtypes in which the candidate rounds worse than the reference."""
         return tuple(d for d, (ours, theirs) in self.errors.items() if not theirs <= IMPRECISE * ours)
 
     @property
     def explains(self) -> bool:
+        """Return whether rounding explains the difference between the two models."""
         return self.functions <= self.allowed and not self.imprecise
 
 
 @dataclass(frozen=True)
 class Verification(Shown):
-    """The result; `verdict` is "identical" (every logit to the last bit), "equal" (within the rounding noise) or
-    "different".
+    """The result of `verify`.
 
-    score: the mistakes that this probe would have caught, None where they were not tried. divergence: the models
-    component by component, None where they were not laid side by side; with causes where they are different. arguments:
-    what was asked, as the words of a command line that asks it again. damage: of a changed tree, None where there is
-    none, or nobody looked. up_to: the most tokens of a sequence that the verdict speaks of, None for any. limited: what
-    nobody asked to leave out, and was not looked at.
+    Its `verdict` is "identical" (every bit of every logit), "equal" (within the rounding noise) or "different".
     """
 
     model: str
@@ -121,36 +117,37 @@ class Verification(Shown):
     prompts: tuple[LogitDifference, ...]
     bytes: BytesVerdict | None
     noise: Noise | None
-    score: MistakeScore | None = None
-    divergence: Divergence | None = None
+    score: MistakeScore | None = None  #: the deliberate mistakes that this probe detects; None if none were made
+    divergence: Divergence | None = None  #: the comparison by component, with causes if the models are different
     notes: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
-    damage: Damage | None = None
-    up_to: int | None = None
-    limited: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  #: the command-line arguments that repeat this comparison
+    damage: Damage | None = None  #: the damage by position, layer and component; None if it was not measured
+    up_to: int | None = None  #: the longest sequence, in tokens, that the verdict covers; None for any length
+    limited: tuple[str, ...] = ()  #: parts that were not compared although nobody asked to leave them out
 
     def __repr__(self) -> str:
         return f"<{self.model} against {self.other or 'transformers'}: {self.verdict}, {len(self.prompts)} prompts>"
 
     @property
     def verdict(self) -> Literal["identical", "equal", "different"]:
+        """Return the verdict on the logits."""
         if all(prompt.identical for prompt in self.prompts):
             return "identical"
         return "equal" if self.noise is not None and self.noise.explains else "different"
 
     @property
     def same(self) -> bool:
-        """Function and bytes, with nothing left out that should have been looked at."""
+        """Return whether function and bytes agree, and nothing was left out that should have been compared."""
         return self.verdict != "different" and (self.bytes is None or self.bytes.hold) and not self.limited
 
     @property
     def passed(self) -> bool:
-        """The same, on a probe that would have caught every mistake tried."""
+        """Return whether the models are the same on a probe that detects every deliberate mistake."""
         return self.same and not (self.score is not None and self.score.missed)
 
     @property
     def exit_code(self) -> int:
-        """0, 3 where the two are not the same as far as was looked, 6 where they are and the probe missed mistakes."""
+        """Return 0 for a pass, 3 if the models are not the same, and 6 if the probe missed deliberate mistakes."""
         return 0 if self.passed else 6 if self.same else 3
 
     def as_json(self) -> dict[str, Any]:
@@ -190,33 +187,86 @@ def verify(
     Args:
         model: the reference; transformers loads it (converted to HF files in a temporary folder where it is not HF).
         other: the checkpoint that gptkit loads and that should compute the same; `model` itself by default.
-        dtype: what both compute in.
-        attention: "sdpa" or "eager" on both sides; by default the first that transformers computes rightly.
-        prompts: texts to compare on, beside the probe; needs a tokenizer.
+        dtype: the dtype in which both models compute.
+        attention: "sdpa" or "eager" for both models; by default the first that transformers computes correctly.
+        prompts: texts to compare on, in addition to the probe; needs a tokenizer.
         long: probe past windows and contexts of more than 1,024 tokens too, and every row of a table that differs.
-        up_to: tokens of the longest sequence that matters; it is probed, and what only acts beyond is no difference.
-        mutations: make mistakes on purpose and count those that the probe catches; never, where False. By default in
-            the model itself for up to 50 million parameters, else in a small copy of its tree with random weights.
-        bisected: lay the two component by component, whatever the verdict and the size; never, where False. By default
-            where they are different, for up to 50 million parameters.
-        damaged: say what a change costs by position, by layer and by component; never, where False. By default where
-            the two are different trees and compute different things, for up to 50 million parameters.
-        text: gives the token ids that perplexity is measured on, of the opened reference; None where there is no text.
-        stream: run both sides a layer at a time from their files, in the memory of about two layers.
+        up_to: the longest sequence that matters, in tokens; effects beyond this length are no difference.
+        mutations: make deliberate mistakes and count those that the probe detects. By default gptkit makes them in the
+            model itself for up to 50 million parameters, else in a small model of the same tree with random weights.
+        bisected: compare component by component; by default if the models differ and have at most 50M parameters.
+        damaged: measure what a change costs by position, by layer and by component. By default gptkit does this where
+            the trees and the functions differ, for up to 50 million parameters.
+        text: returns the token ids on which perplexity is measured, given the opened reference; None without a text.
+        stream: run both models one layer at a time from their files.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        progress: told what is being done.
+        progress: called with the name of each step.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`; vocabularies that differ; logits that are not finite.
-        UsageError: a path of attention that transformers has not, a prompt without a tokenizer, damage of nothing.
+        InvalidInput, Offline: as in `open_checkpoint`; also for different vocabularies and logits that are not finite.
+        UsageError: transformers lacks this attention path, a prompt has no tokenizer, or damage has no second model.
         CannotExpress: no transformers class computes the reference's tree.
     """
     if damaged and other is None:
         raise UsageError("--damage needs two checkpoints", "gptkit verify ORIGINAL CHANGED --damage")
     say = progress or (lambda _: None)
-    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+    source, target = _open_both(model, other, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    path = _attention(source, attention)
+    wanted = torch_dtype(dtype)
+    dtype_name = str(wanted).removeprefix("torch.")
+    batches, notes = _batches(source, target, prompts, long, up_to)
+    if not batches:
+        raise GptkitError("nothing was compared, because no prompt has a token")
+    say("comparing bytes")
+    checkpoints = (source,) if target is source else (source, target)
+    for checkpoint in checkpoints:
+        require_finite_weights(checkpoint)
+    required = target is source or one_function(source.spec, target.spec)
+    bytes_verdict, rows = compare_bytes(source, target, required)
+    reach, limited = limited_to(source.spec, target.spec, max(batch.input_ids.shape[1] for batch in batches), up_to)
+    more, unread = rows_to_probe(source, target, rows, batches, required=required, long=long, up_to=up_to)
+    batches, limited = batches + more, limited + unread
+    with sides(source, target, stream) as both:
+        run, reached = _Run(both, path, wanted, notes, say), Reached()
+        batches, reference, candidate = run.logits(batches, reached)
+        limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
+        _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
+        compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
+        if not compared:
+            raise GptkitError("nothing was compared, because none of transformers' logits is finite")
+        noise, position_gaps = None, None
+        if not all(difference.identical for difference in compared):
+            say("measuring the noise of rounding")
+            noise, position_gaps = run.noise(batches, reference, candidate)
+        divergence = run.divergence(batches, noise, position_gaps, bisected)
+    cost = run.damage(noise, damaged, text)
+    if mutations is not False:
+        say("making mistakes on purpose")
+    score = None if mutations is False else try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
+    flags = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
+    options = _options(dtype_name, path, prompts, up_to, mutations, flags | {"damage": damaged})
+    return Verification(
+        model=str(model),
+        other=None if other is None else str(other),
+        dtype=dtype_name,
+        attention=path,
+        prompts=compared,
+        bytes=bytes_verdict,
+        noise=noise,
+        score=score,
+        divergence=divergence,
+        damage=cost,
+        up_to=reach,
+        limited=tuple(limited),
+        notes=tuple([note for checkpoint in checkpoints for note in checkpoint.notes] + notes),
+        arguments=(*map(resolved, checkpoints), *options),
+    )
+
+
+def _open_both(model: str | Path, other: str | Path | None, **options: bool) -> tuple[Checkpoint, Checkpoint]:
+    """Open the reference and the candidate; raise InvalidInput if their vocabularies differ in size."""
     source = open_checkpoint(model, **options)
     target = source if other is None else open_checkpoint(other, **options)
     suit(source.spec)
@@ -226,98 +276,124 @@ def verify(
             f" {target.reference}",
             "gptkit can compare only models with the same vocabulary.",
         )
-    path = _attention(source, attention)
-    wanted = torch_dtype(dtype)
-    dtype_name = str(wanted).removeprefix("torch.")
-    batches, notes = _batches(source, target, prompts, long, up_to)
-    if not batches:
-        raise GptkitError("nothing was compared, because no prompt has a token")
-    say("comparing bytes")
-    both_sides = (source,) if target is source else (source, target)
-    for checkpoint in both_sides:
-        require_finite_weights(checkpoint)
-    required = target is source or one_function(source.spec, target.spec)
-    bytes_verdict, rows = compare_bytes(source, target, required)
-    reach, limited = limited_to(source.spec, target.spec, max(batch.input_ids.shape[1] for batch in batches), up_to)
-    more, unread = rows_to_probe(source, target, rows, batches, required=required, long=long, up_to=up_to)
-    batches, limited = batches + more, limited + unread
-    with sides(source, target, stream) as both:
-        say("transformers")
+    return source, target
+
+
+def _options(
+    dtype: str,
+    path: str,
+    prompts: Sequence[str],
+    up_to: int | None,
+    mutations: bool | None,
+    flags: Mapping[str, bool | None],
+) -> list[str]:
+    """Return the command-line options that repeat a comparison."""
+    options = ["--dtype", dtype, "--attention", path]
+    options += [f"--prompt={prompt}" for prompt in prompts]  # one word, because a prompt may begin with dashes
+    options += [] if up_to is None else ["--up-to", str(up_to)]
+    options += [] if mutations is None else ["--mutations"] if mutations else ["--no-mutations"]
+    return options + [f"--{name}" for name, value in flags.items() if value]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Both models, and the attention path and the dtype in which `verify` runs them."""
+
+    both: Sides
+    path: Kernel
+    dtype: torch.dtype
+    notes: list[str]
+    say: Callable[[str], None]
+
+    def logits(
+        self, batches: list[ProbeBatch], reached: Reached
+    ) -> tuple[list[ProbeBatch], list[Tensor], list[Tensor]]:
+        """Return the batches on which transformers' logits are finite, and the logits of both models on them."""
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        self.say("transformers")
         with _computable(dtype_name):
-            reference = both.reference(batches, wanted, path)
+            reference = self.both.reference(batches, self.dtype, self.path)
         bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
-        _require_finite(bare, f"transformers' logits of {source.reference}", dtype_name)
-        # Its eager bloom has NaN in fp64 where a padded row may look at nothing.
+        _require_finite(bare, f"transformers' logits of {self.both.source.reference}", dtype_name)
+        # transformers' eager Bloom gives NaN in fp64 for a padded row that attends to no token.
         finite = [bool(torch.isfinite(logits).all()) for logits in reference]
         left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
-        notes += [f"left out, because transformers' own logits are not finite there: {name}" for name in left_out]
+        self.notes.extend(
+            f"left out, because transformers' own logits are not finite there: {name}" for name in left_out
+        )
         batches, reference = list(compress(batches, finite)), list(compress(reference, finite))
-        say("gptkit")
-        reached = Reached()
+        self.say("gptkit")
         with _computable(dtype_name):
-            candidate = both.candidate(batches, wanted, path, reached.watch)
-        limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
-        _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
-        found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
-        if not found:
-            raise GptkitError("nothing was compared, because none of transformers' logits is finite")
-        noise, apart, divergence = None, None, None
-        if not all(difference.identical for difference in found):
-            say("measuring the noise of rounding")
-            noise, apart = _noise(both, batches, path, wanted, reference, candidate)
-        different = noise is not None and not noise.explains
-        if bisected or (different and bisected is None):
-            say("looking for the place and the cause" if different else "laying the components side by side")
-            allowed = None
-            if noise is not None and different:  # what was put right rounds as the reference does
-                allowed = max(noise.allowed, 2 * max(noise.reference, noise.paths or 0.0))
-            divergence = diagnose(both, batches, path, allowed, notes, gaps=apart, asked=bool(bisected))
-    cost, marks = None, None
-    changed = without_rounding(source.spec) != without_rounding(target.spec)
-    if damaged or (damaged is None and different and changed):
-        size = max(count(checkpoint.spec).total for checkpoint in both_sides)
+            return batches, reference, self.both.candidate(batches, self.dtype, self.path, reached.watch)
+
+    def divergence(
+        self, batches: list[ProbeBatch], noise: Noise | None, gaps: list[Tensor] | None, bisected: bool | None
+    ) -> Divergence | None:
+        """Compare component by component if the caller asks for it, or by default if the models are different."""
+        different, allowed = noise is not None and not noise.explains, None
+        if not (bisected or (different and bisected is None)):
+            return None
+        self.say("looking for the place and the cause" if different else "laying the components side by side")
+        if noise is not None and different:  # a repaired model rounds as the reference does
+            allowed = max(noise.allowed, 2 * max(noise.reference, noise.paths or 0.0))
+        return diagnose(self.both, batches, self.path, allowed, self.notes, gaps=gaps, asked=bool(bisected))
+
+    def damage(
+        self, noise: Noise | None, damaged: bool | None, text: Callable[[Checkpoint], Sequence[int] | None]
+    ) -> Damage | None:
+        """Measure the damage if the caller asks for it, or by default if both the trees and the functions differ."""
+        source, target = self.both.source, self.both.target
+        changed = without_rounding(source.spec) != without_rounding(target.spec)
+        if not (damaged or (damaged is None and noise is not None and not noise.explains and changed)):
+            return None
+        size = max(count(checkpoint.spec).total for checkpoint in (source, target))
         if size <= SMALL or damaged:
-            cost = damage(source, target, text=text(source), progress=lambda words: say(f"the damage: {words}"))
-        else:
-            notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
-    if mutations is not False:
-        say("making mistakes on purpose")
-        marks = try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
-    flags = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
-    return Verification(
-        model=str(model),
-        other=None if other is None else str(other),
-        dtype=dtype_name,
-        attention=path,
-        prompts=found,
-        bytes=bytes_verdict,
-        noise=noise,
-        score=marks,
-        divergence=divergence,
-        damage=cost,
-        up_to=reach,
-        limited=tuple(limited),
-        notes=tuple([note for each in both_sides for note in each.notes] + notes),
-        arguments=(
-            *map(resolved, both_sides),
-            *("--dtype", dtype_name, "--attention", path),
-            *(f"--prompt={text}" for text in prompts),  # a text may begin with dashes
-            *(() if up_to is None else ("--up-to", str(up_to))),
-            *(() if mutations is None else ("--mutations",) if mutations else ("--no-mutations",)),
-            *(f"--{name}" for name, value in (flags | {"damage": damaged}).items() if value),
-        ),
-    )
+            return damage(source, target, text=text(source), progress=lambda words: self.say(f"the damage: {words}"))
+        self.notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
+        return None
+
+    def noise(
+        self, batches: Sequence[ProbeBatch], reference: list[Tensor], candidate: list[Tensor]
+    ) -> tuple[Noise, list[Tensor]]:
+        """Return the noise, and by batch the difference of the two functions at each position, (N,)."""
+        both, path = self.both, self.path
+        computed = {self.dtype: (reference, candidate)}
+        if self.dtype != torch.float32:
+            reference = both.reference(batches, torch.float32, path)
+            candidate = both.candidate(batches, torch.float32, path)
+            computed[torch.float32] = (reference, candidate)
+        # transformers' eager Bloom gives NaN in fp64 for a padded row that attends to no token: use fp32 there.
+        exact = [
+            wide if bool(torch.isfinite(wide).all()) else narrow
+            for wide, narrow in zip(both.reference(batches, torch.float64, path), reference, strict=True)
+        ]
+        exact_candidate = both.candidate(batches, torch.float64, path)
+        architecture = both.source.architecture
+        paths = [p for p in (architecture.reference(both.source.spec) if architecture else ()) if p != path]
+        noise = Noise(
+            reference=largest_gap(reference, exact),
+            candidate=largest_gap(candidate, exact_candidate),
+            paths=largest_gap(reference, both.reference(batches, torch.float32, paths[0])) if paths else None,
+            functions=largest_gap(exact, exact_candidate),
+            errors={
+                str(dtype).removeprefix("torch."): (mean_gap(ours, exact), mean_gap(theirs, exact_candidate))
+                for dtype, (ours, theirs) in computed.items()
+            },
+        )
+        return noise, [
+            torch.cat([gap.amax(dim=-1) for gap in gaps([a], [b])]) for a, b in zip(exact, exact_candidate, strict=True)
+        ]
 
 
 def resolved(checkpoint: Checkpoint) -> str:
-    """The checkpoint's reference, at the commit that it was taken from where it came from the hub."""
+    """Return the checkpoint's reference, with the commit if it came from the hub."""
     revision = checkpoint.revision
     return checkpoint.reference if revision is None else f"{checkpoint.reference.partition('@')[0]}@{revision}"
 
 
 @contextmanager
 def _computable(dtype: str) -> Iterator[None]:
-    """Raise UsageError for a dtype that torch knows and this machine's kernels do not."""
+    """Raise UsageError if this machine's kernels do not support a dtype."""
     try:
         yield
     except RuntimeError as error:
@@ -327,53 +403,54 @@ def _computable(dtype: str) -> Iterator[None]:
         raise UsageError(f"this machine cannot compute in {dtype}: {reason}", "use --dtype float32") from error
 
 
-def _attention(source: Checkpoint, asked: str | None) -> Kernel:
+def _attention(source: Checkpoint, path: str | None) -> Kernel:
+    """Return the attention path to compare on; raise UsageError for one that transformers computes wrongly."""
     architecture = source.architecture
     sound = ("sdpa", "eager") if architecture is None else architecture.reference(source.spec)
-    asked = sound[0] if asked is None else asked
-    if asked not in ("sdpa", "eager"):
-        raise UsageError(f"unknown attention {asked!r}", "known: sdpa, eager")
-    if asked not in sound:
+    path = sound[0] if path is None else path
+    if path not in ("sdpa", "eager"):
+        raise UsageError(f"unknown attention {path!r}", "known: sdpa, eager")
+    if path not in sound:
         quirk = architecture.reference_quirk if architecture is not None else ""
-        raise UsageError(f"cannot verify with --attention {asked}: {quirk}", f"use --attention {sound[0]}")
-    return "eager" if asked == "eager" else "sdpa"
+        raise UsageError(f"cannot verify with --attention {path}: {quirk}", f"use --attention {sound[0]}")
+    return "eager" if path == "eager" else "sdpa"
 
 
 def _batches(
     source: Checkpoint, target: Checkpoint, prompts: Sequence[str], long: bool, up_to: int | None
 ) -> tuple[list[ProbeBatch], list[str]]:
-    """The probe and the prompts, and what a person should know about them."""
+    """Return the batches of the probe and of the prompts, and notes for the user."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
-    taken = None if source.architecture is None else source.architecture.takes(source.spec)
-    table = longest(*specs, taken=taken)
+    supported = None if source.architecture is None else source.architecture.takes(source.spec)
+    table = longest(*specs, taken=supported)
     if up_to is not None and not 1 <= up_to <= (table or up_to):
         raise UsageError(
             f"--up-to {up_to}: {'the models do not' if len(specs) > 1 else 'the model does not'} support this length",
             "a number of tokens from 1 on" + (f", up to {table:,}" if table else ""),
         )
-    most, notes = min((size for size in (table, up_to) if size is not None), default=None), list[str]()
+    length_limit, notes = min((size for size in (table, up_to) if size is not None), default=None), list[str]()
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer, which --prompt needs", "Leave --prompt out.")
     batches = []
-    for each in probe(*specs, long=long, up_to=up_to, taken=taken):
-        if computed_rightly(source.architecture, each):
-            batches.append(each)
+    for batch in probe(*specs, long=long, up_to=up_to, taken=supported):
+        if computed_rightly(source.architecture, batch):
+            batches.append(batch)
         else:
-            notes.append(f"left out, because transformers' class computes it wrongly: {each.name}")
-    length = whole_context(specs[0], specs[-1], taken) if long and up_to is None else None
+            notes.append(f"left out, because transformers' class computes it wrongly: {batch.name}")
+    length = whole_context(specs[0], specs[-1], supported) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]
-        batches.append(text_batch("the whole context", ids, *specs, taken=taken))
+        batches.append(text_batch("the whole context", ids, *specs, taken=supported))
     if tokenizer is None:
         notes.append("the model has no tokenizer: the test prompts are arbitrary token ids")
     else:
         for text in prompts or _PROMPTS:
             ids = tokenizer.encode(text)
-            if not prompts:  # ours, so cut to what the model takes
-                ids = [token for token in ids if token < source.spec.vocab_size][:most]
+            if not prompts:  # our own prompts are cut to the model's vocabulary and length
+                ids = [token for token in ids if token < source.spec.vocab_size][:length_limit]
             if ids or prompts:
-                batches.append(text_batch(text, ids, *specs, taken=taken))
+                batches.append(text_batch(text, ids, *specs, taken=supported))
     for limit in limits(*specs):
         if up_to is None and not passed(limit, table, long):
             possible = table is None or limit.beyond <= table
@@ -381,22 +458,22 @@ def _batches(
                 f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model supports {table:,} tokens"
             )
             notes.append(f"not tested on texts longer than the {limit} ({why})")
-    if taken is not None and taken < LONG and up_to is None:
-        notes.append(f"not tested past {taken:,} tokens, because transformers' class supports no more")
+    if supported is not None and supported < LONG and up_to is None:
+        notes.append(f"not tested past {supported:,} tokens, because transformers' class supports no more")
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
         notes.append(
-            f"the position tables have {tables[0]:,} and {tables[1]:,} rows: compared on up to {most:,} tokens"
+            f"the position tables have {tables[0]:,} and {tables[1]:,} rows: compared on up to {length_limit:,} tokens"
         )
-    apart = by_layers(differences(specs[0], specs[-1]), len(specs[0].blocks))
-    if apart:
-        notes.append(f"the trees differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in apart])}")
+    differing = by_layers(differences(specs[0], specs[-1]), len(specs[0].blocks))
+    if differing:
+        notes.append(f"the trees differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in differing])}")
     return batches, notes
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
-    """Raise InvalidInput where there is nothing to compare, though the weights were finite."""
-    if not all(bool(torch.isfinite(each).all()) for each in logits):
+    """Raise InvalidInput if logits are not finite although the weights are."""
+    if not all(bool(torch.isfinite(values).all()) for values in logits):
         raise InvalidInput(
             f"{whose} are not finite, although all weights are: an activation overflows in {dtype}",
             None if dtype == "float32" else "Compare in another dtype: --dtype float32.",
@@ -404,48 +481,11 @@ def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
 
 
 def require_finite_weights(checkpoint: Checkpoint) -> None:
-    """Raise InvalidInput with the tensors that hold NaN or infinity, whether or not the probe would meet them."""
-    bad = []
+    """Raise InvalidInput with the names of the tensors that contain NaN or infinity."""
+    problems = []
     for name, array, dtype in checkpoint.tensors():
         if count := not_finite(np.ascontiguousarray(array), dtype):
-            bad.append(f"{name} ({count:,} values)")
+            problems.append(f"{name} ({count:,} values)")
         checkpoint.release()
-    if bad:
-        raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {_some(bad)}")
-
-
-def _noise(
-    both: Sides,
-    batches: Sequence[ProbeBatch],
-    path: Kernel,
-    dtype: torch.dtype,
-    reference: list[Tensor],
-    candidate: list[Tensor],
-) -> tuple[Noise, list[Tensor]]:
-    """`Noise`, and how much the two functions differ at each position, (N,) a batch; one model at a time."""
-    computed = {dtype: (reference, candidate)}
-    if dtype != torch.float32:
-        reference = both.reference(batches, torch.float32, path)
-        candidate = both.candidate(batches, torch.float32, path)
-        computed[torch.float32] = (reference, candidate)
-    # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing: there its fp32 stands in.
-    exact = [
-        wide if bool(torch.isfinite(wide).all()) else narrow
-        for wide, narrow in zip(both.reference(batches, torch.float64, path), reference, strict=True)
-    ]
-    exact_candidate = both.candidate(batches, torch.float64, path)
-    architecture = both.source.architecture
-    others = [p for p in (architecture.reference(both.source.spec) if architecture else ()) if p != path]
-    noise = Noise(
-        reference=largest_gap(reference, exact),
-        candidate=largest_gap(candidate, exact_candidate),
-        paths=largest_gap(reference, both.reference(batches, torch.float32, others[0])) if others else None,
-        functions=largest_gap(exact, exact_candidate),
-        errors={
-            str(each).removeprefix("torch."): (mean_gap(ours, exact), mean_gap(theirs, exact_candidate))
-            for each, (ours, theirs) in computed.items()
-        },
-    )
-    return noise, [
-        torch.cat([gap.amax(dim=-1) for gap in gaps([a], [b])]) for a, b in zip(exact, exact_candidate, strict=True)
-    ]
+    if problems:
+        raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {_some(problems)}")
