@@ -1,10 +1,9 @@
-"""Where two models part: the first component whose output differs.
+"""Find the first component whose output differs between two models.
 
-Both run on the same input in fp64, and the outputs of their components are laid side by side in the order of
-computation. Which transformers module computes which component is declared nowhere: a leaf says under which name a
-component's weight is stored, and that is the module's name. What counts as a difference is judged, component by
-component, by what rounding to fp32 makes there in the two of them. One model runs at a time: what the reference's
-components gave waits in a file without a name, and what the others give is compared as it comes.
+Both models run on the same input in fp64, and gptkit compares the outputs of their components in the order of
+computation. A leaf's checkpoint name is also the name of transformers' module, so no table of modules is needed. A
+difference counts if it is larger than the rounding to fp32 causes at this component in both models. One model runs at a
+time: the reference's outputs are stored in a temporary file, and the candidate's are compared as they come.
 """
 
 from __future__ import annotations
@@ -35,71 +34,63 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tap:
-    """One place to look: a component's output, or the input of the projection behind it. label: the component in words;
-    layer: its index, None outside of layers; ours, theirs: a module's name and the side of it; rows: which of their
-    output's features are ours, where they fuse several; factor: what the output of a plain table or linear of theirs is
-    multiplied by to be ours. first: of several calls the first counts, which is the layer's own. value: which of the
-    values that their module returns is the output.
-    """
+    """A component whose output is compared, or a projection whose input is compared."""
 
-    label: str
-    layer: int | None
-    ours: tuple[str, _Side]
-    theirs: tuple[str, _Side]
-    rows: Tensor | None = None
-    factor: float = 1.0
-    first: bool = False
-    value: int = 0
+    label: str  # the component in words
+    layer: int | None  # the layer's index; None outside of layers
+    ours: tuple[str, _Side]  # gptkit's module, and which side of it
+    theirs: tuple[str, _Side]  # transformers' module, and which side of it
+    rows: Tensor | None = None  # the features of transformers' output that are ours, if they fuse several components
+    factor: float = 1.0  # multiplies the output of transformers' table or linear map to give ours
+    first: bool = False  # of several calls only the first counts, which is the layer's own
+    value: int = 0  # the index of the output among the values that transformers' module returns
 
     def part(self, relative: float, noise: float) -> Part:
-        """What was found here."""
+        """Return the result at this tap."""
         name = self.label if self.layer is None else f"layer {self.layer} {self.label}"
         return Part(name, self.label, self.layer, relative, noise)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What was found at one tap. relative: the largest difference in fp64, over the largest value; noise: what rounding
-    to fp32 makes there, in the reference and in the candidate together.
-    """
+    """The result at one tap."""
 
     name: str
     label: str
     layer: int | None
-    relative: float
-    noise: float
+    relative: float  # the largest difference in fp64, relative to the largest value
+    noise: float  # the rounding to fp32 at this tap, in the reference and the candidate together
 
     @property
     def parts(self) -> bool:
-        """Whether the two models differ here by more than rounding.
+        """Return whether the two models differ here by more than rounding explains.
 
-        From one's fp64 to the other's it is a step to fp32 on each side, measured as `noise`, and one from the one's
-        fp32 to the other's: nothing where they round alike, and as much again where they do not (after a swap). Right
-        models use up all of the first, since transformers keeps norms, softmax and rotary tables of an "fp64" model in
-        fp32; what `mutations` has is 30 times as large at least.
+        The difference of the two fp64 models includes a rounding to fp32 on each side (`noise`), because transformers
+        computes norms, softmax and rotary tables of an "fp64" model in fp32. After a swap the two sides may also round
+        differently, which doubles it. The mistakes of `mutations` make differences at least 30 times as large.
         """
         return not self.relative <= max(2 * self.noise, _FLOOR)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A repair that was tried: in words, whether it restores parity, and the logit difference that is left."""
+    """A repair that was tried."""
 
-    repair: str
-    restores: bool
-    left: float
+    repair: str  # the repair in words
+    restores: bool  # whether it restores parity
+    left: float  # the remaining difference of the logits
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """All taps in the order of computation, and the likely causes, best first."""
+    """The results at all taps in the order of computation, and the likely causes, the best first."""
 
     places: tuple[Part, ...]
     causes: tuple[Cause, ...] = ()
 
     @property
     def first(self) -> Part | None:
-        """The first place where the models part."""
+        """Return the first place where the models differ."""
         return next((place for place in self.places if place.parts), None)
 
 
@@ -117,28 +108,31 @@ MIXED = {
     "attention.o_proj": "attention mix (positions, scale, mask, softmax)",
     "feed_forward.down_proj": "feed-forward activation",
 }
-"""What the input of a projection tells about what stands before it."""
+"""The projections whose input shows the result of a computation without weights of its own."""
 
 
 def _label(module: str) -> str:
-    """What a component is called, by its module's name within a layer."""
-    owner, _, own = module.rpartition(".")
-    words = f"{owner} {_WORDS.get(own, own.removesuffix('_proj'))}".replace("feed_forward", "feed-forward")
+    """Return the name of a component for messages, from the name of its module within a layer."""
+    owner, _, name = module.rpartition(".")
+    words = f"{owner} {_WORDS.get(name, name.removesuffix('_proj'))}".replace("feed_forward", "feed-forward")
     return words.replace(".", " ").replace("_", " ").strip()
 
 
 def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
-    """Where to look, in the order of computation; components without a weight of their own are seen through others."""
-    known = {each.name: (place, each) for place, each in enumerate(spec.parameters())}
+    """Return the places to compare, in the order of computation.
+
+    Components without a weight of their own are compared through the input of the next projection.
+    """
+    known = {parameter.name: (place, parameter) for place, parameter in enumerate(spec.parameters())}
     moved = {
-        part: name for name, (_, each) in architecture.parameters(spec).items() for parts in each for part in parts
+        part: name for name, (_, groups) in architecture.parameters(spec).items() for parts in groups for part in parts
     }
     bound = architecture.bind(spec)
     at = {name: leaf.checkpoint for leaf in bound for name in leaf.shared}
     rescaled = architecture.rescaled(spec)
-    found: list[tuple[float, Tap]] = []
+    places: list[tuple[float, Tap]] = []
     for leaf in bound:
-        if not leaf.shared[0].endswith(".weight") or leaf.shared[0] == "head.weight":  # whose logits are looked at
+        if not leaf.shared[0].endswith(".weight") or leaf.shared[0] == "head.weight":  # the logits are compared instead
             continue
         stacked = moved.get(leaf.checkpoint)
         theirs = (
@@ -150,44 +144,46 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             ours, layer = name.removesuffix(".weight"), parameter.layer
             short = ours.removeprefix(f"blocks.{layer}.")
             if ".experts." in name:
-                # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum,
-                # with what stands beside them: in transformers too, but for Granite, which adds it outside.
+                # Every expert computes some of the tokens, in its own order, so gptkit compares the experts' sum. The
+                # shared experts are part of it, as in transformers, except in Granite, which adds them outside.
                 if short.endswith(".experts.0.down_proj"):
                     mixture = ours.partition(".experts.")[0]
                     outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
                     whole: tuple[str, _Side] = (outer, "output")
-                    behind = at.get(f"{mixture}_output_norm.weight", "")
-                    behind = moved.get(behind, behind).removesuffix(".weight")
-                    if behind.startswith(f"{outer}."):  # A.X K1's module applies the norm of its output itself
-                        whole = (behind, "input")
-                    told = _label(short.partition(".0.")[0])
-                    beside = at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.")
-                    if architecture.module(beside).startswith(f"{outer}."):
-                        found.append((place, Tap(told, layer, (mixture, "output"), whole)))
+                    norm_name = at.get(f"{mixture}_output_norm.weight", "")
+                    norm_name = moved.get(norm_name, norm_name).removesuffix(".weight")
+                    if norm_name.startswith(f"{outer}."):  # A.X K1's module applies the norm of its output itself
+                        whole = (norm_name, "input")
+                    label = _label(short.partition(".0.")[0])
+                    shared_name = at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.")
+                    if architecture.module(shared_name).startswith(f"{outer}."):
+                        places.append((place, Tap(label, layer, (mixture, "output"), whole)))
                 continue
             mixed = MIXED.get(short, f"{_label(short)} input" if parameter.role == "writes" else None)
             if mixed is not None:
-                found.append((place - 0.5, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
+                places.append((place - 0.5, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
             if len(leaf.shape) > 2:
-                continue  # a convolution's, which transformers computes without its module
+                continue  # transformers computes convolutions without calling their module
             if short.startswith("recurrence.") and parameter.role == "gain":
-                continue  # whose module gates in transformers too: what comes of both is what the projection reads
+                continue  # transformers' module also gates; the projection's input shows the result of both
             if at.get(f"{ours}.bias", leaf.checkpoint).rpartition(".")[0] != leaf.checkpoint.rpartition(".")[0]:
-                continue  # a bias that another module of transformers' adds: Japanese GPT-NeoX
-            # Our embedding applies its norm itself; the table's own rows are what goes into that norm.
+                continue  # another module of transformers adds this bias: Japanese GPT-NeoX
+            # gptkit's embedding applies its norm itself, so the rows of the table are the norm's input.
             normed = short == "embedding" and spec.embedding.norm is not None
             here: tuple[str, _Side] = ("embedding.norm", "input") if normed else (ours, "output")
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
             plain = 1 / rescaled.get(leaf.checkpoint, 1.0)
             factor = spec.embedding.multiplier if here == ("embedding", "output") else plain
             mixer = None if layer is None else spec.blocks[layer].mixer(short.partition(".")[0])
-            lent = mixer is not None and mixer.lends
-            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, lent, leaf.value)))
-    return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
+            shared = mixer is not None and mixer.lends
+            places.append(
+                (place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, shared, leaf.value))
+            )
+    return [tap for _, tap in sorted(places, key=lambda pair: pair[0])]
 
 
 def _rows(leaf: BoundLeaf, part: int) -> Tensor:
-    """Which output features of a fused module are this part's: the layout, run on each element's feature number."""
+    """Return the output features of a fused module that belong to one part: the layout, applied to feature numbers."""
     transposed = leaf.layout.shared != "" and leaf.layout.checkpoint.split()[0] == leaf.layout.shared.split()[-1]
     numbers = np.arange(leaf.shape[1] if transposed else leaf.shape[0])
     whole = np.broadcast_to(numbers[None, :] if transposed else numbers[:, None], leaf.shape)
@@ -195,30 +191,30 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
 
 
 def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable[[int, Tensor], None]) -> ExitStack:
-    """While open, `see` is given what each tap sees, by its index, before anything can change it in place."""
+    """Return hooks that call `see` with each tap's index and value before it can change in place."""
     modules = dict(model.named_modules())
 
-    def tell(index: int, tap: Tap) -> Callable[..., None]:
+    def hook_for(index: int, tap: Tap) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            taken = (tap.ours if ours else tap.theirs)[1] == "input"
-            value = first_of(inputs[0]) if taken else first_of(output, 0 if ours else tap.value)
+            is_input = (tap.ours if ours else tap.theirs)[1] == "input"
+            value = first_of(inputs[0]) if is_input else first_of(output, 0 if ours else tap.value)
             value = value.detach()
             value = value * tap.factor if type(module) in (nn.Embedding, nn.Linear) else value
             see(index, value if tap.rows is None or ours else value[..., tap.rows])
 
         return hook
 
-    places = ((modules.get((tap.ours if ours else tap.theirs)[0]), tell(i, tap)) for i, tap in enumerate(watched))
+    places = ((modules.get((tap.ours if ours else tap.theirs)[0]), hook_for(i, tap)) for i, tap in enumerate(watched))
     return hooked(module.register_forward_hook(hook) for module, hook in places if module is not None)
 
 
 def first_of(output: Any, which: int = 0) -> Any:
-    """Return what a module gives: of several values the first, or another one."""
+    """Return a module's output, or one of several values (by default the first)."""
     return output[which] if isinstance(output, tuple | list) else output
 
 
 class KeptStates:
-    """Tensors in fp64 by key, in a file that is gone when it is closed: of a large model they are 100 MB a row."""
+    """Tensors in fp64 by key, in a temporary file, because a large model's need 100 MB per row."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by whoever holds this)
@@ -240,21 +236,21 @@ class KeptStates:
 
 
 _See = Callable[[_Key, Tensor], None]
-"""Told of what a tap saw of a batch: (the batch's identity, the tap's index), rows (N, features) in fp64."""
+"""Called with (the batch's identity, the tap's index) and the values of that tap, (N, features) in fp64."""
 
 
 def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:
-    """Every tap's difference, in the order of computation, on what `Batch.valid` leaves: in four passes."""
+    """Return every tap's difference in the order of computation, on the rows of `ProbeBatch.valid`: four passes."""
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None
     watched = taps(architecture, spec)
     head = len(watched)
-    """The key of the logits, behind all that a head multiplies, limits or adds."""
+    """The key of the logits, after the head's multiplier, cap and bias."""
 
     def run(dtype: torch.dtype, ours: bool, see: _See, inputs: Sequence[ProbeBatch]) -> list[Tensor]:
         seen: set[_Key] = set()
 
-        def told(index: int, value: Tensor) -> None:
+        def record(index: int, value: Tensor) -> None:
             batch = RUNNING.get()
             key = (id(batch), index)
             if watched[index].first and key in seen:
@@ -262,15 +258,15 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
             seen.add(key)
             see(key, valid_rows(value, batch))
 
-        watch = partial(watching, watched=watched, ours=ours, see=told)
+        watch = partial(watching, watched=watched, ours=ours, see=record)
         logits = (both.candidate if ours else both.reference)(inputs, dtype, path, watch)
-        for batch, each in zip(inputs, logits, strict=True):
-            see((id(batch), head), each.double())
+        for batch, values in zip(inputs, logits, strict=True):
+            see((id(batch), head), values.double())
         return logits
 
-    def against(kept: KeptStates, gaps: dict[int, float]) -> _See:
+    def against(stored: KeptStates, gaps: dict[int, float]) -> _See:
         def see(key: _Key, rows: Tensor) -> None:
-            if key in kept and rows.shape == (right := kept[key]).shape:
+            if key in stored and rows.shape == (right := stored[key]).shape:
                 gaps[key[1]] = max(gaps.get(key[1], 0.0), relative_gap(right, rows))
 
         return see
@@ -278,17 +274,19 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
     worst, theirs_noise, ours_noise = dict[int, float](), dict[int, float](), dict[int, float]()
     with closing(KeptStates()) as theirs, closing(KeptStates()) as ours:
         exact = run(torch.float64, False, theirs.__setitem__, batches)
-        # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing
-        good = [batch for batch, each in zip(batches, exact, strict=True) if bool(torch.isfinite(each).all())]
-        run(torch.float32, False, against(theirs, theirs_noise), good)
-        hold = against(theirs, worst)
+        # transformers' eager Bloom gives NaN in fp64 for a padded row that attends to no token.
+        finite_batches = [
+            batch for batch, values in zip(batches, exact, strict=True) if bool(torch.isfinite(values).all())
+        ]
+        run(torch.float32, False, against(theirs, theirs_noise), finite_batches)
+        compare_with_theirs = against(theirs, worst)
 
-        def both_ways(key: _Key, rows: Tensor) -> None:
-            hold(key, rows)
+        def compare_and_store(key: _Key, rows: Tensor) -> None:
+            compare_with_theirs(key, rows)
             ours[key] = rows
 
-        run(torch.float64, True, both_ways, good)
-        run(torch.float32, True, against(ours, ours_noise), good)
+        run(torch.float64, True, compare_and_store, finite_batches)
+        run(torch.float32, True, against(ours, ours_noise), finite_batches)
     last = Tap("head", None, ("head", "output"), ("head", "output"))
     return [
         tap.part(worst[i], theirs_noise[i] + ours_noise[i])
@@ -298,8 +296,10 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
 
 
 def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
-    """The rows of real tokens, (N, features), in fp64; what has no batch of its own (positions) as it is. transformers'
-    own modules may flatten batch and time.
+    """Return the rows of tokens without padding, (N, features), in fp64.
+
+    A value without a batch dimension (positions) is returned as it is. transformers' modules may flatten batch and
+    time.
     """
     shape = batch.input_ids.shape
     if value.ndim and (value.shape[:2] == shape or value.shape[0] == shape[0] * shape[1]):
@@ -308,7 +308,7 @@ def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference over the largest value of `a`; infinite where there is a NaN."""
+    """Return the largest difference relative to the largest value of `a`, or infinity if there is a NaN."""
     difference = (a - b).abs().max().item()
     if difference != difference:
         return float("inf")

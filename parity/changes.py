@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints found, as records: of a tensor, of several together, of all."""
+"""The records of a comparison of two checkpoints: one tensor, a group of tensors, the whole comparison."""
 
 import math
 import re
@@ -27,7 +27,7 @@ STATUSES: dict[Status, str] = {
 }
 _FEW_RUNS = 64  # so many runs of rows are listed; of more, how many rows there are
 _Reading = Literal["low", "high", "unclear"]
-"""Two thin matrices make the change; none do; it is too small beside rounding for its rank to be told."""
+""""low": two thin matrices make the change; "high": none do; "unclear": the change is too close to rounding."""
 _FEW_ROWS = 0.25  # of a matrix's rows: a change of no more of them is one of rows, whatever its rank
 _HALF = 0.5  # of the change: what directions above rounding are to hold for its rank to be known
 _CONCENTRATED = 0.5  # of a matrix's numbers: a change whose factors have at most so many of them is of low rank
@@ -35,19 +35,13 @@ _CONCENTRATED = 0.5  # of a matrix's numbers: a change whose factors have at mos
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One shared tensor in both checkpoints, or in one. name: as all formats share it; component: its row in a table of
-    parameters; layer: None outside of layers. shape_a, dtype_a, …: None on a side that does not have it. figures: what
-    values differ by; None where nothing could be held against each other. Of a tensor of another shape whose rows have
-    names they are of the rows that both have; of a head that the other side ties to its embedding, of the head and that
-    embedding. quantised: the sides ("a", "b") that store it in blocks of few bits, whose rounding is in the figures and
-    hides the rank of a change.
-    """
+    """One shared tensor that both checkpoints or one of them have."""
 
-    name: str
-    component: str
-    layer: int | None
+    name: str  # the shared name
+    component: str  # its row in a table of parameters
+    layer: int | None  # None outside of layers
     status: Status
-    shape_a: tuple[int, ...] | None
+    shape_a: tuple[int, ...] | None  # None if A does not have the tensor; so for the next three fields
     shape_b: tuple[int, ...] | None
     dtype_a: str | None
     dtype_b: str | None
@@ -56,23 +50,23 @@ class TensorDiff:
 
     @property
     def module(self) -> str:
-        """What it belongs to in every layer: "attention.q_proj"; "model.layers.*.query" of one with no place."""
+        """Return the module's name without the layer: "attention.q_proj"; "model.layers.*.query" if it has no place."""
         name = re.sub(r"\.experts\.[^.]+", ".experts", self.everywhere.removeprefix("blocks.*."))
         return name.rpartition(".")[0] or self.name
 
     @property
     def everywhere(self) -> str:
-        """Its name with a star for the layer."""
+        """Return the name with a star instead of the layer."""
         return self.name if self.layer is None else re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.name, count=1)
 
     @property
     def part(self) -> str:
-        """What is told of together in all layers: the module, and a bias apart from its weight."""
+        """Return the name of its group over all layers: the module, with ".bias" for a bias."""
         return f"{self.module}.bias" if self.name.endswith(".bias") else self.module
 
     @property
     def reading(self) -> _Reading | None:
-        """What the rank of the change says; None where there is none, or it says nothing (some rows, a multiple)."""
+        """Return the interpretation of the change's rank; None if there is no rank, or another explanation."""
         figures = self.figures
         rank = None if figures is None else figures.rank
         if figures is None or rank is None or self.shape_a is None or self.status != "changed":
@@ -84,7 +78,7 @@ class TensorDiff:
         return "low" if rank.share is not None and rank.share >= _HALF else "unclear"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures that are beyond fp64 are null."""
+        """Return plain JSON values; figures that fp64 cannot represent are null."""
         fields = {"name": self.name, "module": self.module, **vars(self)}
         figures = fields.pop("figures")
         found = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
@@ -118,10 +112,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Tensors that are told of together: weights or biases of one module, or those of one layer. tensors, same: how
-    many there are, and how many of them have the same values. relative, cosine: over those that changed
-    values, and those alone; None where nothing can be told.
-    """
+    """Tensors that are reported together: the weights or biases of one module, or those of one layer."""
 
     name: str
     layer: int | None
@@ -129,29 +120,32 @@ class ChangeGroup:
 
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
-        """Those with other values, of one shape on both sides."""
+        """Return the tensors with different values and one shape on both sides."""
         return tuple(each for each in self.tensors if each.status in ("changed", "rounded"))
 
     @property
     def same(self) -> int:
+        """Return the number of tensors with the same values."""
         return sum(each.status in ("same", "dtype") for each in self.tensors)
 
     @property
     def relative(self) -> float | None:
+        """Return the relative change over the changed tensors; None if there is no number."""
         return None if self._total is None else self._total.relative
 
     @property
     def cosine(self) -> float | None:
+        """Return the cosine over the changed tensors; None if there is no number."""
         return None if self._total is None else self._total.cosine
 
     @property
     def not_finite(self) -> bool:
-        """Whether values that are NaN or infinite stand in what changed."""
+        """Return whether the changed tensors contain NaN or infinite values."""
         return self._total is not None and any(self._total.not_finite)
 
     @cached_property
     def _total(self) -> TensorFigures | None:
-        """Of what changed together, the sums and the extremes."""
+        """Return the sums and extremes over all changed tensors."""
         found = [each.figures for each in self.changed if each.figures is not None]
         names = ("square_a", "square_b", "square", "product")
         total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
@@ -160,7 +154,7 @@ class ChangeGroup:
 
     @property
     def told(self) -> dict[str, Any]:
-        """The figures as JSON values: none of them where NaN or infinities changed, which no figure covers."""
+        """Return the figures as JSON values; all are None if NaN or infinite values changed."""
         largest = None if self._total is None else _finite(self._total.largest)
         found = {"relative": self.relative, "max_abs": largest, "cosine": self.cosine}
         return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
@@ -172,21 +166,18 @@ class ChangeGroup:
 
 @dataclass(frozen=True)
 class _LowRankChange:
-    """A change such as adapters make: no matrix changed by one of high rank. matrices: those of low rank; rank: the
-    largest of theirs; modules: where they are. unclear: other matrices, whose change is too small beside rounding for
-    its rank to be told. alone: nothing else changed, came or went: no norm, no bias, no row of an embedding, no shape.
-    """
+    """A change as adapters make it: no matrix changed with a high rank."""
 
-    alone: bool
-    matrices: int
-    unclear: int
-    rank: int
-    modules: tuple[str, ...]
+    alone: bool  # whether nothing else changed: no norm, bias, embedding row or shape, no new or missing tensor
+    matrices: int  # the number of matrices with a change of low rank
+    unclear: int  # the number of matrices whose change is too close to rounding to know its rank
+    rank: int  # the largest of the low ranks
+    modules: tuple[str, ...]  # the modules with low-rank changes
 
 
 @dataclass(frozen=True)
 class Diff(Shown):
-    """What differs between checkpoints A and B; see the functions' and records' own words for each part."""
+    """The differences between the checkpoints A and B."""
 
     a: TensorFiles
     b: TensorFiles
@@ -202,7 +193,7 @@ class Diff(Shown):
 
     @property
     def same(self) -> bool:
-        """The same function of the same values: in whatever dtypes, with whatever files beside."""
+        """Return whether the function and all values are the same; dtypes and other files may differ."""
         values = self.all.same == len(self.tensors)
         # Without what decides the last bits, and without the length that a model was trained for.
         specs = [each.spec for each in (self.a, self.b) if isinstance(each, Checkpoint)]
@@ -211,34 +202,35 @@ class Diff(Shown):
 
     @property
     def same_bytes(self) -> bool:
-        """All tensors have the same values, dtypes and bits."""
+        """Return whether all tensors have the same values, dtypes and bits."""
         return all(each.figures is not None and each.figures.same_bytes for each in self.tensors)
 
     @property
     def all(self) -> ChangeGroup:
+        """Return all tensors as one group."""
         return ChangeGroup("all", None, self.tensors)
 
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
-        """Tensors with other values, of one shape on both sides, as the tree has them."""
+        """Return the tensors with different values and one shape on both sides, in the tree's order."""
         return self.all.changed
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """The numbers that A has, and B, whether they have a place in the tree or not."""
+        """Return the number of parameters of A and of B, including tensors without a place in the tree."""
         shapes = [(each.shape_a, each.shape_b) for each in self.tensors]
         a, b = (sum(math.prod(shape) for shape in side if shape is not None) for side in zip(*shapes, strict=True))
         return a, b
 
     @property
     def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
-        """The dtype and the side where everything that differs is one side rounded to that dtype."""
+        """Return the dtype and the side if every difference is one side rounded to that dtype; else None."""
         kinds = {each.figures.rounded for each in self.changed if each.figures is not None}
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
 
     @property
     def low_rank(self) -> _LowRankChange | None:
-        """The reading of a change that an adapter makes; None where there is none, or it is not one."""
+        """Return the change of an adapter, or None if the change does not look like one."""
         matrices = [each for each in self.changed if each.reading is not None]
         low = [each for each in matrices if each.reading == "low"]
         if not low or 2 * len(low) < len(matrices) or any(each.reading == "high" for each in matrices):
@@ -250,15 +242,15 @@ class Diff(Shown):
         return _LowRankChange(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 
     def by_module(self) -> list[ChangeGroup]:
-        """A group a module's weights, and one its biases, in the order of computation."""
+        """Return one group for each module's weights and one for its biases, in the order of computation."""
         return _groups(self.tensors, lambda each: (each.part, None))
 
     def by_layer(self) -> list[ChangeGroup]:
-        """A group a layer; what stands outside of layers is as in `by_module`."""
+        """Return one group per layer; tensors outside of layers are grouped as in `by_module`."""
         return _groups(self.tensors, lambda each: (each.part if each.layer is None else "layer", each.layer))
 
     def by_place(self) -> list[ChangeGroup]:
-        """As in `by_module`, a group a layer."""
+        """Return the groups of `by_module` for each layer separately."""
         return _groups(self.tensors, lambda each: (each.part, each.layer))
 
     def as_json(self) -> dict[str, Any]:
@@ -284,6 +276,7 @@ class Diff(Shown):
 
 
 def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[ChangeGroup]:
+    """Group tensors by a key, in the order of their first appearance."""
     found: dict[tuple[str, int | None], list[TensorDiff]] = {}
     for each in tensors:
         found.setdefault(key(each), []).append(each)
@@ -291,6 +284,7 @@ def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str
 
 
 def _side(checkpoint: TensorFiles, parameters: int) -> dict[str, Any]:
+    """Return the JSON values that describe one checkpoint."""
     return {
         "model": checkpoint.reference,
         "revision": checkpoint.revision,
@@ -302,4 +296,5 @@ def _side(checkpoint: TensorFiles, parameters: int) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
+    """Return a number, or None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None

@@ -1,5 +1,6 @@
-"""Two sets of logits side by side: as they are, or (`compare_heads`) made some tokens of the vocabulary at a time: then
-no row of them is ever whole.
+"""Compare two sets of logits: whole, or (`compare_heads`) a part of the vocabulary at a time.
+
+`compare_heads` never holds the logits of the whole vocabulary in memory.
 """
 
 import math
@@ -16,43 +17,40 @@ from .passes import trim_heaps
 from .probe import Tokens
 from .rows import head_rows
 
-_WIDENED = 128  # positions that are widened to fp64 at once: a vocabulary is large
-_CHUNK_BYTES = 8 * 2**20  # of a head's widened rows at once, and about of the logits made with them
-_ROWS = 2048  # positions whose logits are made at once
-_TRIMMED = 2**17  # logits of one side after which freed memory is given back
+_WIDENED = 128  # positions that are widened to fp64 at once, because a vocabulary is large
+_CHUNK_BYTES = 8 * 2**20  # of a head's widened rows at once; about the size of their logits too
+_ROWS = 2048  # positions whose logits are computed at once
+_TRIMMED = 2**17  # logits of one model after which freed memory is returned to the system
 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """One prompt's comparison over `positions` real tokens. maximum, mean: absolute difference of logits; kl: mean KL
-    divergence in nats per token; top1: the share of positions with the same most likely token. NaN on one side only
-    makes all of them NaN.
-    """
+    """The comparison of one prompt's logits. NaN on one side only makes every number NaN."""
 
     name: str
-    positions: int
-    maximum: float
-    mean: float
-    kl: float
-    top1: float
+    positions: int  # the number of compared tokens, without padding
+    maximum: float  # the largest absolute difference of logits
+    mean: float  # the mean absolute difference of logits
+    kl: float  # the mean KL divergence in nats per token
+    top1: float  # the share of positions with the same most likely token
 
     @property
     def identical(self) -> bool:
-        """Whether not one bit of a logit differs."""
+        """Return whether every bit of every logit is the same."""
         return self.maximum == 0
 
 
 def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
-    """KL(reference ‖ candidate) a position, (N,), in fp64, from logits (N, V)."""
-    found = []
+    """Return KL(reference ‖ candidate) by position, (N,), in fp64, from logits (N, V)."""
+    divergences = []
     for a, b in zip(torch.split(reference, _WIDENED), torch.split(candidate, _WIDENED), strict=True):
         p, q = F.log_softmax(a.double(), -1), F.log_softmax(b.double(), -1)
-        found.append(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).clamp_min(0))
-    return torch.cat(found)
+        divergences.append(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).clamp_min(0))
+    return torch.cat(divergences)
 
 
 def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
-    """Logits (N, V) of the same positions. Raises GptkitError where there are none, or of other shapes."""
+    """Compare logits (N, V) of the same positions. Raise GptkitError if there are none, or if their shapes differ."""
     if reference.shape != candidate.shape:
         raise GptkitError(
             f"{name}: the logits have different shapes, {tuple(reference.shape)} and {tuple(candidate.shape)}"
@@ -70,8 +68,9 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
 
 
 def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.inf) -> float:
-    """The largest absolute difference over several sets of logits, up to the first further off than `enough`: what is
-    wrong mostly shows on a few tokens. NaN where there is one.
+    """Return the largest absolute difference over several sets of logits, or NaN if there is one.
+
+    The search stops at the first batch with a difference above `enough`, because most faults show on a few tokens.
     """
     largest = 0.0
     for pair in zip(a, b, strict=True):
@@ -83,31 +82,31 @@ def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.i
 
 
 def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The mean absolute difference over several sets of logits."""
-    return torch.stack([gap.sum() for gap in gaps(a, b)]).sum().item() / sum(each.numel() for each in a)
+    """Return the mean absolute difference over several sets of logits."""
+    return torch.stack([gap.sum() for gap in gaps(a, b)]).sum().item() / sum(logits.numel() for logits in a)
 
 
 def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Absolute differences in fp64, some rows at a time."""
-    for x, y in zip(a, b, strict=True):
-        for part, other in zip(torch.split(x, _WIDENED), torch.split(y, _WIDENED), strict=True):
-            yield (part.double() - other.double()).abs()
+    """Yield absolute differences in fp64, some rows at a time."""
+    for first, second in zip(a, b, strict=True):
+        for first_part, second_part in zip(torch.split(first, _WIDENED), torch.split(second, _WIDENED), strict=True):
+            yield (first_part.double() - second_part.double()).abs()
 
 
 @dataclass(frozen=True)
 class PositionComparison:
-    """What is known of each of N positions; all (N,), in fp64 (`agree`: bool). gap: the largest absolute difference of
-    logits; largest: the largest logit before. kl: KL(before ‖ after) in nats; agree: whether the same token is the
-    likeliest. before, after: minus the log-probability of the token that follows, NaN where none is known. Where the
-    vocabulary changed, all of it is over the tokens that both have.
+    """The comparison of two models at N positions.
+
+    Every field is (N,) in fp64, except `agree` (bool). If the vocabulary changed, only the tokens of both vocabularies
+    count.
     """
 
-    gap: Tensor
-    largest: Tensor
-    kl: Tensor
-    agree: Tensor
-    before: Tensor
-    after: Tensor
+    gap: Tensor  # the largest absolute difference of logits
+    largest: Tensor  # the largest absolute logit of the first model
+    kl: Tensor  # KL(before ‖ after) in nats
+    agree: Tensor  # whether both models have the same most likely token
+    before: Tensor  # minus the first model's log-probability of the next token; NaN if that token is unknown
+    after: Tensor  # the same for the second model
 
 
 def compare_heads(
@@ -118,63 +117,63 @@ def compare_heads(
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
 ) -> PositionComparison:
-    """Each model's head on its own states (N, hidden), which come out of its last norm in the dtype to compute in.
-    Raises GptkitError as `require_same_tokens`. `tokens`: the ids that are compared, in the one vocabulary and in the
-    other; all where both are one. `targets`: (N,) the token that follows, as a number among those compared; -1 where
-    none is known.
+    """Compare the logits that each model's head gives for its own states (N, hidden) after the last norm.
+
+    `tokens` are the ids to compare in the first and in the second vocabulary; by default all. `targets` (N,) are the
+    next tokens, as indices into the compared tokens, or -1. Raises GptkitError as `require_same_tokens`.
     """
     require_same_tokens(before, after, tokens)
     dtype, count = states[0].dtype, len(states[0])
-    width = max(each.shape[1] for each in states) * states[0].element_size()
+    width = max(state.shape[1] for state in states) * states[0].element_size()
     step = max(1, min(_CHUNK_BYTES // width, _CHUNK_BYTES // (8 * max(1, min(count, _ROWS)))))
     total = before.spec.vocab_size if tokens is None else len(tokens[0])
-    if before.spec.head is None:  # hidden states in the place of logits
+    if before.spec.head is None:  # hidden states are compared instead of logits
         total, tokens = states[0].shape[1], None
     parts = [slice(start, min(start + step, total)) for start in range(0, total, step)]
-    kept = [None, None] if tokens is None else [torch.as_tensor(ids) for ids in tokens]
+    tokens_by_side = [None, None] if tokens is None else [torch.as_tensor(ids) for ids in tokens]
     heads = [
         head_rows(tree, dtype, parts if ids is None else [ids[part] for part in parts])
-        for tree, ids in zip((before, after), kept, strict=True)
+        for tree, ids in zip((before, after), tokens_by_side, strict=True)
     ]
     blocks = [_RunningSums(min(_ROWS, count - start)) for start in range(0, count, _ROWS)]
     with torch.inference_mode():
         for part, *both in zip(parts, *heads, strict=True):
             for number, sums in enumerate(blocks):
                 rows = slice(number * _ROWS, number * _ROWS + _ROWS)
-                a, b = (head(each[rows]).double() for head, each in zip(both, states, strict=True))
+                a, b = (head(state[rows]).double() for head, state in zip(both, states, strict=True))
                 sums.add(a, b, part.start, None if targets is None else targets[rows])
                 del a, b
             if (part.stop - part.start) * count > _TRIMMED:
                 trim_heaps()
-        found = [sums.total() for sums in blocks]
-    return PositionComparison(*(torch.cat(column) for column in zip(*found, strict=True)))
+        totals = [sums.total() for sums in blocks]
+    return PositionComparison(*(torch.cat(column) for column in zip(*totals, strict=True)))
 
 
 def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> None:
-    """Raise GptkitError where the vocabularies are of different sizes and nothing says which tokens are the same."""
+    """Raise GptkitError if the vocabularies have different sizes and no `tokens` pair their ids."""
     sizes = before.spec.vocab_size, after.spec.vocab_size
     if tokens is None and sizes[0] != sizes[1]:
         raise GptkitError(f"the vocabularies differ: {sizes[0]} tokens in the first model, {sizes[1]} in the second")
 
 
-def perplexity(lost: Tensor) -> float:
-    """Of minus log-probabilities in nats, (N,); infinite where a float has no place for it."""
-    mean = lost.mean().item()
+def perplexity(losses: Tensor) -> float:
+    """Return the perplexity of minus log-probabilities in nats, (N,), or infinity if a float cannot represent it."""
+    mean = losses.mean().item()
     return math.exp(mean) if not mean > 700 else math.inf
 
 
 class _RunningSums:
-    """What has to be remembered of the logits so far, of N positions."""
+    """The running sums over the vocabulary from which the comparison of N positions is computed."""
 
     def __init__(self, count: int) -> None:
         self.gap, self.largest, self.weighed = torch.zeros(3, count, dtype=torch.float64)
-        """weighed: the sum of exp(a)·(a - b), over that of exp(a)."""
-        self.tops, self.logsums = ([*each] for each in torch.full((2, 2, count), -math.inf, dtype=torch.float64))
+        """weighed: the sum of exp(a)·(a - b), divided by the sum of exp(a)."""
+        self.tops, self.logsums = ([*values] for values in torch.full((2, 2, count), -math.inf, dtype=torch.float64))
         self.at_target = [*torch.full((2, count), math.nan, dtype=torch.float64)]
         self.likeliest = [*torch.zeros(2, count, dtype=torch.long)]
 
     def add(self, a: Tensor, b: Tensor, start: int, targets: Tensor | None) -> None:
-        """The logits (N, tokens) of the tokens from `start` on, of both."""
+        """Add the logits (N, tokens) of both models for the tokens from `start` on."""
         difference = a - b
         # torch.maximum keeps a NaN.
         self.gap = torch.maximum(self.gap, difference.abs().amax(-1))
@@ -193,8 +192,9 @@ class _RunningSums:
                 self.at_target[side][here] = logits[here, targets[here] - start]
 
     def total(self) -> tuple[Tensor, ...]:
+        """Return the fields of a `PositionComparison`, once all tokens were added."""
         kl = self.weighed - self.logsums[0] + self.logsums[1]
-        lost = [whole - here for whole, here in zip(self.logsums, self.at_target, strict=True)]
+        losses = [logsum - logit for logsum, logit in zip(self.logsums, self.at_target, strict=True)]
         agree = self.likeliest[0] == self.likeliest[1]
-        # Where logits are large the three terms cancel to a little less than nothing.
-        return self.gap, self.largest, kl.clamp_min(0), agree, lost[0], lost[1]
+        # The three terms of large logits may cancel to slightly less than zero.
+        return self.gap, self.largest, kl.clamp_min(0), agree, losses[0], losses[1]

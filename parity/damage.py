@@ -1,11 +1,11 @@
-"""The damage report: how far a changed model is from its original, by position, by layer, and where that is born.
+"""Report how much a changed model differs from its original: by position, by layer and by component.
 
-By position: KL and perplexity of what follows after so many tokens. By layer: the difference of the residual streams,
-and what each model would say if it ended there (the logit lens, nostalgebraist 2020). Where it is born: what each
-component of the changed model makes of the *original's* stream, against what the original makes of it, so that what
-came from below does not count. That needs streams in one basis, which is decided by what the embeddings give.
+By position: KL and perplexity of the next token. By layer: the difference of the residual streams, and of the
+predictions if both models ended at this layer (the logit lens, nostalgebraist 2020). By component: gptkit gives each
+component of the changed model the original's hidden states and compares the outputs, so that earlier differences do not
+count. This needs the same basis in both models, which gptkit checks on the embeddings.
 
-Both models are read by rows of their weights (see `rows`), and streams wait in files without a name.
+Both models read their weights by rows (see `rows`), and the hidden states are stored in temporary files.
 """
 
 import json
@@ -29,33 +29,34 @@ from .compare import PositionComparison, compare_heads, perplexity, require_same
 from .probe import RUNNING, SMALL, Scope, Tokens, inputs
 from .rows import final_norm, states
 
-_TEXT = 2048  # tokens of text that are used at most
-_STREAM_BYTES = 2**28  # what one model's streams may take in the temporary folder
+_TEXT = 2048  # the largest number of tokens of the text that are used
+_STREAM_BYTES = 2**28  # the space for one model's hidden states in the temporary folder
 _LENS_WORK = 5 * 10**11
-"""Multiplications that a model's heads may take for all layers; of more positions, so many are taken evenly."""
+"""The multiplications that a model's heads may use for all layers. Where more would be needed, gptkit uses evenly
+spaced positions.
+"""
 _SAME = 1e-6  # relative difference of embeddings up to which they are the same
 _ALIKE = 0.25
-"""And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
+"""The relative difference up to which a tree with the same norms still has the same basis (a table that was rounded or
+refitted).
+"""
 _FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Relative difference that rounding may make in one component, in what is computed in."""
+"""By dtype, the relative difference that rounding may cause in one component."""
 
-_Pairs = Sequence[tuple[int, int]]  # layers (before, after) that stand for one another
+_Pairs = Sequence[tuple[int, int]]  # corresponding layers (before, after)
 
 
 @dataclass(frozen=True)
 class DamageBin:
-    """Positions `first` to `last`, counted from 0: what is predicted from the token there and those before it. kl: mean
-    KL(before ‖ after) in nats per token; top1: the share of positions with the same likeliest token; before and after:
-    perplexity, None where what follows is not text.
-    """
+    """The comparison of the predictions at positions `first` to `last`, counted from 0."""
 
     first: int
     last: int
     positions: int
-    kl: float
-    top1: float
-    before: float | None = None
-    after: float | None = None
+    kl: float  # mean KL(before ‖ after) in nats per token
+    top1: float  # the share of positions with the same most likely token
+    before: float | None = None  # the original's perplexity; None if the input is not text
+    after: float | None = None  # the changed model's perplexity
 
     @property
     def name(self) -> str:
@@ -64,30 +65,25 @@ class DamageBin:
 
 @dataclass(frozen=True)
 class LayerDamage:
-    """A layer of each model, and what stands after both. stream: the difference of the residual streams over the
-    original's size (root mean squares), None where they are not as wide. kl, top1, perplexity before and after: as in
-    `Bin`, if the models ended here; by_bin: that KL in each bin.
-    """
+    """The comparison of the two models after one layer of each, as if they ended there."""
 
     before: int
     after: int
-    stream: float | None
-    kl: float
-    top1: float
-    by_bin: tuple[float, ...]
+    stream: float | None  # the relative difference (RMS) of the residual streams; None if their widths differ
+    kl: float  # mean KL in nats per token
+    top1: float  # the share of positions with the same most likely token
+    by_bin: tuple[float, ...]  # the KL in each bin
     perplexity_before: float | None = None
     perplexity_after: float | None = None
 
 
 @dataclass(frozen=True)
 class Place:
-    """A component, and how far its output is off when it is given the original's stream: the difference over the
-    original's output (root mean squares). layer: the changed model's, None outside of layers.
-    """
+    """A component, and how much its output differs if it is given the original's hidden states."""
 
     label: str
-    layer: int | None
-    relative: float
+    layer: int | None  # the layer of the changed model; None outside of layers
+    relative: float  # the difference relative to the original's output (root mean squares)
     differs: bool
 
     @property
@@ -97,35 +93,32 @@ class Place:
 
 @dataclass(frozen=True)
 class Damage:
-    """All of it. `on` says what the models were given; `total` is over all positions. places: every component in the
-    order of computation, empty where streams cannot be compared. notes: why something is not there, and on how much it
-    was computed.
-    """
+    """The full comparison of a changed model with its original."""
 
-    on: str
+    on: str  # the inputs, in words
     dtype: str
-    total: DamageBin
+    total: DamageBin  # the comparison over all positions
     bins: tuple[DamageBin, ...]
     layers: tuple[LayerDamage, ...]
-    places: tuple[Place, ...]
-    notes: tuple[str, ...]
+    places: tuple[Place, ...]  # all components in the order of computation; empty if they cannot be compared
+    notes: tuple[str, ...]  # the reasons for missing parts and reduced samples
 
     @property
     def born(self) -> Place | None:
-        """The component that differs most by itself; one of a block, not the block."""
+        """Return the component that differs most by itself; a part of a block, not the block."""
         parts = [place for place in self.places if place.differs and place.label != _BLOCK]
         return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
     def first(self) -> Place | None:
-        """The first component that differs by itself."""
+        """Return the first component that differs by itself."""
         return next((place for place in self.places if place.differs), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; null for what is no number or infinite, which JSON has no word for."""
+        """Return plain JSON values; NaN and infinity become null, because JSON cannot represent them."""
         born, first = (None if place is None else place.name for place in (self.born, self.first))
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
-        return {**found, "first": first, "most": born}
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return {**values, "first": first, "most": born}
 
 
 def damage(
@@ -138,10 +131,11 @@ def damage(
     layers: _Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both and lay them side by side, on `text` (token ids of the old vocabulary) or the probe. Raises GptkitError
-    as `require_same_tokens`. `tokens`: the same tokens' ids before and after, where the vocabulary changed; `most`:
-    tokens that a model is given at most; `layers`: those that stand for one another, by default each and its like,
-    where there are as many.
+    """Run both models on `text` (token ids of the old vocabulary) or on the probe, and compare them.
+
+    `tokens` pairs the ids before and after a change of the vocabulary. `most` limits the tokens per sequence. `layers`
+    are the corresponding layers; by default those with equal numbers, if both models have as many. Raises GptkitError
+    as `require_same_tokens`.
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
@@ -172,13 +166,15 @@ def damage(
 
 
 def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: list[str]) -> _Pairs:
-    """The layers that stand for one another."""
+    """Return the pairs of corresponding layers, and add a note for layers without a counterpart."""
     counts = len(before.blocks), len(after.blocks)
     if layers is not None:
-        for side, (count, of) in enumerate(zip(counts, ("the original's", "the other's"), strict=True)):
-            alone = sorted(set(range(count)) - {pair[side] for pair in layers})
-            if alone:
-                notes.append(f"not compared: {of} layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}")
+        for side, (count, owner) in enumerate(zip(counts, ("the original's", "the other's"), strict=True)):
+            unpaired = sorted(set(range(count)) - {pair[side] for pair in layers})
+            if unpaired:
+                notes.append(
+                    f"not compared: {owner} layer{'s' if len(unpaired) > 1 else ''} {', '.join(map(str, unpaired))}"
+                )
         return layers
     if counts[0] != counts[1]:
         notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
@@ -186,73 +182,75 @@ def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: li
     return [(layer, layer) for layer in range(counts[0])]
 
 
-def _bin(first: int, last: int, here: Tensor, found: PositionComparison, targets: Tensor | None) -> DamageBin:
-    lost = () if targets is None else (perplexity(found.before[here]), perplexity(found.after[here]))
-    kl, top1 = found.kl[here].mean().item(), found.agree[here].double().mean().item()
-    return DamageBin(first, last, int(here.sum()), kl, top1, *lost)
+def _bin(first: int, last: int, here: Tensor, comparison: PositionComparison, targets: Tensor | None) -> DamageBin:
+    """Return the comparison at the positions where `here` is true."""
+    perplexities = () if targets is None else (perplexity(comparison.before[here]), perplexity(comparison.after[here]))
+    kl, top1 = comparison.kl[here].mean().item(), comparison.agree[here].double().mean().item()
+    return DamageBin(first, last, int(here.sum()), kl, top1, *perplexities)
 
 
-_INTO, TABLE = -1, -2  # the layers under which what goes into the first block is kept, and what the embedding gives
+_INTO, TABLE = -1, -2  # the layer numbers for the input of the first block and the output of the embedding
 _BLOCK = "whole block"
-"""What is called so is what a block adds to the stream."""
+"""The label of the output that a whole block adds to the residual stream."""
 
 
 class _Both:
-    """The two models; batches without padding, each named by its number, in the old vocabulary and in the new one; of
-    each of their tokens (N in all) its position and what follows, where that is known; and the residual stream of each
-    batch after each block, in files.
+    """Both models, the batches that they run on, and the residual stream after each block, stored in files.
+
+    The batches have no padding and are named by number. There is one version in the old and one in the new vocabulary.
     """
 
     def __init__(
-        self, trees: tuple[Tree, Tree], scope: Scope, text: Sequence[int] | None, kept: tuple[KeptStates, KeptStates]
+        self, trees: tuple[Tree, Tree], scope: Scope, text: Sequence[int] | None, stored: tuple[KeptStates, KeptStates]
     ) -> None:
-        self.trees, self.tokens, self.kept = trees, scope.tokens, kept
+        self.trees, self.tokens, self.stored = trees, scope.tokens, stored
         specs, self.notes = [tree.spec for tree in trees], list[str]()
         self.targets: Tensor | None = None
-        deepest, widest = (max(each) for each in zip(*((len(x.blocks) + 1, x.hidden_size) for x in specs), strict=True))
+        shapes = ((len(spec.blocks) + 1, spec.hidden_size) for spec in specs)
+        deepest, widest = (max(sizes) for sizes in zip(*shapes, strict=True))
         budget = max(2, min(_STREAM_BYTES // (8 * deepest * widest), _TEXT))
         windows = [] if text is None else scope.windows(text[: budget + 1])
         if windows:
             batches, self.targets = inputs(windows), scope.targets(windows)
             self.on = f"{len(self.targets):,} token{'s' if len(self.targets) > 1 else ''} of text"
         else:
-            batches, taken = [], 0
-            for batch in sorted(scope.probe(), key=lambda each: each.input_ids.numel()):
-                if batch.attention_mask is None and (not batches or taken + batch.input_ids.numel() <= budget):
+            batches, tokens_used = [], 0
+            for batch in sorted(scope.probe(), key=lambda batch: batch.input_ids.numel()):
+                if batch.attention_mask is None and (not batches or tokens_used + batch.input_ids.numel() <= budget):
                     batches.append(batch)
-                    taken += batch.input_ids.numel()
-            self.on = f"{taken:,} tokens of the probe"
+                    tokens_used += batch.input_ids.numel()
+            self.on = f"{tokens_used:,} tokens of the probe"
             self.notes.append("no perplexity, because the probe's tokens are random")
         self.batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
         self.renamed = [scope.renamed(batch) for batch in self.batches]
-        shapes = [batch.input_ids.shape for batch in batches]
-        self.positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in shapes])
+        sizes = [batch.input_ids.shape for batch in batches]
+        self.positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in sizes])
         last = int(self.positions.max())
         starts = [0] + [2**power for power in range(last.bit_length())]
         self.edges = [(a, b - 1) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
-        """The bins, each twice as wide as the one before: (first, last)."""
+        """The bins as (first, last). The width doubles from one bin to the next."""
         self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
         self.ends = [_end(tree, self.dtype) for tree in trees]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
-        taken = min(len(self.positions), max(_LENS_WORK // work, len(self.edges)))
-        self.rows = torch.linspace(0, len(self.positions) - 1, taken, dtype=torch.float64).round().long()
-        """The positions that are looked at by layer."""
+        row_count = min(len(self.positions), max(_LENS_WORK // work, len(self.edges)))
+        self.rows = torch.linspace(0, len(self.positions) - 1, row_count, dtype=torch.float64).round().long()
+        """The positions that are compared by layer."""
 
     def within(self, edges: tuple[int, int]) -> Tensor:
-        """Which of the positions are in a bin."""
+        """Return which positions are in a bin, as a boolean tensor."""
         return (self.positions >= edges[0]) & (self.positions <= edges[1])
 
     def run(self, say: Callable[[str], None]) -> PositionComparison:
-        """Both as they are, their streams kept."""
+        """Run both models unchanged, store their residual streams, and compare the logits."""
         final, batches = [], (self.batches, self.renamed)
-        for tree, kept, inputs_, name in zip(self.trees, self.kept, batches, ("original", "other"), strict=True):
+        for tree, stored, inputs_, name in zip(self.trees, self.stored, batches, ("original", "other"), strict=True):
             say(f"the {name}")
 
-            def see(path: str, given: Tensor, made: Tensor, kept: KeptStates = kept) -> None:
+            def see(path: str, input_: Tensor, output: Tensor, stored: KeptStates = stored) -> None:
                 layer = TABLE if path == "embedding" else int(path.removeprefix("blocks."))
                 if layer == 0:
-                    kept[_running(), _INTO] = given.double()
-                kept[_running(), layer] = made.double()
+                    stored[_running(), _INTO] = input_.double()
+                stored[_running(), layer] = output.double()
 
             blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]
             ends = states(tree, inputs_, self.dtype, see=see, seen=["embedding", *blocks])
@@ -260,87 +258,91 @@ class _Both:
         return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.targets)
 
     def stream(self, side: int, layer: int) -> Tensor:
-        """(N, hidden) of all batches in fp64, after a layer; (N, streams, hidden) of a model with several streams."""
-        kept = (self.kept[side][n, layer] for n in range(len(self.batches)))
-        return torch.cat([(each if each.ndim == 3 else each.movedim(0, 2)).flatten(0, 1) for each in kept])
+        """Return the residual stream after a layer, (N, hidden) in fp64 over all batches.
+
+        A model with several streams gives (N, streams, hidden).
+        """
+        outputs = (self.stored[side][n, layer] for n in range(len(self.batches)))
+        return torch.cat([(output if output.ndim == 3 else output.movedim(0, 2)).flatten(0, 1) for output in outputs])
 
     def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> PositionComparison:
-        """Each model's last norm and head on a stream, at `rows`."""
+        """Compare the logits that each model's last norm and head give for a residual stream, at `rows`."""
         with torch.inference_mode():
             a, b = (end(x[self.rows].to(self.dtype)) for end, x in zip(self.ends, (first, second), strict=True))
         return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> LayerDamage:
-        """What both models would say if they ended after these layers."""
+        """Compare the predictions of both models if they ended after these layers."""
         streams = self.stream(0, before), self.stream(1, after)
         targets = None if self.targets is None else self.targets[self.rows]
-        found = self.ended(*streams, targets)
-        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
+        comparison = self.ended(*streams, targets)
+        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), comparison, targets)
         inside = [self.within(edges)[self.rows] for edges in self.edges]
-        by_bin = tuple(found.kl[here].mean().item() for here in inside)
+        by_bin = tuple(comparison.kl[here].mean().item() for here in inside)
         return LayerDamage(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
     def own(self, pairs: _Pairs) -> dict[tuple[str, int | None], float]:
-        """How far each component of the other is off by itself: what it makes of the original's stream against what the
-        original's own makes of it. The other runs with the input of each block exchanged for the original's.
+        """Return how much each component of the changed model differs if it gets the original's hidden states.
+
+        The changed model runs with the input of each block replaced by the original's.
         """
         squares: dict[str, tuple[float, float]] = {}
         specs = [tree.spec for tree in self.trees]
         parts = [part for a, b in pairs for part in _parts((specs[0].blocks[a], a), (specs[1].blocks[b], b))]
         paths = [[part.before for part in parts], [part.after for part in parts]]
-        partner, named = {b: a for a, b in pairs}, dict(zip(paths[1], paths[0], strict=True))
+        partner, original_of = {b: a for a, b in pairs}, dict(zip(paths[1], paths[0], strict=True))
         keys = {path: key for key, path in enumerate(paths[0])}
 
         def feed(layer: int) -> Tensor | None:
-            return self.kept[0][_running(), partner[layer] - 1].to(self.dtype) if layer in partner else None
+            return self.stored[0][_running(), partner[layer] - 1].to(self.dtype) if layer in partner else None
 
-        with closing(KeptStates()) as made_before:
+        with closing(KeptStates()) as original_outputs:
 
-            def added(path: str, given: Tensor, made: Tensor) -> Tensor:
-                """What a module adds to the stream, in fp64: a block's output has the stream in it."""
-                return (made - given).double() if path.count(".") == 1 else made.double()
+            def added(path: str, input_: Tensor, output: Tensor) -> Tensor:
+                """Return a module's contribution to the residual stream; a block's output includes its input."""
+                return (output - input_).double() if path.count(".") == 1 else output.double()
 
-            def keep(path: str, given: Tensor, made: Tensor) -> None:
-                made_before[_running(), keys[path]] = added(path, given, made)
+            def store_output(path: str, input_: Tensor, output: Tensor) -> None:
+                original_outputs[_running(), keys[path]] = added(path, input_, output)
 
-            def hold(path: str, given: Tensor, made: Tensor) -> None:
-                right = made_before[_running(), keys[named[path]]]
+            def compare_output(path: str, input_: Tensor, output: Tensor) -> None:
+                expected = original_outputs[_running(), keys[original_of[path]]]
                 size, gap = squares.get(path, (0.0, 0.0))
-                difference = added(path, given, made) - right
-                squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
+                difference = added(path, input_, output) - expected
+                squares[path] = size + expected.square().sum().item(), gap + difference.square().sum().item()
 
-            states(self.trees[0], self.batches, self.dtype, see=keep, seen=paths[0])
-            states(self.trees[1], self.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
-        found: dict[tuple[str, int | None], float] = {}
+            states(self.trees[0], self.batches, self.dtype, see=store_output, seen=paths[0])
+            states(self.trees[1], self.renamed, self.dtype, see=compare_output, seen=paths[1], feed=feed)
+        differences: dict[tuple[str, int | None], float] = {}
         for part in parts:
-            size, gap = (math.sqrt(each) for each in squares[part.after])
-            found[part.label, part.layer] = gap / size if size else gap
-        last = self.stream(0, len(self.trees[0].spec.blocks) - 1)
-        ends = self.ended(last, last)
-        return {**found, ("final norm and head", None): (ends.gap.max() / ends.largest.max()).item()}
+            size, gap = (math.sqrt(square) for square in squares[part.after])
+            differences[part.label, part.layer] = gap / size if size else gap
+        final_stream = self.stream(0, len(self.trees[0].spec.blocks) - 1)
+        ends = self.ended(final_stream, final_stream)
+        return {**differences, ("final norm and head", None): (ends.gap.max() / ends.largest.max()).item()}
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Modules of two models whose outputs are compared, by their paths; `layer` is the changed model's."""
+    """Modules of two models whose outputs are compared."""
 
     label: str
-    layer: int
-    before: str
-    after: str
+    layer: int  # the layer of the changed model
+    before: str  # the module's path in the original
+    after: str  # the module's path in the changed model
 
 
 def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Slice]:
-    """The mixers of two blocks that stand for one another, in the order of computation, and then the whole blocks.
+    """Yield the mixers of two corresponding blocks in the order of computation, and then the whole blocks.
 
-    Mixers of one slot are compared, whatever stands before them. Of the others the first is compared with the first,
-    and so on: a swap may have put a recurrence in the place of an attention.
+    Mixers of the same slot are compared. The remaining ones are paired in order, because a swap may replace an
+    attention by a recurrence.
     """
-    slots, others = ([sublayer.mixer.slot for sublayer in block.sublayers] for block, _ in (before, after))
-    partners = {slot: slot for slot in others if slot in slots}
-    alone = [[slot for slot in each if slot not in partners] for each in (others, slots)]
-    partners |= dict(zip(*alone, strict=False))
-    for slot in others:
+    slots, changed_slots = ([sublayer.mixer.slot for sublayer in block.sublayers] for block, _ in (before, after))
+    partners = {slot: slot for slot in changed_slots if slot in slots}
+    unpaired = [[slot for slot in names if slot not in partners] for names in (changed_slots, slots)]
+    partners |= dict(zip(*unpaired, strict=False))
+    for slot in changed_slots:
         if slot in partners:
             paths = f"blocks.{before[1]}.{partners[slot]}", f"blocks.{after[1]}.{slot}"
             yield _Slice(slot.replace("_", "-"), after[1], *paths)
@@ -348,7 +350,7 @@ def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Sli
 
 
 def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what makes states that the head takes, (N, hidden), of the stream or streams behind a layer."""
+    """Return a function from the residual stream after a layer to the states (N, hidden) that the head takes."""
     norm: Callable[[Tensor], Tensor] = final_norm(tree, dtype)
     if tree.spec.joined is None:
         return norm
@@ -357,20 +359,23 @@ def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _running() -> int:
-    """The number of the batch whose pass this is."""
+    """Return the number of the batch whose forward pass is running."""
     return int(RUNNING.get().name)
 
 
 def _relative(a: Tensor, b: Tensor) -> float | None:
-    """The size of b - a over that of a, by root mean squares; None where they are not as wide."""
+    """Return the root mean square of b - a relative to that of a; None if their shapes differ."""
     if a.shape != b.shape:
         return None
-    size, gap = (each.square().mean().sqrt().item() for each in (a, b - a))
+    size, gap = (values.square().mean().sqrt().item() for values in (a, b - a))
     return gap / size if size else gap
 
 
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
-    """Why the streams of two trees cannot be compared number by number, by how far their embeddings are apart."""
+    """Return why the hidden states of two trees cannot be compared number by number; None if they can.
+
+    `tables` is the relative difference of their embeddings.
+    """
     if tables is None:
         return f"the hidden sizes differ, {before.hidden_size} and {after.hidden_size}"
     counts = [1 if spec.streams is None else spec.streams.count for spec in (before, after)]

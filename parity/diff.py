@@ -1,8 +1,8 @@
-"""Two checkpoints held against each other, tensor by tensor, under the names that all formats share.
+"""Compare two checkpoints tensor by tensor, under the names that all formats share.
 
-Either may be of any format: what is fused in one and apart in the other is compared part by part, and what lies
-transposed as it is meant. Weights are read some rows at a time by several threads, so that memory does not grow with
-the checkpoint. No torch.
+The formats may differ: tensors that one format fuses are compared part by part, and transposed ones in their shared
+orientation. Several threads read some rows at a time, so that memory does not grow with the checkpoint. This module
+does not use torch.
 """
 
 import math
@@ -26,10 +26,11 @@ from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, TensorFigures, compare_tensors, same_bytes
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
-"""Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
+"""Tensors whose rows have names (a token's id, a position). Their common rows are compared even if their sizes differ.
+"""
 _SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
 _MAPPED_BYTES = 32 * 2**20
-"""Bytes read from mapped files after which their pages are let go."""
+"""Bytes read from mapped files after which their pages are released."""
 
 
 def diff(
@@ -82,11 +83,11 @@ def diff(
 
 
 class _DiffJob(NamedTuple):
-    """Leaves of both sides that hold parts of one another, the memory that reading them takes, and their bytes."""
+    """Leaves of both sides that depend on each other and are compared in one step."""
 
     leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
-    memory: int
-    nbytes: int
+    memory: int  # the bytes of memory that reading them takes
+    nbytes: int  # the bytes that are read
 
 
 class _Comparison:
@@ -110,14 +111,14 @@ class _Comparison:
         self.mapped = 0
 
     def run(self) -> list[TensorDiff]:
-        """All tensors, in any order; the first error stops the rest."""
+        """Return all tensors, in any order; the first error stops all threads."""
         self.scheduler.run(self.jobs, self._compare)
         for side in self.sides:
             side.release()
         return self.found
 
     def _jobs(self) -> list[_DiffJob]:
-        """The least that can be read on its own, in the order in which A's tensors lie."""
+        """Return the smallest independent jobs, in the order of A's tensors."""
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
@@ -129,6 +130,7 @@ class _Comparison:
         return [self._job([leaves[index] for index in group]) for group in groups]
 
     def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _DiffJob:
+        """Return the job for these leaves, each with its side (0 for A, 1 for B)."""
         nbytes = memory = 0
         for side, leaf in leaves:
             size = self.sides[side].nbytes_of(leaf)
@@ -139,6 +141,7 @@ class _Comparison:
         return _DiffJob((next(parts), next(parts)), memory, nbytes)
 
     def _compare(self, job: _DiffJob) -> None:
+        """Compare the tensors of one job and report the progress."""
         found = self._tensors(job)
         for side in self.sides:
             side.release()
@@ -148,6 +151,7 @@ class _Comparison:
                 self.progress(job.nbytes, self.total)
 
     def _tensors(self, job: _DiffJob) -> list[TensorDiff]:
+        """Return the comparison of every tensor of a job."""
         names = [name for leaves in job.leaves for leaf in leaves for name in leaf.shared]
         if self._as_they_lie(job):
             sizes = {name: math.prod(self.parameters[0][name].shape) for name in names}
@@ -164,7 +168,7 @@ class _Comparison:
         return found
 
     def _as_they_lie(self, job: _DiffJob) -> bool:
-        """Whether both sides are one tensor in one layout, of the same bytes: then no part needs to be looked at."""
+        """Return whether both sides are one leaf with the same layout and bytes, so that no part needs a comparison."""
         if any(len(leaves) != 1 for leaves in job.leaves):
             return False
         (one,), (other,) = job.leaves
@@ -188,6 +192,7 @@ class _Comparison:
         return True
 
     def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> TensorFigures | None:
+        """Return the figures of two tensors; None if one is missing or their shapes cannot be compared."""
         if a is None or b is None:
             return None
         x, y = a[0], b[0]
@@ -200,6 +205,7 @@ class _Comparison:
         return compare_tensors(x, a[1], y, b[1], rank=rank, pause=self._pause)
 
     def _told(self, name: str, figures: TensorFigures | None) -> TensorDiff:
+        """Return the record of one tensor."""
         a, b = (parameters.get(name) for parameters in self.parameters)
         known = a or b
         assert known is not None
@@ -218,7 +224,7 @@ class _Comparison:
         )
 
     def _pause(self, nbytes: int) -> None:
-        """Between chunks: stop where another thread failed, and let go of pages that were read."""
+        """Stop after a chunk if another thread failed, and release the pages that were read."""
         self.scheduler.check()
         self.mapped += nbytes  # by several threads at once: a few lost counts do no harm
         if self.mapped > _MAPPED_BYTES:
@@ -228,18 +234,22 @@ class _Comparison:
 
 
 def _by_names(side: TensorFiles) -> TensorFiles:
-    """The same with tensors of numbers alone: what packs others (booleans, four bits) is compared as bytes."""
+    """Return the files with numeric tensors only: packed ones (booleans, four bits) are compared as bytes."""
     weights = side._weights.numeric()
     leaves = own_leaves((name, shape) for name, (_, shape) in weights.info.items())
     return replace(side, leaves=leaves, _weights=weights)
 
 
 def _is_tied(side: TensorFiles) -> bool:
+    """Return whether the head is tied to the embedding."""
     return isinstance(side, Checkpoint) and side.spec.tied
 
 
 def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
-    """What the files have, in the tree's order; behind it what has no place there, in the layer that its name says."""
+    """Return the parameters of the files in the tree's order.
+
+    Tensors without a place in the tree follow, with the layer that their names state.
+    """
     if not isinstance(checkpoint, Checkpoint):
         return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))
     missing = set(checkpoint.missing)
@@ -252,6 +262,7 @@ def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
 
 
 def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | None, one_dtype: bool) -> Status:
+    """Return the status of a tensor from its parameters on both sides and its figures."""
     if a is None or b is None:
         return "only_b" if a is None else "only_a"
     if a.shape != b.shape:
@@ -263,7 +274,7 @@ def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | N
 
 
 def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDiff], tuple[int, int]]:
-    """In A's order of computation; what B alone has stands behind what it follows there."""
+    """Return a sort key for A's order of computation. A tensor that only B has follows its predecessor in B."""
     places = {each.name: (index, 0) for index, each in enumerate(a)}
     last = -1
     for number, each in enumerate(b, 1):
@@ -275,7 +286,7 @@ def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDi
 
 
 def _notes(a: TensorFiles, b: TensorFiles, tree: Sequence[TreeChange]) -> list[str]:
-    """What a person should know before believing the figures."""
+    """Return notes that the user needs to interpret the figures."""
     notes = []
     one, other = (each.origin.family for each in (a, b))
     if None not in (one, other) and one != other:

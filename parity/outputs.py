@@ -1,4 +1,4 @@
-"""What models give that are compared: logits, or where they have no head hidden states and what is pooled of them."""
+"""The model outputs that gptkit compares: logits, or the hidden states and the pooled vector of a model without a head."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .probe import ProbeBatch
 
 
 def computed_rightly(family: Architecture | None, batch: ProbeBatch) -> bool:
-    """Whether transformers' class of a family, where it has one, is right about a batch; see `Architecture.apart`."""
+    """Return whether transformers' class of a family computes a batch correctly; see `Architecture.apart`."""
     apart, mask = () if family is None else family.apart, batch.attention_mask
     texts, tokens = batch.input_ids.shape
     padded = mask is not None and not bool(mask[:, 0].all())
@@ -19,12 +19,13 @@ def computed_rightly(family: Architecture | None, batch: ProbeBatch) -> bool:
 
 
 def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
-    """The logits (B, T, V) of transformers' model or of gptkit's; without a head the hidden states and beside each the
-    text's pooled vector, or its first token's state where there is no pooler: (B, T, 2 · hidden).
+    """Return the logits (B, T, V) of transformers' model or of gptkit's.
 
-    A model with an encoder reads the batch as its source, and the same tokens from the last to the first as what it
-    has written so far: neither text tells what the other says at a place, and each logit hangs on both. Where the
-    vocabularies differ, ids beyond the smaller one start again from 0.
+    Without a head, return the hidden states concatenated with the text's pooled vector, or with its first token's state
+    if there is no pooler: (B, T, 2 · hidden).
+
+    A model with an encoder reads the batch as its source, and the reversed batch as the decoder's text, so that every
+    logit depends on both texts. Token ids are reduced modulo the size of each vocabulary.
     """
     given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     reversed_ids = batch.input_ids.flip(-1)
@@ -57,6 +58,6 @@ def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
 
 
 def with_pooled(states: Tensor, pooled: Tensor | None) -> Tensor:
-    """Hidden states and beside each the text's pooled vector, or its first token's state."""
+    """Return the hidden states concatenated with the text's pooled vector, or with its first token's state."""
     beside = states[:, 0] if pooled is None else pooled
     return torch.cat((states, beside[:, None].expand_as(states)), dim=-1)

@@ -1,9 +1,9 @@
-"""Forward passes that go through a model together, so that each weight is read once for all of them.
+"""Forward passes of several batches that run together, so that each weight is read once for all of them.
 
-A model's own forward runs unchanged, and hooks or modules in it `ask` for what they lack. A pass is a coroutine that
-stops there (a greenlet, since a forward is made of plain calls): once all passes have stopped, the first of the places
-that they stopped at is served, and those that stopped there go on. Passes need not come to the same places: a token
-that no router sends to an expert does not wait for it.
+A model's own forward method runs unchanged, and hooks or modules in it call `ask` for the weights that they need. Each
+pass is a coroutine (a greenlet, because forward methods use plain calls) and stops at `ask`. Once all passes have
+stopped, gptkit serves the first of their places and continues the passes that wait there. Passes may stop at different
+places: a token that is not routed to an expert does not wait for it.
 """
 
 import ctypes
@@ -18,15 +18,13 @@ from torch import Tensor
 from .probe import RUNNING, ProbeBatch
 
 _Serve = Callable[[int, list[Any]], Generator[Any]]
-"""Of a place, by its number in the order of computation, and what each pass brought there, what each of them gets. It
-is closed once all have gone on to their next stop.
+"""Takes the number of a place in the order of computation, and the value that each waiting pass sent. It yields the
+answer for each of them, and is closed once all of them have stopped again.
 """
 
 
 class _Pass(greenlet):  # type: ignore[misc]
-    """One batch's forward pass: where it has stopped, what it brought there and then gets (nothing else refers to that,
-    so it goes when it is used), and what it gives.
-    """
+    """One batch's forward pass: the place where it waits, the value that it sends or receives there, and its result."""
 
     place = -1
     parcel: Any = None
@@ -37,16 +35,18 @@ class _Pass(greenlet):  # type: ignore[misc]
         self.call, self.batch = call, batch
 
     def run(self) -> None:
+        """Run the forward pass in a context of its own, so that `RUNNING` ends with it."""
         RUNNING.set(self.batch)  # in a context of its own, which ends with it
         self.result = self.call(self.batch)
 
     def empty(self) -> Any:
+        """Return the value and drop the reference to it, so that its memory is freed after use."""
         parcel, self.parcel = self.parcel, None
         return parcel
 
 
 def ask(place: int, brought: Any = None) -> Any:
-    """In a pass: wait at a place, and get what it gives."""
+    """Wait at a place within a pass, and return the answer for this pass."""
     here = getcurrent()
     assert isinstance(here, _Pass) and here.parent is not None, "no pass that others could wait for"
     here.place, here.parcel = place, brought
@@ -58,7 +58,10 @@ def ask(place: int, brought: Any = None) -> Any:
 def run_together(
     call: Callable[[ProbeBatch], Tensor], batches: Sequence[ProbeBatch], serve: _Serve | None = None
 ) -> list[Tensor]:
-    """What each batch's pass gives, without gradients; what a pass or `serve` fails with ends all of them."""
+    """Return the result of each batch's pass, without gradients.
+
+    An exception in one pass or in `serve` ends all passes.
+    """
     passes = [_Pass(call, batch) for batch in batches]
     try:
         with torch.inference_mode():
@@ -79,7 +82,7 @@ def run_together(
 
 
 def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:
-    """Hooks on modules that are taken off again where a `with` ends."""
+    """Return a context that removes hooks from their modules at its end."""
     stack = ExitStack()
     for hook in hooks:
         stack.enter_context(hook)
@@ -87,7 +90,7 @@ def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:
 
 
 def trim_heaps() -> None:
-    """Let glibc give freed memory back to the system, of which its heaps keep much. Elsewhere this does nothing."""
+    """Make glibc return freed memory to the system, because its heaps retain much of it. Elsewhere do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

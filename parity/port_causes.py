@@ -1,8 +1,9 @@
-"""Why a port computes something else: the mistakes that, made in gptkit's own tree, give the port's logits.
+"""Find the mistakes that explain why a port computes something else than the reference.
 
-A mistake is judged on the inputs that can show it. Inputs without padding come first, so that a fault of padding hides
-no other one. Whether a port ignores its `attention_mask` is asked of the port itself; all other mistakes are then made
-with padding treated as the port treats it. Where no single mistake explains the difference, two are made at once.
+gptkit makes each mistake in its own tree of the reference, and compares the logits with the port's. It uses the inputs
+that can show the mistake. Inputs without padding come first, so that a padding fault hides no other fault. The port
+itself shows whether it ignores its `attention_mask`; gptkit then treats padding as the port does. Where no single
+mistake explains the difference, gptkit tries two at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,150 +20,147 @@ from .score import run_tree
 
 PADDING = "padding ignored (attention_mask has no effect)"
 PLACE, BARE, SAME = "this place", "every probe without padding", "that the mask changes nothing in yours"
-"""What a mistake may explain where it does not explain all."""
-_SHOWN = 3  # mistakes that explain the place and not all of the rest
-_REST = 1e-5  # of the difference, what a mistake that explains it may leave
+"""What a mistake explains, where it does not explain the whole difference."""
+_SHOWN = 3  # the number of reported mistakes that explain the place, but not the rest
+_REST = 1e-5  # the share of the difference that may remain after a mistake that explains it
 _NEAREST = 6
-"""Mistakes with which another one is tried, beside those that explain the place: those that leave the smallest mean
-difference. A right one of two need not be the nearest, since the other one changes what it does."""
+"""The number of mistakes that are combined with every other mistake, in addition to those that explain the place. They
+are those with the smallest mean difference. One of two correct mistakes need not be the nearest, because the second one
+changes its effect.
+"""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A mistake that was made in the reference and explains what the port computes.
+    """A mistake that gptkit made in the reference and that explains the port's logits."""
 
-    mistake: the mistake in words.
-    explains: whether the reference with it gives the port's logits.
-    left: the difference of logits that remains.
-    also: the mistakes that were made together with it, in words.
-    part: what it explains where it does not explain all logits, and more is wrong.
-    """
-
-    mistake: str
-    explains: bool
-    left: float
-    also: str = ""
-    part: str = ""
+    mistake: str  # the mistake in words
+    explains: bool  # whether the reference with this mistake gives the port's logits
+    left: float  # the remaining difference of the logits
+    also: str = ""  # the mistakes that were made together with it, in words
+    part: str = ""  # the part of the logits that it explains, if it does not explain all
 
 
 @dataclass(frozen=True)
 class Differing:
-    """A port that differs from the reference.
+    """A port that differs from the reference."""
 
-    spec, weights: gptkit's tree of the reference, and its weights in fp64.
-    batches: the inputs; exact and port: the logits of the reference and of the port in fp64, (N, V) a batch.
-    allowed: the difference of logits that rounding explains.
-    explained: returns whether the port computes what a changed tree does at the place where they part.
-    ignores: whether the port gives the same logits with and without a mask.
-    """
-
-    spec: ModelSpec
-    weights: Weights
+    spec: ModelSpec  # gptkit's tree of the reference
+    weights: Weights  # the reference's weights in fp64
     batches: Sequence[ProbeBatch]
-    exact: Sequence[Tensor]
-    port: Sequence[Tensor]
-    allowed: float
-    explained: Callable[[ModelSpec, Weights], bool]
-    ignores: bool
+    exact: Sequence[Tensor]  # the reference's logits in fp64, (N, V) per batch
+    port: Sequence[Tensor]  # the port's logits in fp64, (N, V) per batch
+    allowed: float  # the difference of logits that rounding explains
+    explained: Callable[[ModelSpec, Weights], bool]  # whether a changed tree gives the port's first wrong output
+    ignores: bool  # whether the port gives the same logits with and without a mask
 
     @property
     def enough(self) -> float:
-        """The difference that a mistake may leave: a port's fp32 rotary tables turn otherwise with it than without."""
+        """Return the largest difference that may remain after a mistake that explains the port.
+
+        It is not zero, because a port's fp32 rotary tables round differently with the mistake than without it.
+        """
         return max(self.allowed, _REST * largest_gap(self.exact, self.port))
 
 
-def causes(found: Differing, notes: list[str]) -> list[Made]:
-    """Return the mistake, or the two, that make the reference compute what the port does; where there are none, those
-    that explain the place where they part. What was not tried goes to `notes`.
+def causes(port: Differing, notes: list[str]) -> list[Made]:
+    """Return the mistake, or the two mistakes, that make the reference compute the port's logits.
+
+    If there is none, return the mistakes that explain the first difference. Reasons for mistakes that were not tried
+    are added to `notes`.
     """
-    bare = [batch.attention_mask is None for batch in found.batches]
-    differ = [not largest_gap([a], [b]) <= found.allowed for a, b in zip(found.exact, found.port, strict=True)]
-    padding = found.ignores and _moved_by_masks(found)
-    everything = _CauseJudge(found, range(len(bare)), masked=not padding)
-    if padding and everything.explains((found.spec, dict(found.weights))):
-        return [Made(PADDING, True, everything.left(found.spec, found.weights))]
-    shown = any(one and other for one, other in zip(bare, differ, strict=True))
-    # First the shortest of those that differ: most mistakes are not the port's, and show it there.
+    bare = [batch.attention_mask is None for batch in port.batches]
+    differ = [not largest_gap([a], [logits]) <= port.allowed for a, logits in zip(port.exact, port.port, strict=True)]
+    padding = port.ignores and _moved_by_masks(port)
+    everything = _CauseJudge(port, range(len(bare)), masked=not padding)
+    if padding and everything.explains((port.spec, dict(port.weights))):
+        return [Made(PADDING, True, everything.left(port.spec, port.weights))]
+    shown = any(is_bare and differs for is_bare, differs in zip(bare, differ, strict=True))
+    # The shortest inputs that differ come first: they rule out most of the tried mistakes quickly.
     order = [index for index in range(len(bare)) if bare[index] or not shown]
-    order.sort(key=lambda index: (not differ[index], found.batches[index].input_ids.numel()))
-    judge = _CauseJudge(found, order, masked=not padding)
+    order.sort(key=lambda index: (not differ[index], port.batches[index].input_ids.numel()))
+    judge = _CauseJudge(port, order, masked=not padding)
     also, at_place = ((PADDING,) if padding else ()), list[_Mistake]()
-    for name, apply in of_ports(found.spec):
-        mutant = mutated(apply, found.spec, found.weights)
+    for name, apply in of_ports(port.spec):
+        mutant = mutated(apply, port.spec, port.weights)
         if mutant is not None and judge.explains(mutant):
-            return [everything.told((name, *also), mutant)]
-        if mutant is not None and len(at_place) < _SHOWN and found.explained(*mutant):
+            return [everything.record((name, *also), mutant)]
+        if mutant is not None and len(at_place) < _SHOWN and port.explained(*mutant):
             at_place.append((name, apply))
-    if count(found.spec).total <= SMALL:
-        for names, mutant in _pairs(found, judge, at_place):
+    if count(port.spec).total <= SMALL:
+        for names, mutant in _pairs(port, judge, at_place):
             if judge.explains(mutant):
-                return [everything.told((*names, *also), mutant)]
+                return [everything.record((*names, *also), mutant)]
     else:
         notes.append(f"pairs of mistakes were not tried, because the model has more than {SMALL:,} parameters")
-    mutants = [(PADDING, (found.spec, dict(found.weights)), SAME)] if padding else []
-    mutants += [(name, made, PLACE) for name, made in _mutants(found, at_place)]
+    mutants = [(PADDING, (port.spec, dict(port.weights)), SAME)] if padding else []
+    mutants += [(name, mutant, PLACE) for name, mutant in _mutants(port, at_place)]
     parts = [Made(name, False, everything.left(*mutant), part=part) for name, mutant, part in mutants]
-    return sorted(parts, key=lambda each: (each.part == PLACE, each.left))
+    return sorted(parts, key=lambda made: (made.part == PLACE, made.left))
 
 
 _Mistake = tuple[str, Apply]
 
 
 class _CauseJudge:
-    """Compares what changed trees compute on some of the inputs with what the port does there."""
+    """A comparison of changed trees with the port, on some of the inputs."""
 
-    def __init__(self, found: Differing, places: Sequence[int], masked: bool) -> None:
-        self.inputs, self.wanted = [found.batches[i] for i in places], [found.port[i] for i in places]
-        self.enough, self.masked = found.enough, masked
+    def __init__(self, port: Differing, places: Sequence[int], masked: bool) -> None:
+        self.inputs, self.wanted = [port.batches[index] for index in places], [port.port[index] for index in places]
+        self.enough, self.masked = port.enough, masked
 
     def logits(self, spec: ModelSpec, weights: Weights) -> Iterator[Tensor]:
+        """Yield the logits of a changed tree, by batch."""
         return run_tree(spec, weights, self.inputs, self.masked)
 
     def explains(self, mutant: Mutant) -> bool:
-        """Whether no more remains than a mistake may leave, on any input."""
+        """Return whether a mutant gives the port's logits on every input."""
         return largest_gap(self.wanted, self.logits(*mutant), self.enough) <= self.enough
 
     def left(self, spec: ModelSpec, weights: Weights) -> float:
-        """The largest difference that remains."""
+        """Return the largest remaining difference from the port's logits."""
         return largest_gap(self.wanted, self.logits(spec, weights))
 
-    def told(self, names: Sequence[str], mutant: Mutant) -> Made:
-        """Say what mistakes explain that leave nothing on the inputs that can show them."""
+    def record(self, names: Sequence[str], mutant: Mutant) -> Made:
+        """Return the record of mistakes that explain the port on the inputs that can show them."""
         left = self.left(*mutant)
         explains = left <= self.enough
         return Made(names[0], explains, left, ", ".join(names[1:]), "" if explains else BARE)
 
 
-def _moved_by_masks(found: Differing) -> bool:
-    """Whether the reference computes something else where it attends to padding."""
-    padded = [i for i, batch in enumerate(found.batches) if batch.attention_mask is not None]
-    inputs = [found.batches[i] for i in padded]
-    unmasked = run_tree(found.spec, found.weights, inputs, masked=False)
-    return bool(padded) and not largest_gap([found.exact[i] for i in padded], unmasked) <= found.allowed
+def _moved_by_masks(port: Differing) -> bool:
+    """Return whether the reference's logits change if it attends to padding."""
+    padded = [index for index, batch in enumerate(port.batches) if batch.attention_mask is not None]
+    inputs = [port.batches[index] for index in padded]
+    unmasked = run_tree(port.spec, port.weights, inputs, masked=False)
+    return bool(padded) and not largest_gap([port.exact[index] for index in padded], unmasked) <= port.allowed
 
 
-def _mutants(found: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[str, Mutant]]:
-    """The mutants of those mistakes that change something, by name."""
+def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[str, Mutant]]:
+    """Yield the name and the mutant of each mistake that changes something."""
     for name, apply in mistakes:
-        mutant = mutated(apply, found.spec, found.weights)
+        mutant = mutated(apply, port.spec, port.weights)
         if mutant is not None:
             yield name, mutant
 
 
 def _pairs(
-    found: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
+    port: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
 ) -> Iterator[tuple[tuple[str, str], Mutant]]:
-    """Two mistakes at once: one that explains the place or comes near, and any other. Where a mistake has no object
-    behind another one, they are made in the other order.
+    """Yield two mistakes at once: a first one that explains the place or comes near, and any other.
+
+    Where the second mistake cannot be made after the first, they are made in the other order.
     """
-    tried = dict(of_ports(found.spec))
-    left = {name: mean_gap(judge.wanted, list(judge.logits(*made))) for name, made in _mutants(found, [*tried.items()])}
-    firsts = list(dict.fromkeys([*(name for name, _ in at_place), *sorted(left, key=left.__getitem__)[:_NEAREST]]))
+    mistakes = dict(of_ports(port.spec))
+    mutants = _mutants(port, [*mistakes.items()])
+    remaining = {name: mean_gap(judge.wanted, list(judge.logits(*mutant))) for name, mutant in mutants}
+    nearest = sorted(remaining, key=remaining.__getitem__)[:_NEAREST]
+    firsts = list(dict.fromkeys([*(name for name, _ in at_place), *nearest]))
     for place, first in enumerate(firsts):
-        mutant = tried[first](found.spec, found.weights)
-        for second in (name for name in left if name not in firsts[: place + 1]):
-            other = tried[second](found.spec, found.weights)
-            assert mutant is not None and other is not None
-            both = mutated(tried[second], *mutant) or mutated(tried[first], *other)
+        mutant = mistakes[first](port.spec, port.weights)
+        for second in (name for name in remaining if name not in firsts[: place + 1]):
+            second_mutant = mistakes[second](port.spec, port.weights)
+            assert mutant is not None and second_mutant is not None
+            both = mutated(mistakes[second], *mutant) or mutated(mistakes[first], *second_mutant)
             if both is not None:
                 yield (first, second), both

@@ -1,6 +1,7 @@
-"""Inputs that kill bugs: lengths past every window and original context, padding on both sides, repeated tokens, every
-region of the vocabulary. A short friendly prompt hides most of what can be wrong (a window ignored shows nothing at 8
-tokens, 5.3 logits at 256).
+"""Inputs that reveal faults: long sequences, padding, repeated tokens, and every region of the vocabulary.
+
+Sequences go past every window and original context. A short prompt hides most faults: an ignored window makes no
+difference at 8 tokens, and a difference of 5.3 in the logits at 256.
 """
 
 import math
@@ -20,16 +21,16 @@ from ..errors import UsageError, shown
 from ..modules.registry import module_of
 
 EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
-"""The tensors of which an input reads some rows alone. A head's rows are all in every logit."""
+"""The tensors of which one input reads only some rows. Every logit depends on all rows of a head."""
 ENCODER = "encoder."  # what the names of an encoder's tensors begin with
 AFFORDABLE = 1024
-"""Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
+"""The longest window or context, in tokens, that is probed by default, because the cost of attention is quadratic."""
 LONG = 200  # tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys
 _REGIONS = 64
 KEPT = 256
-"""Positions whose logits are compared in one row: far more tokens than that times the vocabulary is much memory."""
+"""The positions per row whose logits are compared. All logits of a long sequence would need too much memory."""
 SMALL = 50_000_000
-"""Parameters of a model that is run in fp64, or once more for every step, cause or mistake, without being asked to."""
+"""The largest model, in parameters, that gptkit runs in fp64 and once more per step, cause or mistake by default."""
 WINDOW = 1024  # tokens of text that a model is given at once
 TOGETHER = 2048  # tokens of text that go through a model together, and for which its weights are read once
 _NEAR = 1e-9  # relative difference of frequencies that come of one base by another way to compute them
@@ -39,19 +40,18 @@ Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two voca
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """One probe: token ids (B, T), their mask where there is padding, the rows looked at where those are not all, and
-    the types of tokens (B, T) where some are not of the first.
-    """
+    """One input of the probe."""
 
     name: str
-    input_ids: Tensor
-    attention_mask: Tensor | None = None
-    rows: Tensor | None = None
-    token_types: Tensor | None = None
+    input_ids: Tensor  # the token ids, (B, T)
+    attention_mask: Tensor | None = None  # (B, T), if there is padding
+    rows: Tensor | None = None  # the indices of the compared positions; None for all
+    token_types: Tensor | None = None  # the token types, (B, T), unless all are 0
 
     def valid(self, logits: Tensor) -> Tensor:
-        """The logits of real tokens, (N, V): what a model says at padding means nothing. Of a long row every so many,
-        the first and the last among them; each has seen all tokens before it.
+        """Return the logits at tokens without padding, (N, V); at padding a model's logits mean nothing.
+
+        From a long row it returns evenly spaced positions, including the first and the last.
         """
         steps = logits.shape[1]
         keep = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
@@ -61,18 +61,19 @@ class ProbeBatch:
 
 
 RUNNING: ContextVar[ProbeBatch] = ContextVar("RUNNING")
-"""The batch whose forward pass this is, in the thread that runs it, for hooks that are told of a module alone."""
+"""The batch whose forward pass runs in this thread, for hooks, which only get the module."""
 
 
 @dataclass(frozen=True, order=True)
 class _Limit:
-    """A length beyond which a tree computes something else: a window, or the context its positions were made for."""
+    """A length beyond which a tree computes differently: a window, or the context its positions were made for."""
 
     tokens: int
     name: str
 
     @property
     def beyond(self) -> int:
+        """Return the length of a sequence that shows this limit."""
         return self.tokens + self.tokens // 4 + 8
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ class _Limit:
 
 
 def limits(*specs: ModelSpec) -> list[_Limit]:
-    """Every limit of any of the trees, the shortest first."""
+    """Return the limits of all trees, the shortest first."""
     nodes = [node for spec in specs for node in spec.components()]
     names = {"window": "window", "original_context": "original context"}
     sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
@@ -94,7 +95,7 @@ def longest(*specs: ModelSpec, taken: int | None = None) -> int | None:
 
 
 def passed(limit: _Limit, most: int | None, long: bool) -> bool:
-    """Whether the probe goes past a limit."""
+    """Return whether the probe has a sequence beyond a limit."""
     return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
 
 
@@ -111,9 +112,11 @@ def probe(
     taken: int | None = None,
     seed: int = 0,
 ) -> list[ProbeBatch]:
-    """The batches for a tree, or for several over one vocabulary that are compared: past the limits of each, and no
-    longer than any can take, nor a reference that takes `taken` tokens. `long` goes past windows and contexts of more
-    than 1,024 tokens too; `up_to` has a batch of as many tokens, and none of more.
+    """Return the batches for a tree, or for several trees with one vocabulary, with sequences past the limits of each.
+
+    No sequence is longer than the trees, or a reference that supports `taken` tokens, can process. `long` adds
+    sequences past windows and contexts of more than 1,024 tokens. `up_to` adds a sequence of this length and allows no
+    longer one.
     """
     generator = torch.Generator().manual_seed(seed)
     most = min(longest(spec, *others, taken=taken) or 10**9, up_to or 10**9)
@@ -155,7 +158,7 @@ def probe(
 def text_batch(
     name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, taken: int | None = None
 ) -> ProbeBatch:
-    """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
+    """Return a prompt as a batch. Raise UsageError if it is empty, too long, or has an unknown token id."""
     if not ids:
         raise UsageError(f"the prompt {shown(name, 40)} has no tokens")
     if max(ids) >= vocabulary(spec):
@@ -175,8 +178,9 @@ def text_batch(
 
 
 def one_function(a: ModelSpec, b: ModelSpec) -> bool:
-    """Whether the trees leave weights no reason to differ: they are one but for how they round, for what acts by the
-    length of a sequence alone, and for the last digits of numbers, to which no weights answer.
+    """Return whether two trees compute one function if they have the same weights.
+
+    They may differ in rounding, in parts that depend only on the sequence length, and in the last digits of numbers.
     """
 
     def bare(node: Component, _: str) -> Any:
@@ -188,7 +192,7 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
 
 
 def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
-    """The lengths behind which the trees differ, the shortest first; 0 where they do from the first token on."""
+    """Return the lengths beyond which the trees differ, the shortest first; 0 if they differ from the first token on."""
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
     found: set[_Limit] = set()
@@ -210,7 +214,7 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
 
 
 def whole_context(a: ModelSpec, b: ModelSpec, taken: int | None = None) -> int | None:
-    """The longest sequence made for, where the trees count positions otherwise; None where they do not, or unknown."""
+    """Return the length of the longest supported context, if the trees count positions differently; else None."""
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):
         return None
@@ -218,9 +222,9 @@ def whole_context(a: ModelSpec, b: ModelSpec, taken: int | None = None) -> int |
 
 
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
-    """The most tokens that a verdict on the two can speak of, None for any, and in words why it is not more.
+    """Return the longest sequence that a verdict covers (None for any), and the reasons why it covers no longer ones.
 
-    `probed` are the tokens of the longest batch; `up_to` is the length that was asked for, which then is among them.
+    `probed` is the length of the longest batch in tokens. `up_to` is the length that the user asked for.
     """
     if up_to is not None:
         return up_to, []
@@ -238,9 +242,9 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
 
 
 def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
-    """Return pairs of what knows positions or windows: of one tree and of the other at the same place of a layer.
+    """Return pairs of mixers with positions or windows: one of each tree, at the same place of a layer.
 
-    Where there are not as many layers, every kind that one alone has with every kind of the other.
+    If the trees have different numbers of layers, pair every kind that only one tree has with every kind of the other.
     """
     if len(a.blocks) == len(b.blocks):
         alike = (zip_longest(*(block.sublayers for block in pair)) for pair in zip(a.blocks, b.blocks, strict=True))
@@ -256,7 +260,7 @@ def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
 
 
 def _alike_up_to(a: Any, b: Any) -> int | None:
-    """Tokens up to which positions of attention are the same; None where they are at any length."""
+    """Return the number of tokens up to which two rotary positions agree; None if they agree at any length."""
     turns: list[Any] = [None if each is None else getattr(module_of(each), "frequencies", None) for each in (a, b)]
     if None in turns:
         return None if without_rounding(a) == without_rounding(b) else 0
@@ -274,19 +278,17 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Scope:
-    """Two trees to be compared.
-
-    tokens: the same tokens' ids before and after, where the vocabulary changed; only these are given and compared.
-    most: tokens that a model is given at most.
-    """
+    """Two trees to compare."""
 
     before: ModelSpec
     after: ModelSpec
-    tokens: Tokens | None = None
-    most: int | None = None
+    tokens: Tokens | None = (
+        None  # pairs of ids of the same tokens before and after a change of the vocabulary; only these are compared
+    )
+    most: int | None = None  # the largest number of tokens of a sequence
 
     def probe(self) -> list[ProbeBatch]:
-        """The probe over the tokens that both have, in the old vocabulary, cut where it is longer than `most`."""
+        """Return the probe over the tokens of both vocabularies, in old ids, cut to `most` tokens."""
         spec, kept = self.before, None
         if self.tokens is not None:
             kept = torch.as_tensor(self.tokens[0])
@@ -305,7 +307,7 @@ class Scope:
         return found
 
     def renamed(self, batch: ProbeBatch) -> ProbeBatch:
-        """A batch of the old vocabulary in the new one."""
+        """Return a batch with the ids of the new vocabulary."""
         if self.tokens is None:
             return batch
         old, new = (torch.as_tensor(ids) for ids in self.tokens)
@@ -314,8 +316,10 @@ class Scope:
         return replace(batch, input_ids=table[batch.input_ids])
 
     def windows(self, text: Sequence[int]) -> list[list[int]]:
-        """Text as pieces of one token more than a model is given at once, which overlap by one: each token but a
-        piece's first is predicted from those before it. Pieces end where a token is not kept.
+        """Return the text as pieces that overlap by one token, each one token longer than a model's input.
+
+        Each token except a piece's first is predicted from the previous ones. A piece ends before a token that one
+        vocabulary lacks.
         """
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]
@@ -326,7 +330,7 @@ class Scope:
         return [piece for piece in pieces if len(piece) > 1]
 
     def groups(self, text: Sequence[int]) -> list[list[list[int]]]:
-        """Windows, those that go through a model together in one list."""
+        """Return the windows, grouped by those that go through a model together."""
         groups: list[list[list[int]]] = []
         for window in self.windows(text):
             if not groups or sum(map(len, groups[-1])) + len(window) > TOGETHER:
@@ -335,16 +339,16 @@ class Scope:
         return groups
 
     def targets(self, windows: Sequence[Sequence[int]]) -> Tensor:
-        """The token that follows each token given, as a number among those compared."""
+        """Return the token that follows each input token, as an index into the compared tokens."""
         follow = [token for window in windows for token in window[1:]]
         return torch.tensor(follow if self.tokens is None else [self._numbers[token] for token in follow])
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """Old ids -> their number among the tokens that both have."""
+        """Return the index of each old id among the tokens of both vocabularies."""
         return {} if self.tokens is None else {old: number for number, old in enumerate(self.tokens[0])}
 
 
 def inputs(windows: Sequence[Sequence[int]]) -> list[ProbeBatch]:
-    """What a model is given of each window: all but its last token."""
+    """Return the batches for the windows: all tokens of each window except its last one."""
     return [ProbeBatch("text", torch.tensor([list(window[:-1])])) for window in windows]

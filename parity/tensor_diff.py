@@ -1,7 +1,7 @@
-"""Two tensors of one shape, held against each other a few rows at a time, in fp64.
+"""Compare two tensors of one shape a few rows at a time, in fp64.
 
-Bytes come first: as long as they are equal nothing is computed. Where they are not, one pass takes the sums that all
-figures are made of, and of a matrix a second one the rank of the change (`low_rank`).
+Bytes are compared first, and nothing is computed as long as they are equal. Otherwise one pass computes the sums for
+all figures. A matrix gets a second pass for the rank of the change (`low_rank`).
 """
 
 import math
@@ -19,40 +19,47 @@ _Order = Literal["rows", "columns"]
 
 CHUNK = 1 << 18  # elements that are looked at at a time: 2 MB as fp64
 _SCALED = 1e-7
-"""How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
+"""The relative distance, beyond rounding, up to which two tensors count as multiples of each other. It is the
+resolution of fp64 sums of squares.
+"""
 _TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing
 
 
 @dataclass
 class TensorFigures:
-    """What two tensors of one shape differ by. Sums and extremes are over the values that are finite in both. elements,
-    changed: numbers, and those with another value. same_bytes: in the same dtype, bit for bit; `changed` 0 without it
-    is equal values all the same. rows: runs of rows (first, last) that changed; rows_changed, rows_all: how many, and
-    of how many. square_a, square_b, square, product: Σa², Σb², Σ(b - a)², Σab. largest: max |b - a|. not_finite: values
-    that are NaN or infinite, in either. rounded: the dtype to which one side is the other, rounded, and which one is;
-    None where it is not. rank: of a matrix that changed. order: what lies in another order and is the same otherwise.
-    """
+    """The differences of two tensors of one shape. Sums and extremes only include values that are finite in both."""
 
-    elements: int
-    changed: int = 0
-    same_bytes: bool = False
-    rows: tuple[tuple[int, int], ...] = ()
-    rows_changed: int = 0
-    rows_all: int = 0
-    square_a: float = 0.0
-    square_b: float = 0.0
-    square: float = 0.0
-    product: float = 0.0
-    largest: float = 0.0
-    not_finite: tuple[int, int] = (0, 0)
-    rounded: tuple[str, Literal["a", "b"]] | None = None
-    rank: Rank | None = None
-    order: _Order | None = None
-    grids: tuple[str, str] = ("F64", "F64")
+    elements: int  # the number of values
+    changed: int = 0  # the number of values that differ
+    same_bytes: bool = False  # whether dtype and bytes are the same; without it, `changed` 0 still means equal values
+    rows: tuple[tuple[int, int], ...] = ()  # runs of changed rows (first, last)
+    rows_changed: int = 0  # the number of changed rows
+    rows_all: int = 0  # the number of rows
+    square_a: float = 0.0  # Σa²
+    square_b: float = 0.0  # Σb²
+    square: float = 0.0  # Σ(b - a)²
+    product: float = 0.0  # Σab
+    largest: float = 0.0  # max |b - a|
+    not_finite: tuple[int, int] = (0, 0)  # the number of NaN or infinite values in A and in B
+    rounded: tuple[str, Literal["a", "b"]] | None = (
+        None  # the dtype and the side that is the other side rounded to it; None if neither is
+    )
+    rank: Rank | None = None  # the rank of a matrix's change
+    order: _Order | None = None  # the axis along which B is a permutation of A
+    grids: tuple[str, str] = ("F64", "F64")  # the narrowest dtypes that can represent the values of A and of B
 
     @property
     def relative(self) -> float | None:
-        """|B - A| / |A| (Frobenius); None where A is zero and B is not, or the figures are beyond fp64."""
+        """Return
+
+        B - A
+
+        /
+
+        A
+
+        (Frobenius); None if A is zero and B is not, or if fp64 cannot represent it.
+        """
         if self.square == 0:
             return 0.0
         if 0 < self.square_a < _TINY or self.square < _TINY:
@@ -62,7 +69,7 @@ class TensorFigures:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both, from -1 to 1; None where one of them is zero."""
+        """Return the cosine of the angle between A and B, from -1 to 1; None if one of them is zero."""
         norms = math.sqrt(self.square_a) * math.sqrt(self.square_b)
         if 0 < min(self.square_a, self.square_b) < _TINY:
             return None
@@ -72,7 +79,7 @@ class TensorFigures:
 
     @property
     def scale(self) -> float | None:
-        """The number s for which B is s·A, up to rounding; None where there is none, or it is 1."""
+        """Return the number s for which B is s·A, up to rounding; None if there is none or it is 1."""
         if not (self.square_a > 0 and self.square_b > 0 and math.isfinite(self.square_a + self.square_b)):
             return None
         factor = self.product / self.square_a
@@ -87,9 +94,10 @@ class TensorFigures:
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> TensorFigures:
-    """Hold B against A, arrays of one shape (or views of files) in their carrier dtypes, each with what its bytes are.
-    `rank` looks for the rank of the change too; `pause` is called between chunks with the bytes read since, and may
-    raise, to stop.
+    """Compare B with A: arrays of one shape (or views of files) in carrier dtypes, with their stored dtypes.
+
+    `rank` also looks for the rank of the change. `pause` is called after each chunk with the number of bytes read, and
+    may raise an exception to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():
@@ -101,7 +109,7 @@ def compare_tensors(
 
 
 def same_bytes(x: Array, y: Array) -> bool:
-    """Whether two contiguous arrays of one dtype and shape hold the same bytes."""
+    """Return whether two contiguous arrays of one dtype and shape have the same bytes."""
     flat, other = x.reshape(-1), y.reshape(-1)
     whole = flat.nbytes // 8 * 8 // max(flat.itemsize, 1)
     words = flat[:whole].view(np.uint64), other[:whole].view(np.uint64)
@@ -109,7 +117,7 @@ def same_bytes(x: Array, y: Array) -> bool:
 
 
 class _Pair:
-    """Two tensors as matrices, in an order in which both are read forwards where there is one."""
+    """Two tensors as matrices, in an axis order that reads both files forwards if there is one."""
 
     def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
         assert a.shape == b.shape, f"{a.shape} and {b.shape}"
@@ -124,7 +132,7 @@ class _Pair:
         self.shape = self.a.shape
 
     def chunks(self) -> Iterator[tuple[slice, Array, Array]]:
-        """Some rows of both, contiguous, in their carrier dtypes."""
+        """Yield some rows of both, contiguous, in their carrier dtypes."""
         rows, columns = self.shape
         if not rows or not columns:
             return
@@ -136,14 +144,14 @@ class _Pair:
             self.pause(x.nbytes + y.nbytes)
 
     def walk(self) -> Iterator[tuple[slice, Array, Array, bool]]:
-        """Some rows of both in fp64, and whether their bytes are equal: then only A's are to be looked at."""
+        """Yield some rows of both in fp64, and whether their bytes are equal. Of equal rows only A's are converted."""
         for part, x, y in self.chunks():
             equal = self.dtypes[0] == self.dtypes[1] and same_bytes(x, y)
             wide = to_float64(x, self.dtypes[0])
             yield part, wide, wide if equal else to_float64(y, self.dtypes[1]), equal
 
     def same(self) -> bool:
-        """Whether all bytes are equal, or, in two dtypes, all values, finite ones; stops at the first that are not."""
+        """Return whether all bytes are equal or, for two dtypes, all values; stop at the first difference."""
         first, second = self.dtypes
         if first == second:
             return all(same_bytes(x, y) for _, x, y in self.chunks())
@@ -151,7 +159,7 @@ class _Pair:
 
 
 class _Sums:
-    """One pass: the sums, which rows changed, what rounding may have been at work, and the sketch of the change."""
+    """The state of one pass: the sums, the changed rows, possible roundings, and the sketch of the change."""
 
     def __init__(self, pair: _Pair, rank: bool) -> None:
         rows, columns = pair.shape
@@ -168,7 +176,7 @@ class _Sums:
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
 
     def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
-        """Some rows of A and B; with `equal` Y is X."""
+        """Add some rows of A and B; `equal` states that they are the same."""
         with np.errstate(invalid="ignore", over="ignore"):
             if not equal:
                 self._look(x, y)
@@ -192,7 +200,7 @@ class _Sums:
             self.sketch.add(change)
 
     def _look(self, x: Array, y: Array) -> None:
-        """Which grids the values lie on, and whether one side is the other's rounding."""
+        """Find the dtypes that can represent the values, and whether one side is the rounding of the other."""
         for values, grids in zip((x, y), self.grids, strict=True):
             while len(grids) > 1 and not _rounds(values, grids[0], values):
                 grids.pop(0)
@@ -202,7 +210,7 @@ class _Sums:
         ]
 
     def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
-        """Both with 0 where either is not finite; those are counted, and whether they changed."""
+        """Return both with 0 where one of them is not finite, and count these values and their changes."""
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
         good, fine, known = np.isfinite(x), np.isfinite(y), self.figures.not_finite
@@ -214,11 +222,12 @@ class _Sums:
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
     def _mark(self, rows: slice, changed: Array) -> None:
+        """Mark the rows with changed values."""
         here = slice(None) if self.pair.turned else rows
         self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
     def finished(self) -> TensorFigures:
-        """The figures, once all rows have come."""
+        """Return the figures once all rows were added."""
         figures, self.figures.grids = self.figures, (self.grids[0][0], self.grids[1][0])
         if figures.square == 0 and figures.largest > 0:
             figures.square = math.nan  # there is a change, and its square is too small for fp64
@@ -232,7 +241,7 @@ class _Sums:
         return figures
 
     def _rank(self) -> Rank | None:
-        """Of the change; a second pass where the sketch alone does not tell."""
+        """Return the rank of the change. This takes a second pass if the sketch is not enough."""
         square, grids = self.figures.square, self.figures.grids
         if self.sketch is None or not square >= _TINY or not math.isfinite(square):
             return None
@@ -256,7 +265,7 @@ class _Sums:
         return rank_of(spectrum, square, floor, grids)
 
     def _order(self) -> _Order | None:
-        """Whether B has A's rows or columns in another order: a third pass where the sums of squares allow it."""
+        """Return the axis along which B is a permutation of A, from a third pass if the sums of squares allow one."""
         square_a, square_b, square = self.figures.square_a, self.figures.square_b, self.figures.square
         if any(self.figures.not_finite) or not square >= _TINY:
             return None
@@ -280,12 +289,14 @@ class _Sums:
 
 
 def _dot(x: Array, y: Array) -> float:
-    """The sum of products, by rows first. Not by BLAS, whose threads and ours would wait for one another."""
+    """Return the sum of products, by rows first. BLAS is avoided because its threads and gptkit's would block each
+    other.
+    """
     return float(np.einsum("ij,ij->i", x, y).sum())
 
 
 def _on(values: Array, grid: str) -> Array:
-    """fp64 values rounded to nearest even in `grid`, in fp64; what is beyond its range is infinite."""
+    """Return fp64 values rounded to nearest even in `grid`, in fp64; values beyond its range become infinite."""
     if grid == "F64":
         return values
     if grid == "F16":
@@ -300,13 +311,13 @@ def _on(values: Array, grid: str) -> Array:
 
 
 def _rounds(values: Array, grid: str, other: Array) -> bool:
-    """Whether `other` is the values rounded to `grid`, NaN being NaN; a few are asked first."""
+    """Return whether `other` is `values` rounded to `grid` (NaN equals NaN); a few values are compared first."""
     return all(
         np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in ((values[:1, :64], other[:1, :64]), (values, other))
     )
 
 
 def runs(marks: Array) -> tuple[tuple[int, int], ...]:
-    """The first and last index of each run of True."""
+    """Return the first and last index of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return tuple((int(first), int(last) - 1) for first, last in edges.reshape(-1, 2))

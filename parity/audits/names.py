@@ -1,4 +1,4 @@
-"""Tensors that are stored under another name than the one that is looked for."""
+"""Match tensors that are stored under a different name than the expected one."""
 
 import re
 from collections import defaultdict
@@ -10,57 +10,57 @@ _Names = Mapping[str, tuple[int, ...]]  # tensors' names, each with its shape
 
 
 def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Tensors that are there under another name: ours -> theirs, and how several of theirs lie in one.
+    """Return, for each of our tensors with a different name in `theirs`, the matching names and how they are combined.
 
-    By the end of the name and the shape, where only one fits and `same` allows it; else experts stacked, and
-    projections joined, of one module, by their numbers of elements.
+    A single tensor matches by shape and by the end of its name, if only one candidate fits and `same` accepts it.
+    Otherwise stacked experts and joined projections of one module match by their total number of elements.
     """
-    left = {name: shape for name, shape in theirs.items() if name not in ours}
-    free = {name: shape for name, shape in ours.items() if name not in theirs}
-    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    unmatched = {name: shape for name, shape in theirs.items() if name not in ours}
+    missing = {name: shape for name, shape in ours.items() if name not in theirs}
+    matches: dict[str, tuple[tuple[str, ...], str]] = {}
     ends: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for name, shape in left.items():
+    for name, shape in unmatched.items():
         for end in _ends(name):
             ends[end, shape].append(name)
-    taken: set[str] = set()
-    for name, shape in free.items():
+    used: set[str] = set()
+    for name, shape in missing.items():
         # The longest end that one name of theirs has.
-        candidates = next((some for end in _ends(name) if (some := ends[end, shape])), [])
-        candidates = [each for each in candidates if each not in taken]
+        candidates = next((names for end in _ends(name) if (names := ends[end, shape])), [])
+        candidates = [candidate for candidate in candidates if candidate not in used]
         if len(candidates) == 1 and same(name, candidates[0]):
-            found[name] = ((candidates[0],), "")
-            taken.add(candidates[0])
-    for name, shape in free.items():
-        if name not in found:
-            parts = _parts_of(name, shape, {each: left[each] for each in left if each not in taken})
+            matches[name] = ((candidates[0],), "")
+            used.add(candidates[0])
+    for name, shape in missing.items():
+        if name not in matches:
+            parts = _parts_of(name, shape, {tensor: unmatched[tensor] for tensor in unmatched if tensor not in used})
             if parts:
-                found[name] = (parts, "stacked" if len(shape) > len(left[parts[0]]) else "joined")
-                taken.update(parts)
-    return found
+                matches[name] = (parts, "stacked" if len(shape) > len(unmatched[parts[0]]) else "joined")
+                used.update(parts)
+    return matches
 
 
 def _ends(name: str) -> Iterator[str]:
-    """The name and its ends at dots, the longest first; a layer's number stays."""
+    """Yield the name and its suffixes at dots, the longest first; a suffix always includes the layer number."""
     parts = name.split(".")
     for start in range(max(len(parts) - 1, 1)):
         if any(part.isdecimal() for part in parts[start:]) == any(part.isdecimal() for part in parts):
             yield ".".join(parts[start:])
 
 
-def _parts_of(name: str, shape: tuple[int, ...], left: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Those of the source's tensors in the same module that make up one of ours, by their numbers of elements."""
-    wanted, module = int(np.prod(shape)), name.rpartition(".")[0]
+def _parts_of(name: str, shape: tuple[int, ...], unmatched: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the source's tensors in the same module that together have as many elements as one of ours."""
+    elements, module = int(np.prod(shape)), name.rpartition(".")[0]
     module = module.rpartition(".")[0] if name.endswith((".weight", ".bias")) else module
-    inside = {each: int(np.prod(size)) for each, size in left.items() if each.startswith(f"{module}.")}
+    sizes = {tensor: int(np.prod(size)) for tensor, size in unmatched.items() if tensor.startswith(f"{module}.")}
     groups: dict[str, list[str]] = defaultdict(list)
-    for each in inside:
-        groups[re.sub(r"\.\d+\.", ".*.", each[len(module) :])].append(each)
+    for tensor in sizes:
+        groups[re.sub(r"\.\d+\.", ".*.", tensor[len(module) :])].append(tensor)
     words = set(re.findall(r"[a-z]+", name.rsplit(".", 1)[-1] if not name.endswith(".weight") else name.split(".")[-2]))
     kinds = [kind for kind in groups if words & set(re.findall(r"[a-z]+", kind)) - {"proj", "weight", "bias"}] or [
         *groups
     ]
-    parts = tuple(each for kind in kinds for each in groups[kind])
-    return parts if len(parts) > 1 and sum(inside[each] for each in parts) == wanted else ()
+    parts = tuple(tensor for kind in kinds for tensor in groups[kind])
+    return parts if len(parts) > 1 and sum(sizes[tensor] for tensor in parts) == elements else ()
 
 
 def counted(names: Collection[str]) -> str:
@@ -69,5 +69,5 @@ def counted(names: Collection[str]) -> str:
 
 
 def folded(lines: Iterable[str]) -> list[str]:
-    """Lines that differ by numbers alone, told once with stars."""
+    """Return the lines without duplicates, after a star replaces each layer number."""
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", line) for line in lines))
