@@ -25,12 +25,12 @@ STATUSES: dict[Status, str] = {
     "only_a": "only in A",
     "only_b": "only in B",
 }
-_FEW_RUNS = 64  # so many runs of rows are listed; of more, how many rows there are
+_FEW_RUNS = 64  # the largest number of row runs that are listed; of more, only the number of rows is given
 _Reading = Literal["low", "high", "unclear"]
 """"low": two thin matrices make the change; "high": none do; "unclear": the change is too close to rounding."""
-_FEW_ROWS = 0.25  # of a matrix's rows: a change of no more of them is one of rows, whatever its rank
-_HALF = 0.5  # of the change: what directions above rounding are to hold for its rank to be known
-_CONCENTRATED = 0.5  # of a matrix's numbers: a change whose factors have at most so many of them is of low rank
+_FEW_ROWS = 0.25  # the share of a matrix's rows up to which a change is one of rows, whatever its rank
+_HALF = 0.5  # the share of the change that directions above rounding must explain for its rank to be known
+_CONCENTRATED = 0.5  # a change has low rank if its factors have at most this share of the matrix's numbers
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class TensorDiff:
         """Return plain JSON values; figures that fp64 cannot represent are null."""
         fields = {"name": self.name, "module": self.module, **vars(self)}
         figures = fields.pop("figures")
-        found = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        data = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         if figures is None:
-            return {**found, "compared": None}
+            return {**data, "compared": None}
         rank, rounded = figures.rank, figures.rounded or (None, None)
         more = rank is not None and rank.more
         compared = {
@@ -107,7 +107,7 @@ class TensorDiff:
             "rank_above": rank.limit if rank is not None and more else None,
         }
         ranks = {"rank_of": "of", "rank_share": "share", "rank_99": "most"}
-        return {**found, "compared": compared | {key: getattr(rank, name, None) for key, name in ranks.items()}}
+        return {**data, "compared": compared | {key: getattr(rank, name, None) for key, name in ranks.items()}}
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class ChangeGroup:
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
         """Return the tensors with different values and one shape on both sides."""
-        return tuple(each for each in self.tensors if each.status in ("changed", "rounded"))
+        return tuple(tensor for tensor in self.tensors if tensor.status in ("changed", "rounded"))
 
     @property
     def same(self) -> int:
         """Return the number of tensors with the same values."""
-        return sum(each.status in ("same", "dtype") for each in self.tensors)
+        return sum(tensor.status in ("same", "dtype") for tensor in self.tensors)
 
     @property
     def relative(self) -> float | None:
@@ -146,22 +146,22 @@ class ChangeGroup:
     @cached_property
     def _total(self) -> TensorFigures | None:
         """Return the sums and extremes over all changed tensors."""
-        found = [each.figures for each in self.changed if each.figures is not None]
+        figures = [tensor.figures for tensor in self.changed if tensor.figures is not None]
         names = ("square_a", "square_b", "square", "product")
-        total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
-        total |= {name: max((getattr(x, name) for x in found), default=0) for name in ("largest", "not_finite")}
-        return TensorFigures(0, **total) if found else None
+        total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in figures) for name in names}
+        total |= {name: max((getattr(x, name) for x in figures), default=0) for name in ("largest", "not_finite")}
+        return TensorFigures(0, **total) if figures else None
 
     @property
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Return the figures as JSON values; all are None if NaN or infinite values changed."""
         largest = None if self._total is None else _finite(self._total.largest)
-        found = {"relative": self.relative, "max_abs": largest, "cosine": self.cosine}
-        return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
+        data = {"relative": self.relative, "max_abs": largest, "cosine": self.cosine}
+        return {**(dict.fromkeys(data) if self.not_finite else data), "not_finite": self.not_finite}
 
     def as_json(self) -> dict[str, Any]:
         counts = {"tensors": len(self.tensors), "same": self.same, "changed": len(self.changed)}
-        return {"name": self.name, "layer": self.layer, **counts, **self.told}
+        return {"name": self.name, "layer": self.layer, **counts, **self.figures}
 
 
 @dataclass(frozen=True)
@@ -188,22 +188,22 @@ class Diff(Shown):
     counts: Mapping[Status, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{number:,} {STATUSES[status]}" for status, number in self.counts.items() if number)
-        return f"<diff of {self.a.reference} and {self.b.reference}: tensors {told}>"
+        counts = ", ".join(f"{number:,} {STATUSES[status]}" for status, number in self.counts.items() if number)
+        return f"<diff of {self.a.reference} and {self.b.reference}: tensors {counts}>"
 
     @property
     def same(self) -> bool:
         """Return whether the function and all values are the same; dtypes and other files may differ."""
         values = self.all.same == len(self.tensors)
-        # Without what decides the last bits, and without the length that a model was trained for.
-        specs = [each.spec for each in (self.a, self.b) if isinstance(each, Checkpoint)]
+        # Fields that only affect rounding, and the context length of the training, do not count.
+        specs = [checkpoint.spec for checkpoint in (self.a, self.b) if isinstance(checkpoint, Checkpoint)]
         trees = [without_rounding(msgspec.structs.replace(spec, context_length=None)) for spec in specs]
         return values and (len(trees) < 2 or bool(trees[0] == trees[1]))
 
     @property
     def same_bytes(self) -> bool:
         """Return whether all tensors have the same values, dtypes and bits."""
-        return all(each.figures is not None and each.figures.same_bytes for each in self.tensors)
+        return all(tensor.figures is not None and tensor.figures.same_bytes for tensor in self.tensors)
 
     @property
     def all(self) -> ChangeGroup:
@@ -218,40 +218,41 @@ class Diff(Shown):
     @property
     def parameters(self) -> tuple[int, int]:
         """Return the number of parameters of A and of B, including tensors without a place in the tree."""
-        shapes = [(each.shape_a, each.shape_b) for each in self.tensors]
+        shapes = [(tensor.shape_a, tensor.shape_b) for tensor in self.tensors]
         a, b = (sum(math.prod(shape) for shape in side if shape is not None) for side in zip(*shapes, strict=True))
         return a, b
 
     @property
     def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
         """Return the dtype and the side if every difference is one side rounded to that dtype; else None."""
-        kinds = {each.figures.rounded for each in self.changed if each.figures is not None}
+        kinds = {tensor.figures.rounded for tensor in self.changed if tensor.figures is not None}
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
 
     @property
     def low_rank(self) -> _LowRankChange | None:
         """Return the change of an adapter, or None if the change does not look like one."""
-        matrices = [each for each in self.changed if each.reading is not None]
-        low = [each for each in matrices if each.reading == "low"]
-        if not low or 2 * len(low) < len(matrices) or any(each.reading == "high" for each in matrices):
+        matrices = [tensor for tensor in self.changed if tensor.reading is not None]
+        low = [tensor for tensor in matrices if tensor.reading == "low"]
+        if not low or 2 * len(low) < len(matrices) or any(tensor.reading == "high" for tensor in matrices):
             return None
-        ranks = [each.figures.rank.rank for each in low if each.figures is not None and each.figures.rank is not None]
+        figures = [tensor.figures for tensor in low if tensor.figures is not None]
+        ranks = [figure.rank.rank for figure in figures if figure.rank is not None]
         apart = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
         alone = not apart and self.counts["changed"] == len(matrices)
-        modules = tuple(dict.fromkeys(each.module for each in low))
+        modules = tuple(dict.fromkeys(tensor.module for tensor in low))
         return _LowRankChange(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 
     def by_module(self) -> list[ChangeGroup]:
         """Return one group for each module's weights and one for its biases, in the order of computation."""
-        return _groups(self.tensors, lambda each: (each.part, None))
+        return _groups(self.tensors, lambda tensor: (tensor.part, None))
 
     def by_layer(self) -> list[ChangeGroup]:
         """Return one group per layer; tensors outside of layers are grouped as in `by_module`."""
-        return _groups(self.tensors, lambda each: (each.part if each.layer is None else "layer", each.layer))
+        return _groups(self.tensors, lambda tensor: (tensor.part if tensor.layer is None else "layer", tensor.layer))
 
     def by_place(self) -> list[ChangeGroup]:
         """Return the groups of `by_module` for each layer separately."""
-        return _groups(self.tensors, lambda each: (each.part, each.layer))
+        return _groups(self.tensors, lambda tensor: (tensor.part, tensor.layer))
 
     def as_json(self) -> dict[str, Any]:
         low, rounded = self.low_rank, self.rounded or (None, None)
@@ -262,25 +263,25 @@ class Diff(Shown):
             "same": self.same,
             "same_bytes": self.same_bytes,
             "counts": dict(self.counts),
-            **self.all.told,
+            **self.all.figures,
             "rounded_to": rounded[0],
             "rounded_side": rounded[1],
             "low_rank": None if low is None else {**vars(low), "modules": list(low.modules)},
-            "tree": [vars(each) for each in self.tree],
-            "files": [{**vars(each), "told": list(each.told)} for each in self.files],
+            "tree": [vars(change) for change in self.tree],
+            "files": [{**vars(file), "told": list(file.told)} for file in self.files],
             "notes": list(self.notes),
             "modules": [group.as_json() for group in self.by_module()],
             "layers": [group.as_json() for group in self.by_layer()],
-            "tensors": [each.as_json() for each in self.tensors],
+            "tensors": [tensor.as_json() for tensor in self.tensors],
         }
 
 
 def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[ChangeGroup]:
     """Group tensors by a key, in the order of their first appearance."""
-    found: dict[tuple[str, int | None], list[TensorDiff]] = {}
-    for each in tensors:
-        found.setdefault(key(each), []).append(each)
-    return [ChangeGroup(name, layer, tuple(members)) for (name, layer), members in found.items()]
+    groups: dict[tuple[str, int | None], list[TensorDiff]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor), []).append(tensor)
+    return [ChangeGroup(name, layer, tuple(members)) for (name, layer), members in groups.items()]
 
 
 def _side(checkpoint: TensorFiles, parameters: int) -> dict[str, Any]:

@@ -44,31 +44,34 @@ def diff(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """What differs between two checkpoints.
+    """Return the differences between two checkpoints.
 
     Args:
-        a: a reference, as everywhere: a folder, a file, a repository.
-        b: the other, of any format too.
-        offline: look in local files and the hub's cache alone.
+        a: the first checkpoint: a folder, a file, or a repository on the hub.
+        b: the second checkpoint, in the same or another format.
+        offline: use local files and the hub's cache only.
         allow_pickle: read torch's pickled files too.
-        allow_extra: leave out tensors that have no place in the model; they are compared by their own names otherwise.
-        rank: look for the rank of each matrix's change too, which takes about as long as the rest.
-        workers: threads; by default one a core that this process may use. With OPENBLAS_NUM_THREADS=1, which the
-            command sets before numpy is imported, those of numpy's BLAS do not get in their way.
-        progress: called with the bytes of both that were compared just now, and of all.
+        allow_extra: leave out tensors that have no place in the model, instead of comparing them by name.
+        rank: compute the rank of each matrix's change too, which doubles the time.
+        workers: the number of threads; by default one per available core. Set OPENBLAS_NUM_THREADS=1 before numpy is
+            imported (the command does this), so that its threads do not compete with them.
+        progress: called with the number of bytes compared since the last call, and the total.
 
     Raises:
-        InvalidInput: one of them cannot be used as it is.
-        Offline: one is not here and there is no network.
+        InvalidInput: one of the checkpoints cannot be used.
+        Offline: one of the checkpoints is not local, and there is no network.
     """
     options = {"offline": offline, "allow_pickle": allow_pickle}
-    sides = [open_files(each, **options, allow_extra=allow_extra, partial=True) for each in (a, b)]
-    if not all(isinstance(side, Checkpoint) for side in sides):  # then names are all that both have
+    sides = [open_files(reference, **options, allow_extra=allow_extra, partial=True) for reference in (a, b)]
+    if not all(isinstance(side, Checkpoint) for side in sides):  # then only names can be compared
         pairs = zip((a, b), sides, strict=True)
-        sides = [_by_names(open_tensors(x, **options) if isinstance(y, Checkpoint) else y) for x, y in pairs]
+        sides = [
+            _by_names(open_tensors(reference, **options) if isinstance(side, Checkpoint) else side)
+            for reference, side in pairs
+        ]
     first, second = sides
-    found = _Comparison(first, second, rank, progress, workers or available_cores()).run()
-    tensors = tuple(sorted(found, key=_order(_parameters(first), _parameters(second))))
+    compared = _Comparison(first, second, rank, progress, workers or available_cores()).run()
+    tensors = tuple(sorted(compared, key=_order(_parameters(first), _parameters(second))))
     trees = [side.spec for side in (first, second) if isinstance(side, Checkpoint)]
     tree = changed_tree(*trees) if len(trees) == 2 else []
     return Diff(
@@ -78,7 +81,7 @@ def diff(
         tree=tuple(tree),
         files=tuple(changed_files(first, second)),
         notes=tuple(_notes(first, second, tree)),
-        counts={status: sum(each.status == status for each in tensors) for status in STATUSES},
+        counts={status: sum(tensor.status == status for tensor in tensors) for status in STATUSES},
     )
 
 
@@ -97,7 +100,7 @@ class _Comparison:
         self, a: TensorFiles, b: TensorFiles, rank: bool, progress: Callable[[int, int], None] | None, workers: int
     ) -> None:
         self.sides, self.rank, self.progress = (a, b), rank, progress
-        self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
+        self.parameters = [{parameter.name: parameter for parameter in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
         self.quantised = [  # the shared tensors that are dequantised when they are read
             {name for leaf in side.leaves if side.stored_of(leaf)[0] != side.dtype_of(leaf) for name in leaf.shared}
@@ -107,7 +110,7 @@ class _Comparison:
         self.total = sum(job.nbytes for job in self.jobs)
         self.lock = threading.Lock()
         self.scheduler = Scheduler(workers, max([IN_FLIGHT, *(job.memory for job in self.jobs)]))
-        self.found: list[TensorDiff] = []
+        self.compared: list[TensorDiff] = []
         self.mapped = 0
 
     def run(self) -> list[TensorDiff]:
@@ -115,7 +118,7 @@ class _Comparison:
         self.scheduler.run(self.jobs, self._compare)
         for side in self.sides:
             side.release()
-        return self.found
+        return self.compared
 
     def _jobs(self) -> list[_DiffJob]:
         """Return the smallest independent jobs, in the order of A's tensors."""
@@ -123,9 +126,9 @@ class _Comparison:
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
         tied = tuple(map(_is_tied, self.sides))
-        if tied[0] != tied[1]:  # the one's embedding is the other's head too
+        if tied[0] != tied[1]:  # the tied embedding is compared with the separate head
             pairs.append(("embedding.weight", "head.weight") if tied[0] else ("head.weight", "embedding.weight"))
-        known = ((at[0, one], at[1, other]) for one, other in pairs if (0, one) in at and (1, other) in at)
+        known = ((at[0, name_a], at[1, name_b]) for name_a, name_b in pairs if (0, name_a) in at and (1, name_b) in at)
         groups = dependents(len(leaves), known)
         return [self._job([leaves[index] for index in group]) for group in groups]
 
@@ -142,48 +145,48 @@ class _Comparison:
 
     def _compare(self, job: _DiffJob) -> None:
         """Compare the tensors of one job and report the progress."""
-        found = self._tensors(job)
+        tensors = self._tensors(job)
         for side in self.sides:
             side.release()
         with self.lock:
-            self.found += found
+            self.compared += tensors
             if self.progress is not None:
                 self.progress(job.nbytes, self.total)
 
     def _tensors(self, job: _DiffJob) -> list[TensorDiff]:
         """Return the comparison of every tensor of a job."""
         names = [name for leaves in job.leaves for leaf in leaves for name in leaf.shared]
-        if self._as_they_lie(job):
+        if self._is_same_leaf(job):
             sizes = {name: math.prod(self.parameters[0][name].shape) for name in names}
-            return [self._told(name, TensorFigures(size, same_bytes=True)) for name, size in sizes.items()]
-        held = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
-        found = []
+            return [self._tensor_diff(name, TensorFigures(size, same_bytes=True)) for name, size in sizes.items()]
+        tensors = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
+        compared = []
         for name in dict.fromkeys(names):
-            here, there = (held[side].get(name) for side in (0, 1))
+            here, there = (tensors[side].get(name) for side in (0, 1))
             if name == "head.weight" and (here is None or there is None):
                 tied = _is_tied(self.sides[0 if here is None else 1])
-                other = held[0 if here is None else 1].get("embedding.weight") if tied else None
-                here, there = here or other, there or other
-            found.append(self._told(name, self._figures(name, here, there)))
-        return found
+                embedding = tensors[0 if here is None else 1].get("embedding.weight") if tied else None
+                here, there = here or embedding, there or embedding
+            compared.append(self._tensor_diff(name, self._figures(name, here, there)))
+        return compared
 
-    def _as_they_lie(self, job: _DiffJob) -> bool:
+    def _is_same_leaf(self, job: _DiffJob) -> bool:
         """Return whether both sides are one leaf with the same layout and bytes, so that no part needs a comparison."""
         if any(len(leaves) != 1 for leaves in job.leaves):
             return False
-        (one,), (other,) = job.leaves
+        (leaf_a,), (leaf_b,) = job.leaves
         a, b = self.sides
-        alike = all(getattr(one, name) == getattr(other, name) for name in ("layout", "sizes", "shape", "shared"))
-        if not alike or a.dtype_of(one) != b.dtype_of(other):
+        alike = all(getattr(leaf_a, name) == getattr(leaf_b, name) for name in ("layout", "sizes", "shape", "shared"))
+        if not alike or a.dtype_of(leaf_a) != b.dtype_of(leaf_b):
             return False
-        places = a.span(one), b.span(other)
+        places = a.span(leaf_a), b.span(leaf_b)
         if places[0] is None or places[1] is None:
             return False
         if places[0][1] == places[1][1] and places[0][0].resolve() == places[1][0].resolve():
             return True  # one file, given twice
-        if one.layout.is_identity:
+        if leaf_a.layout.is_identity:
             return False
-        x, y = (each.reshape(-1) for each in (a.read(one), b.read(other)))
+        x, y = (array.reshape(-1) for array in (a.read(leaf_a), b.read(leaf_b)))
         for start in range(0, x.size, 4 * CHUNK):
             part = x[start : start + 4 * CHUNK], y[start : start + 4 * CHUNK]
             if not same_bytes(*part):
@@ -204,16 +207,16 @@ class _Comparison:
         rank = self.rank and not any(name in names for names in self.quantised)
         return compare_tensors(x, a[1], y, b[1], rank=rank, pause=self._pause)
 
-    def _told(self, name: str, figures: TensorFigures | None) -> TensorDiff:
+    def _tensor_diff(self, name: str, figures: TensorFigures | None) -> TensorDiff:
         """Return the record of one tensor."""
         a, b = (parameters.get(name) for parameters in self.parameters)
-        known = a or b
-        assert known is not None
-        dtypes = [each.get(name) for each in self.dtypes]
+        parameter = a or b
+        assert parameter is not None
+        dtypes = [dtype_by_name.get(name) for dtype_by_name in self.dtypes]
         return TensorDiff(
             name=name,
-            component=known.component,
-            layer=known.layer,
+            component=parameter.component,
+            layer=parameter.layer,
             status=_status(a, b, figures, dtypes[0] == dtypes[1]),
             shape_a=None if a is None else a.shape,
             shape_b=None if b is None else b.shape,
@@ -226,7 +229,7 @@ class _Comparison:
     def _pause(self, nbytes: int) -> None:
         """Stop after a chunk if another thread failed, and release the pages that were read."""
         self.scheduler.check()
-        self.mapped += nbytes  # by several threads at once: a few lost counts do no harm
+        self.mapped += nbytes  # without a lock, because a few lost counts do no harm
         if self.mapped > _MAPPED_BYTES:
             self.mapped = 0
             for side in self.sides:
@@ -253,12 +256,12 @@ def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
     if not isinstance(checkpoint, Checkpoint):
         return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))
     missing = set(checkpoint.missing)
-    held = [each for each in checkpoint.spec.parameters() if each.name not in missing]
+    parameters = [parameter for parameter in checkpoint.spec.parameters() if parameter.name not in missing]
     for leaf in checkpoint.extra:
         (name,) = leaf.shared
         layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
-        held.append(Parameter(name, leaf.shape, "no place", layer))
-    return held
+        parameters.append(Parameter(name, leaf.shape, "no place", layer))
+    return parameters
 
 
 def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | None, one_dtype: bool) -> Status:
@@ -275,31 +278,31 @@ def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | N
 
 def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDiff], tuple[int, int]]:
     """Return a sort key for A's order of computation. A tensor that only B has follows its predecessor in B."""
-    places = {each.name: (index, 0) for index, each in enumerate(a)}
+    places = {parameter.name: (index, 0) for index, parameter in enumerate(a)}
     last = -1
-    for number, each in enumerate(b, 1):
-        if each.name in places:
-            last = places[each.name][0]
+    for number, parameter in enumerate(b, 1):
+        if parameter.name in places:
+            last = places[parameter.name][0]
         else:
-            places[each.name] = (last, number)
-    return lambda each: places[each.name]
+            places[parameter.name] = (last, number)
+    return lambda parameter: places[parameter.name]
 
 
 def _notes(a: TensorFiles, b: TensorFiles, tree: Sequence[TreeChange]) -> list[str]:
     """Return notes that the user needs to interpret the figures."""
     notes = []
-    one, other = (each.origin.family for each in (a, b))
-    if None not in (one, other) and one != other:
-        notes.append(f"A is a {one}, B a {other}: tensors of the same place and shape are compared")
-    if any(each.path.endswith(".position.pairs") for each in tree):
-        told = "rows of q_proj and k_proj that do the same lie in another order"
-        notes.append(f"rotary positions turn other pairs: {told}")
+    family_a, family_b = (side.origin.family for side in (a, b))
+    if None not in (family_a, family_b) and family_a != family_b:
+        notes.append(f"A is a {family_a}, B a {family_b}: tensors of the same place and shape are compared")
+    if any(change.path.endswith(".position.pairs") for change in tree):
+        words = "rows of q_proj and k_proj that do the same lie in another order"
+        notes.append(f"rotary positions turn other pairs: {words}")
     moved = same_layers(a, b) if isinstance(a, Checkpoint) and isinstance(b, Checkpoint) else None
     if moved is not None:
         shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))
         runs = [(first, last, shift) for first, last, shift in shifts if shift]
         pairs = [f"B's {range_label(i, j)} are A's {range_label(i + n, j + n)}" for i, j, n in runs]
         notes.append(f"layers are compared by number, but {', '.join(pairs)}")
-    for name, each in (("A", a), ("B", b)):
-        notes += [f"{name}: {note}" for note in each.notes]
+    for name, side in (("A", a), ("B", b)):
+        notes += [f"{name}: {note}" for note in side.notes]
     return notes

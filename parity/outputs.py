@@ -1,4 +1,4 @@
-"""The model outputs that gptkit compares: logits, or the hidden states and the pooled vector of a model without a head."""
+"""The model outputs that gptkit compares: logits, or hidden states and a pooled vector for a model without a head."""
 
 from typing import Any
 
@@ -38,10 +38,10 @@ def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
     if not isinstance(model, Decoder) and config is not None and getattr(config, "is_encoder_decoder", False):
         given["input_ids"] = batch.input_ids % config.vocab_size
         target = reversed_ids % (getattr(config, "decoder_vocab_size", None) or config.vocab_size)
-        theirs: Tensor = model(**given, decoder_input_ids=target).logits
-        return theirs
+        decoded: Tensor = model(**given, decoder_input_ids=target).logits
+        return decoded
     if isinstance(model, Decoder):
-        known = batch.token_types is not None and model.token_types is not None  # a mistake may leave the table out
+        known = batch.token_types is not None and model.token_types is not None  # a mistake may drop the table
         types = {"token_types": batch.token_types} if known else {}
         states: Tensor = model(**given, **types)
         if model.head is not None:
@@ -49,15 +49,15 @@ def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
         pooled = None if model.pooler is None else model.pooler(states)
     else:
         types = {} if batch.token_types is None else {"token_type_ids": batch.token_types}
-        found = model(**given, **types)
-        if isinstance(found, Tensor) or hasattr(found, "logits"):
-            logits: Tensor = getattr(found, "logits", found)
+        output = model(**given, **types)
+        if isinstance(output, Tensor) or hasattr(output, "logits"):
+            logits: Tensor = getattr(output, "logits", output)
             return logits
-        states, pooled = found.last_hidden_state, getattr(found, "pooler_output", None)
+        states, pooled = output.last_hidden_state, getattr(output, "pooler_output", None)
     return with_pooled(states, pooled)
 
 
 def with_pooled(states: Tensor, pooled: Tensor | None) -> Tensor:
     """Return the hidden states concatenated with the text's pooled vector, or with its first token's state."""
-    beside = states[:, 0] if pooled is None else pooled
-    return torch.cat((states, beside[:, None].expand_as(states)), dim=-1)
+    vector = states[:, 0] if pooled is None else pooled
+    return torch.cat((states, vector[:, None].expand_as(states)), dim=-1)

@@ -65,20 +65,20 @@ def run_together(
     passes = [_Pass(call, batch) for batch in batches]
     try:
         with torch.inference_mode():
-            for each in passes:
-                each.switch()
-            while stopped := [each for each in passes if not each.dead]:
+            for pass_ in passes:
+                pass_.switch()
+            while stopped := [pass_ for pass_ in passes if not pass_.dead]:
                 assert serve is not None, "a pass waits for what nobody gives"
-                place = min(each.place for each in stopped)
-                here = [each for each in stopped if each.place == place]
-                with closing(serve(place, [each.empty() for each in here])) as answers:
-                    for each in here:
-                        each.parcel = next(answers)
-                        each.switch()
+                place = min(pass_.place for pass_ in stopped)
+                here = [pass_ for pass_ in stopped if pass_.place == place]
+                with closing(serve(place, [pass_.empty() for pass_ in here])) as answers:
+                    for pass_ in here:
+                        pass_.parcel = next(answers)
+                        pass_.switch()
     finally:
-        for each in passes:
-            each.throw()
-    return [each.result for each in passes if each.result is not None]
+        for pass_ in passes:
+            pass_.throw()
+    return [pass_.result for pass_ in passes if pass_.result is not None]
 
 
 def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:

@@ -1,9 +1,9 @@
-"""A port of somebody's own: a user's torch module held against transformers, component by component.
+"""Compare a port, which is a user's torch module, with transformers, component by component.
 
-Nothing is asked of the port but that it takes token ids (B, T) and gives logits (B, T, V), as a tensor, in a tuple or
-as `.logits`. For every component of the reference the port's module is looked for whose output is the same, and the
-first component that no module of the port computes is where they part. Its cause is found by making mistakes in
-gptkit's tree of the reference, one at a time: the one that then computes what the port computes is the port's.
+The port must take token ids (B, T) and return logits (B, T, V), as a tensor, in a tuple or as `.logits`. For every
+component of the reference gptkit looks for the port's module with the same output. The first component without such a
+module is the place of the difference. To find the cause, gptkit makes mistakes in its own tree of the reference, one at
+a time, until one gives the port's logits.
 """
 
 import copy
@@ -43,51 +43,44 @@ _NOTHING = "none of your port's submodules can be compared: they return only the
 
 @dataclass(frozen=True)
 class PortMatch:
-    """One component of the reference and the port's module that comes closest to it. module: the port's module name and
-    side, None where none has an output of that size; place: the difference.
-    """
+    """One component of the reference, and the port's module with the nearest output."""
 
-    place: Part
-    module: str | None
+    place: Part  # the difference between the two outputs
+    module: str | None  # the name and side of the port's module; None if no output has this size
 
 
 @dataclass(frozen=True)
 class PortVerification:
-    """The result for a port; `verdict` as in `verify`. functions: the largest difference of logits in fp64; allowed:
-    twice what rounding to fp32 makes in the reference. rounding: the mean error in fp32 of (the reference, the port)
-    against their own fp64. causes: mistakes that explain the difference, empty where none of those tried does.
-    left_out: probes that the port was not given, since it takes no mask. notes: what a person should know. reference:
-    what the port was held against; of a tree that no transformers class computes, gptkit's own modules, whose outputs
-    are not laid beside the port's one by one.
-    """
+    """The result for a port; `verdict` as in `verify`."""
 
     model: str
     against: str
     prompts: tuple[LogitDifference, ...]
-    functions: float
-    allowed: float
-    rounding: tuple[float, float]
+    functions: float  # the largest difference of logits in fp64
+    allowed: float  # twice the reference's rounding to fp32
+    rounding: tuple[float, float]  # the mean error in fp32 of (reference, port) relative to their own fp64
     matches: tuple[PortMatch, ...]
-    causes: tuple[Made, ...] = ()
-    left_out: tuple[str, ...] = ()
+    causes: tuple[Made, ...] = ()  # mistakes that explain the difference
+    left_out: tuple[str, ...] = ()  # probes that the port did not get, because it takes no mask
     notes: tuple[str, ...] = ()
-    reference: str = "transformers"
-    score: MistakeScore | None = None
-    """The mistakes on purpose that these inputs detect; None for a port that differs, and if they were not made."""
+    reference: str = "transformers"  # "gptkit's own modules" if transformers has no class for the tree
+    score: MistakeScore | None = None  # deliberate mistakes that these inputs detect; None if none were made
 
     @property
     def verdict(self) -> str:
+        """Return the verdict on the logits."""
         if all(prompt.identical for prompt in self.prompts):
             return "identical"
         return "equal" if self.functions <= self.allowed and not self.imprecise else "different"
 
     @property
     def imprecise(self) -> bool:
-        """Whether the port rounds worse than the reference does, by the measure of `verify`."""
+        """Return whether the port rounds worse than the reference, by the bound of `verify`."""
         return not self.rounding[1] <= IMPRECISE * self.rounding[0]
 
     @property
     def passed(self) -> bool:
+        """Return whether the port computes the reference's function."""
         return self.verdict != "different"
 
     def as_json(self) -> dict[str, Any]:
@@ -96,12 +89,15 @@ class PortVerification:
 
     @property
     def first(self) -> PortMatch | None:
-        """The first component that no module of the port computes."""
+        """Return the first component that no module of the port computes."""
         return next((match for match in self.matches if match.place.parts), None)
 
 
 def load_port(reference: str) -> nn.Module:
-    """The module that `package.module:callable` returns, from the working directory; UsageError where it does not."""
+    """Import `package.module:callable` from the working directory, call it, and return its torch module.
+
+    Raises UsageError if that fails.
+    """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
         raise UsageError(f"{reference!r} is not MODULE:CALLABLE", "Write, for example, my_port:build.")
@@ -125,7 +121,7 @@ def load_port(reference: str) -> nn.Module:
         port = build
         if not isinstance(build, nn.Module):
             try:
-                with suppress(ValueError):  # of a builtin that does not say what it takes: calling it tells
+                with suppress(ValueError):  # a builtin without a signature: call it
                     inspect.signature(build).bind()
             except TypeError as error:
                 raise UsageError(f"{reference} cannot be called without arguments: {error}", hint) from error
@@ -137,24 +133,24 @@ def load_port(reference: str) -> nn.Module:
 
 @contextmanager
 def _blaming(who: str, when: str) -> Iterator[None]:
-    """While open, whatever the user's own code raises is InvalidInput, with the line of theirs that raised it."""
+    """Turn exceptions of the user's code into InvalidInput with the line that raised them, inside a `with`."""
     try:
         yield
     except (GptkitError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
         first = next(iter(str(error).splitlines()), "")
-        told = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        reason = f"{type(error).__name__}: {first}" if first else type(error).__name__
         raise InvalidInput(
-            f"{who} {told:.300}, {when}{_line_of(error)}", "GPTKIT_DEBUG=1 shows the whole traceback."
+            f"{who} {reason:.300}, {when}{_line_of(error)}", "GPTKIT_DEBUG=1 shows the whole traceback."
         ) from error
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback (or the line that is no syntax), as ", in FILE:LINE"."""
-    others = ("<", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
+    """Return the innermost line of the user's code in a traceback, or of a syntax error, as ", in FILE:LINE"."""
+    foreign = ("<", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
     frames = [(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__))]
-    lines = [(file, line) for file, line in frames if "site-packages" not in file and not file.startswith(others)]
+    lines = [(file, line) for file, line in frames if "site-packages" not in file and not file.startswith(foreign)]
     if isinstance(error, SyntaxError) and error.filename is not None:
         lines = [(error.filename, error.lineno)]
     if not lines:
@@ -173,12 +169,12 @@ def verify_port(
     mutations: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PortVerification:
-    """Hold a port of a checkpoint, which `package.module:callable` returns with its weights, against transformers, or
-    where no class of its computes the tree against gptkit's own modules, in fp32 and in fp64; the options are those of
-    `verify`.
+    """Compare a port of a checkpoint, which `package.module:callable` returns, with transformers in fp32 and fp64.
+
+    If transformers has no class for the tree, gptkit's modules are the reference. The options are those of `verify`.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`; the port raises, or gives something else than logits.
+        InvalidInput, Offline: as `open_checkpoint`; also if the port raises, or does not return logits.
         UsageError: the port cannot be imported.
     """
     say = progress or (lambda _: None)
@@ -189,19 +185,19 @@ def verify_port(
     port = load_port(against)
     with _blaming("your module raised", "when it was put into float32 and float64"):
         port = port.float()
-        ours64 = copy.deepcopy(port).double()
+        port64 = copy.deepcopy(port).double()
         takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
-    taken = None if architecture is None else architecture.takes(spec)
-    every = probe(spec, long=long, taken=taken)
-    known = [batch for batch in every if computed_rightly(architecture, batch)]
-    notes = [f"left out, because transformers' class computes it wrongly: {b.name}" for b in every if b not in known]
-    left_out = tuple(batch.name for batch in known if not takes_mask and batch.attention_mask is not None)
+    supported = None if architecture is None else architecture.takes(spec)
+    probes = probe(spec, long=long, taken=supported)
+    sound = [batch for batch in probes if computed_rightly(architecture, batch)]
+    notes = [f"left out, because transformers' class computes it wrongly: {b.name}" for b in probes if b not in sound]
+    left_out = tuple(batch.name for batch in sound if not takes_mask and batch.attention_mask is not None)
     notes += (
         [f"not tested: {', '.join(left_out)}, because forward() of your module has no argument attention_mask"]
         if left_out
         else []
     )
-    batches = [batch for batch in known if batch.name not in left_out]
+    batches = [batch for batch in sound if batch.name not in left_out]
     with _references(source) as (narrow, wide):
         with quiet():
             reference = narrow.run(batches)
@@ -210,21 +206,21 @@ def verify_port(
         finite = [bool(torch.isfinite(logits).all()) for logits in reference]
         notes += [
             f"left out, because transformers' own logits are not finite there: {batch.name}"
-            for batch, good in zip(batches, finite, strict=True)
-            if not good
+            for batch, is_finite in zip(batches, finite, strict=True)
+            if not is_finite
         ]
         batches = list(compress(batches, finite))
         reference, exact = list(compress(reference, finite)), list(compress(exact, finite))
-        # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing: there its fp32 stands in.
+        # transformers' eager Bloom gives NaN in fp64 for a padded row that attends to no token: use fp32 there.
         exact = [w if bool(torch.isfinite(w).all()) else n for w, n in zip(exact, reference, strict=True)]
-        candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
+        candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, port64))
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
                 raise InvalidInput(
                     f"{against} gives logits of shape {shapes} for {batch.name}", "Expected (real tokens, vocabulary)."
                 )
-        found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
+        compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         functions, allowed = largest_gap(exact, candidate64), 2 * largest_gap(reference, exact)
         rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)
         differs = not functions <= allowed
@@ -232,8 +228,11 @@ def verify_port(
         if differs and architecture is not None:
             say("where they part")
             bare = [batch for batch in batches if batch.attention_mask is None]
-            batch = max(bare, key=lambda each: each.input_ids.numel())
-            watched, outputs = taps(architecture, spec), [_outputs(each, batch, takes_mask) for each in (ours64, port)]
+            batch = max(bare, key=lambda batch: batch.input_ids.numel())
+            watched, outputs = (
+                taps(architecture, spec),
+                [_outputs(module, batch, takes_mask) for module in (port64, port)],
+            )
             if outputs[0]:
                 matches = tuple(_matches(watched, batch, (wide.model, narrow.model), outputs))
                 place = _Place(watched, matches, batch, outputs[0])
@@ -241,29 +240,29 @@ def verify_port(
                 notes.append(_NOTHING)
         elif differs:
             notes.append("not compared component by component, because no transformers class computes this model")
-    made: list[Made] = []
+    mistakes: list[Made] = []
     if differs:
         del narrow, wide
         say("mistakes that explain it")
-        ignores = takes_mask and _ignores_masks(ours64, batches, candidate64)
+        ignores = takes_mask and _ignores_masks(port64, batches, candidate64)
         explained = (lambda *_: False) if place is None else place.explained
-        given = (batches, exact, candidate64, allowed, explained, ignores)
-        made = causes(Differing(spec, wide_weights(source), *given), notes)
+        measured = (batches, exact, candidate64, allowed, explained, ignores)
+        mistakes = causes(Differing(spec, wide_weights(source), *measured), notes)
     score = None
     if not differs and mutations is not False:
         say("mistakes on purpose")
         score = try_mistakes(source, batches, mutations is True, False, notes, None)
-    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, taken=taken), long)]
+    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, taken=supported), long)]
     notes += [f"not tested on texts longer than the {limit}; --long does this" for limit in beyond]
-    held_to = "transformers" if architecture is not None else "gptkit's own modules"
+    reference_name = "transformers" if architecture is not None else "gptkit's own modules"
     matched = () if place is None else place.matches
-    rest = (tuple(made), left_out, tuple(notes), held_to, score)
-    return PortVerification(str(model), against, found, functions, allowed, rounding, matched, *rest)
+    details = (tuple(mistakes), left_out, tuple(notes), reference_name, score)
+    return PortVerification(str(model), against, compared, functions, allowed, rounding, matched, *details)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a port parts from the reference: what was compared, on which input, and what the port's modules gave."""
+    """The place where a port differs from the reference: the taps, the input, and the outputs of the port's modules."""
 
     watched: Sequence[Tap]
     matches: tuple[PortMatch, ...]
@@ -271,7 +270,7 @@ class _Place:
     outputs: Mapping[str, Tensor]
 
     def explained(self, tree: ModelSpec, weights: Weights) -> bool:
-        """Whether some module of the port computes what this tree does at the first place where they part."""
+        """Return whether a module of the port gives this tree's output at the first place that differs."""
         part = next((match.place for match in self.matches if match.place.parts), None)
         if part is None:
             return False
@@ -282,14 +281,20 @@ class _Place:
 
 
 def _ignores_masks(port: nn.Module, batches: Sequence[ProbeBatch], logits: Sequence[Tensor]) -> bool:
-    """Whether a port that takes masks gives the very same logits without one."""
-    padded = [(batch, given) for batch, given in zip(batches, logits, strict=True) if batch.attention_mask is not None]
-    return bool(padded) and all(torch.equal(_logits(port, batch, True, masked=False), given) for batch, given in padded)
+    """Return whether a port with a mask argument gives exactly the same logits without a mask."""
+    padded = [
+        (batch, port_logits)
+        for batch, port_logits in zip(batches, logits, strict=True)
+        if batch.attention_mask is not None
+    ]
+    return bool(padded) and all(
+        torch.equal(_logits(port, batch, True, masked=False), port_logits) for batch, port_logits in padded
+    )
 
 
 @contextmanager
 def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedModel]]:
-    """transformers' model in fp32 and in fp64; where it has none of the tree, gptkit's."""
+    """Return the reference in fp32 and in fp64: transformers' model, or gptkit's if transformers has none."""
     if source.architecture is None:
         yield stream_candidate(source, torch.float32, "sdpa"), stream_candidate(source, torch.float64, "sdpa")
         return
@@ -302,33 +307,37 @@ def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedMod
 
 
 def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool = True) -> Tensor:
-    """The logits of real tokens, (N, V), from whatever the port returns; without `masked` it is given no mask."""
-    dtype = next((each.dtype for each in model.parameters()), torch.float32)
+    """Return the logits at tokens without padding, (N, V), from any supported output of a port.
+
+    With `masked=False` the port gets no mask.
+    """
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
     with torch.inference_mode(), _blaming("your module raised", where):
         mask = {"attention_mask": batch.attention_mask if masked else None} if takes_mask else {}
-        out = model(batch.input_ids, **mask)
-    out = getattr(out, "logits", out)
-    out = out[0] if isinstance(out, tuple) and out else out
-    given = tuple(batch.input_ids.shape)
-    if not isinstance(out, Tensor):
-        raise InvalidInput(f"the port must return logits (B, T, V), but returned {type(out).__name__}, {where}")
-    if out.ndim != 3 or tuple(out.shape[:2]) != given or not out.is_floating_point():
-        told = f"{str(out.dtype).removeprefix('torch.')} {tuple(out.shape)}"
+        output = model(batch.input_ids, **mask)
+    output = getattr(output, "logits", output)
+    output = output[0] if isinstance(output, tuple) and output else output
+    shape = tuple(batch.input_ids.shape)
+    if not isinstance(output, Tensor):
+        raise InvalidInput(f"the port must return logits (B, T, V), but returned {type(output).__name__}, {where}")
+    if output.ndim != 3 or tuple(output.shape[:2]) != shape or not output.is_floating_point():
+        description = f"{str(output.dtype).removeprefix('torch.')} {tuple(output.shape)}"
         raise InvalidInput(
-            f"the port must return logits (B, T, V), but returned {told} for token ids {given}, {where}",
+            f"the port must return logits (B, T, V), but returned {description} for token ids {shape}, {where}",
             "Return the logits of every position, with the batch first.",
         )
-    return batch.valid(out)
+    return batch.valid(output)
 
 
 def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str, Tensor]:
-    """What every module within the port gives and is given first, (N, features) in fp64 by name and side. What only
-    gives the port's logits is left out: a wrapper's one module says no more than the port itself.
+    """Return the outputs and the first input of every module of the port, (N, features) in fp64 by name and side.
+
+    Modules that return the port's own logits are left out, because they are only wrappers.
     """
     seen: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
+    def hook_for(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             for side, value in (("", output), (" (input)", inputs[0] if inputs else None)):
                 value = first_of(value) if not isinstance(value, tuple | list) or value else value
@@ -338,16 +347,19 @@ def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str,
         return hook
 
     within = [(name, module) for name, module in model.named_modules() if name]
-    with hooked(module.register_forward_hook(keep(name)) for name, module in within):
+    with hooked(module.register_forward_hook(hook_for(name)) for name, module in within):
         logits = _logits(model, batch, takes_mask).double()
-    found = {name: valid_rows(value, batch) for name, value in seen.items()}
-    return {name: value for name, value in found.items() if not torch.equal(value, logits)}
+    rows = {name: valid_rows(value, batch) for name, value in seen.items()}
+    return {name: value for name, value in rows.items() if not torch.equal(value, logits)}
 
 
 def _matches(
     watched: Sequence[Tap], batch: ProbeBatch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[PortMatch]:
-    """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
+    """Return the module of the port with the nearest output for each component of the reference.
+
+    Rounding is measured with both models in fp32.
+    """
     with quiet():
         narrow = _seen(reference[1], watched, False, batch)
         with default_dtype(torch.float64):
@@ -356,28 +368,30 @@ def _matches(
     for index, tap in enumerate(watched):
         if index not in wide:
             continue
-        near, noise = _near(wide[index], outputs[0]), relative_gap(wide[index], narrow[index])
-        if not near:
+        candidates, noise = _near(wide[index], outputs[0]), relative_gap(wide[index], narrow[index])
+        if not candidates:
             matches.append(PortMatch(tap.part(float("inf"), noise), None))
             continue
-        best, name, columns = min(near, key=lambda each: each[0])
+        best, name, columns = min(candidates, key=lambda candidate: candidate[0])
         if name in outputs[1]:
-            own = relative_gap(*(each[name][:, columns] for each in outputs))
-            noise += min(own, IMPRECISE * max(noise, torch.finfo(torch.float32).eps))  # nobody widens his own bound
+            rounding = relative_gap(*(outputs_[name][:, columns] for outputs_ in outputs))
+            noise += min(
+                rounding, IMPRECISE * max(noise, torch.finfo(torch.float32).eps)
+            )  # a port cannot widen its own bound
         matches.append(PortMatch(tap.part(best, noise), name))
-    # What a port need not have as a module of its own is left out where something behind it agrees: a later component
-    # of the same layer that is computed rightly shows that what it is computed from was right too.
-    kept = []
+    # A port need not have a module for every component. A missing one does not count where a later component of the
+    # same layer agrees, because its input must then be correct too.
+    matches_ = []
     for number, match in enumerate(matches, 1):
-        layer, right = match.place.layer, (each.place for each in matches[number:] if not each.place.parts)
-        follows = any(layer is None or each.layer is None or each.layer >= layer for each in right)
+        layer, agreeing = match.place.layer, (match_.place for match_ in matches[number:] if not match_.place.parts)
+        follows = any(layer is None or match_.layer is None or match_.layer >= layer for match_ in agreeing)
         if not (match.place.parts and follows):
-            kept.append(match)
-    return kept
+            matches_.append(match)
+    return matches_
 
 
 def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> dict[int, Tensor]:
-    """What taps see of a model, (N, features) in fp64 by their index."""
+    """Return the values at the taps of a model, (N, features) in fp64, by the tap's index."""
     seen: dict[int, Tensor] = {}
 
     def see(index: int, value: Tensor) -> None:
@@ -389,13 +403,15 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> 
 
 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
-    """How far each output (N, F') of the port is from what is wanted, (N, F): the relative difference, module and side,
-    and the run of columns that is nearest, since a port may fuse q, k and v.
+    """Return the relative difference of each output (N, F') of the port from `wanted` (N, F), with its name and
+    columns.
+
+    The columns are the nearest run of F features, because a port may fuse q, k and v.
     """
-    found, width = [], wanted.shape[1]
+    distances, width = [], wanted.shape[1]
     for name, value in outputs.items():
         if value.shape[0] == wanted.shape[0] and value.shape[1] >= width:
             start = int((value[0].unfold(0, width, 1) - wanted[0]).abs().amax(dim=1).argmin())  # of F' - F + 1
             columns = slice(start, start + width)
-            found.append((relative_gap(wanted, value[:, columns]), name, columns))
-    return found
+            distances.append((relative_gap(wanted, value[:, columns]), name, columns))
+    return distances

@@ -25,15 +25,15 @@ EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
 ENCODER = "encoder."  # what the names of an encoder's tensors begin with
 AFFORDABLE = 1024
 """The longest window or context, in tokens, that is probed by default, because the cost of attention is quadratic."""
-LONG = 200  # tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys
+LONG = 200  # the minimum length of the longest batch, if the tree supports it: distant positions, many keys
 _REGIONS = 64
 KEPT = 256
 """The positions per row whose logits are compared. All logits of a long sequence would need too much memory."""
 SMALL = 50_000_000
 """The largest model, in parameters, that gptkit runs in fp64 and once more per step, cause or mistake by default."""
-WINDOW = 1024  # tokens of text that a model is given at once
-TOGETHER = 2048  # tokens of text that go through a model together, and for which its weights are read once
-_NEAR = 1e-9  # relative difference of frequencies that come of one base by another way to compute them
+WINDOW = 1024  # tokens of text in one input
+TOGETHER = 2048  # tokens of text that go through a model together, so that each weight is read once for them
+_NEAR = 1e-9  # the relative difference of equal frequencies that are computed in two ways
 
 Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two vocabularies
 
@@ -54,10 +54,10 @@ class ProbeBatch:
         From a long row it returns evenly spaced positions, including the first and the last.
         """
         steps = logits.shape[1]
-        keep = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
-        kept = logits[:, keep].flatten(0, 1)
-        real = kept if self.attention_mask is None else kept[self.attention_mask[:, keep].reshape(-1).bool()]
-        return real if self.rows is None else real[self.rows]
+        indices = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
+        rows = logits[:, indices].flatten(0, 1)
+        real_rows = rows if self.attention_mask is None else rows[self.attention_mask[:, indices].reshape(-1).bool()]
+        return real_rows if self.rows is None else real_rows[self.rows]
 
 
 RUNNING: ContextVar[ProbeBatch] = ContextVar("RUNNING")
@@ -125,12 +125,12 @@ def probe(
         return torch.randint(vocabulary(spec), (batch, min(length, most)), generator=generator)
 
     batches = [ProbeBatch("one token", tokens(1, 1)), ProbeBatch("random tokens", tokens(1, 64))]
-    # Every region of the vocabulary: strides over it, so that a row shifted or a block swapped shows.
+    # Ids are spread over the whole vocabulary, so that a shifted row or a swapped block shows.
     regions = (
         torch.linspace(0, vocabulary(spec) - 1, min(_REGIONS, vocabulary(spec)), dtype=torch.float64).round().long()
     )
     width = min(len(regions), most)
-    # Several rows where a short table of positions does not take them in one; the last one is filled up.
+    # A short position table needs several rows; the last row is padded with the last token.
     rows = torch.nn.functional.pad(regions, (0, -len(regions) % width), value=vocabulary(spec) - 1)
     batches.append(ProbeBatch("vocabulary regions", rows.reshape(-1, width)))
     batches.append(ProbeBatch("one token repeated", tokens(1, 1).expand(1, min(32, most)).clone()))
@@ -142,8 +142,8 @@ def probe(
                 mask[row, slice(0, width) if side == "left" else slice(-width, None)] = 0
         if int(mask.min()) == 0:
             batches.append(ProbeBatch(f"{side} padding", padded, mask))
-    if spec.token_types is not None and min(each.token_types.count for each in (spec, *others) if each.token_types) > 1:
-        count = min(each.token_types.count for each in (spec, *others) if each.token_types is not None)
+    if spec.token_types is not None and min(tree.token_types.count for tree in (spec, *others) if tree.token_types) > 1:
+        count = min(tree.token_types.count for tree in (spec, *others) if tree.token_types is not None)
         types = torch.arange(count).repeat_interleave(-(-padded.shape[1] // count))[: padded.shape[1]]
         batches.append(ProbeBatch("types of tokens", padded[:1], token_types=types[None]))
     reached = [limit for limit in limits(spec, *others) if passed(limit, most, long)]
@@ -171,10 +171,10 @@ def text_batch(
     return ProbeBatch(name, torch.tensor([list(ids)]))
 
 
-# What two trees say of each other before anything is computed: whether their weights have to be the same, and up to
-# which length they can be one function at all. Windows, rotary scaling, the base and the length of a table change
-# nothing that weights could make up for: what differs in these alone calls for the same bytes. Their effect begins
-# behind a length, or grows with it, so that a probe of 200 tokens says nothing of 4,096.
+# The next functions compare two trees before anything is computed: whether their weights must be the same, and up to
+# which length they can be one function. Weights cannot compensate for another window, rotary scaling, rotary base or
+# table length, so trees that differ only in these need the same bytes. The effect of these fields begins after some
+# length, or grows with it, so that a probe of 200 tokens cannot show it at 4,096 tokens.
 
 
 def one_function(a: ModelSpec, b: ModelSpec) -> bool:
@@ -192,25 +192,25 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
 
 
 def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
-    """Return the lengths beyond which the trees differ, the shortest first; 0 if they differ from the first token on."""
+    """Return the lengths beyond which the trees differ, the shortest first; 0 if they always differ."""
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
-    found: set[_Limit] = set()
+    differing: set[_Limit] = set()
     for pair in _counterparts(a, b):
-        x, y = (getattr(each, "window", None) for each in pair)
+        x, y = (getattr(mixer, "window", None) for mixer in pair)
         sizes.add(("windows", x, y))
-        length = _alike_up_to(*(getattr(each, "position", None) for each in pair))
+        length = _alike_up_to(*(getattr(mixer, "position", None) for mixer in pair))
         if length is not None:
-            found.add(_Limit(length, "positions counted otherwise"))
-        warm = [getattr(each, "temperature", None) for each in pair]
+            differing.add(_Limit(length, "positions counted otherwise"))
+        warm = [getattr(mixer, "temperature", None) for mixer in pair]
         if warm[0] != warm[1]:
-            grows = min(each.original_context - each.offset for each in warm if each is not None)
-            found.add(_Limit(grows, "temperatures of queries"))
+            grows = min(mixer.original_context - mixer.offset for mixer in warm if mixer is not None)
+            differing.add(_Limit(grows, "temperatures of queries"))
     for name, x, y in sizes:
         if x != y:
             words = " and ".join("none" if size is None else f"{size:,}" for size in (x, y))
-            found.add(_Limit(min(size for size in (x, y) if size is not None), f"{name} of {words} tokens"))
-    return sorted(found)
+            differing.add(_Limit(min(size for size in (x, y) if size is not None), f"{name} of {words} tokens"))
+    return sorted(differing)
 
 
 def whole_context(a: ModelSpec, b: ModelSpec, taken: int | None = None) -> int | None:
@@ -248,27 +248,27 @@ def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
     """
     if len(a.blocks) == len(b.blocks):
         alike = (zip_longest(*(block.sublayers for block in pair)) for pair in zip(a.blocks, b.blocks, strict=True))
-        mixers = (tuple(each and each.mixer for each in pair) for layer in alike for pair in layer)
+        mixers = (tuple(sublayer and sublayer.mixer for sublayer in pair) for layer in alike for pair in layer)
         return list(dict.fromkeys((x, y) for x, y in mixers if hasattr(x, "position") or hasattr(y, "position")))
     every = ([part.mixer for block in tree.blocks for part in block.sublayers] for tree in (a, b))
     first, second = ([mixer for mixer in mixers if hasattr(mixer, "position")] for mixers in every)
     if set(first) == set(second):
         return []
-    kinds = [dict.fromkeys(each) for each in (first, second)]
-    own = [[each for each in mine if each not in others] or list(mine) for mine, others in (kinds, kinds[::-1])]
-    return [(x, y) for x in own[0] for y in own[1]]
+    kinds = [dict.fromkeys(mixers) for mixers in (first, second)]
+    unique = [[kind for kind in a if kind not in b] or list(a) for a, b in (kinds, kinds[::-1])]
+    return [(x, y) for x in unique[0] for y in unique[1]]
 
 
 def _alike_up_to(a: Any, b: Any) -> int | None:
     """Return the number of tokens up to which two rotary positions agree; None if they agree at any length."""
-    turns: list[Any] = [None if each is None else getattr(module_of(each), "frequencies", None) for each in (a, b)]
+    turns: list[Any] = [rotary and getattr(module_of(rotary), "frequencies", None) for rotary in (a, b)]
     if None in turns:
         return None if without_rounding(a) == without_rounding(b) else 0
-    contexts = {getattr(each.scaling, "original_context", 0) for each in (a, b)} - {0}
+    contexts = {getattr(rotary.scaling, "original_context", 0) for rotary in (a, b)} - {0}
     alike = 0
     for length in sorted({1, *contexts, *(context + 1 for context in contexts), 4 * max(contexts, default=1)}):
-        # One may have more pairs, which then meet weights that the other has not.
-        turned = [turn(each, length, torch.float64) for turn, each in zip(turns, (a, b), strict=True)]
+        # One side may have more pairs, for weights that the other side does not have.
+        turned = [turn(rotary, length, torch.float64) for turn, rotary in zip(turns, (a, b), strict=True)]
         few, many = sorted(turned, key=len)
         if not bool(((few[:, None] - many).abs().amin(dim=1) <= _NEAR * few).all()):
             return alike
@@ -289,22 +289,24 @@ class Scope:
 
     def probe(self) -> list[ProbeBatch]:
         """Return the probe over the tokens of both vocabularies, in old ids, cut to `most` tokens."""
-        spec, kept = self.before, None
+        spec, common_ids = self.before, None
         if self.tokens is not None:
-            kept = torch.as_tensor(self.tokens[0])
+            common_ids = torch.as_tensor(self.tokens[0])
             spec = msgspec.structs.replace(
                 spec,
-                embedding=msgspec.structs.replace(spec.embedding, vocab_size=len(kept)),
-                head=None if spec.head is None else msgspec.structs.replace(spec.head, vocab_size=len(kept)),
+                embedding=msgspec.structs.replace(spec.embedding, vocab_size=len(common_ids)),
+                head=None if spec.head is None else msgspec.structs.replace(spec.head, vocab_size=len(common_ids)),
             )
-        found = []
+        batches = []
         for batch in probe(spec, self.after):
             ids = batch.input_ids[:, : self.most]
             mask = None if batch.attention_mask is None else batch.attention_mask[:, : self.most]
             if mask is None or bool(mask.any()):
                 types = None if batch.token_types is None else batch.token_types[:, : self.most]
-                found.append(ProbeBatch(batch.name, ids if kept is None else kept[ids], mask, token_types=types))
-        return found
+                batches.append(
+                    ProbeBatch(batch.name, ids if common_ids is None else common_ids[ids], mask, token_types=types)
+                )
+        return batches
 
     def renamed(self, batch: ProbeBatch) -> ProbeBatch:
         """Return a batch with the ids of the new vocabulary."""
@@ -324,8 +326,8 @@ class Scope:
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]
         width = min([WINDOW, *(length for length in lengths if length is not None)])
-        there = groupby(map(int, text), key=lambda token: self.tokens is None or token in self._numbers)
-        runs = [list(run) for kept, run in there if kept]
+        grouped = groupby(map(int, text), key=lambda token: self.tokens is None or token in self._numbers)
+        runs = [list(run) for is_common, run in grouped if is_common]
         pieces = [run[start : start + width + 1] for run in runs for start in range(0, len(run), width)]
         return [piece for piece in pieces if len(piece) > 1]
 

@@ -1,10 +1,10 @@
-"""The two sides of a verification: transformers' logits and gptkit's, in memory or a layer at a time.
+"""Compute the logits of both sides of a verification, transformers' and gptkit's, in memory or one layer at a time.
 
-The reference is transformers' own class, loaded from files that it reads without remote code. Of models larger than
-memory both sides run their own, unchanged forward with parameters on the meta device: just before a layer (or the
-embedding, the last norm, the head) is called its weights are read from the files, and dropped right after. All batches
-go through a layer before the next is read (see `passes`). Memory is the largest layer's, twice while it is converted,
-and the activations.
+The reference is transformers' own class, loaded without remote code. If a model is larger than memory, both sides run
+their own unchanged forward method with parameters on the meta device. Just before a layer (or the embedding, the last
+norm, the head) is called, its weights are read from the files, and they are dropped afterwards. All batches pass a
+layer before the next one is read (see `passes`). This needs memory for the largest layer, twice while it is converted,
+and for the activations.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ from .probe import ProbeBatch
 
 _NO_CLASS = "this model has no transformers class to compare with"
 _KEPT_BYTES = 256 * 2**20
-"""Parameters up to this size leave their memory to the next of their shape."""
+"""Parameters up to this size pass on their memory to the next parameter of the same shape."""
 
 
 @contextmanager
 def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """A folder that `AutoModelForCausalLM.from_pretrained` loads: the checkpoint's own where it can be, else the
-    checkpoint converted to HF files in a temporary place. Raises CannotExpress where no transformers class computes it.
+    """Yield a folder that `AutoModelForCausalLM.from_pretrained` can load.
+
+    This is the checkpoint's own folder if possible, else a temporary folder with converted HF files. Raises
+    CannotExpress if no transformers class computes the tree.
     """
     architecture = checkpoint.architecture
     if architecture is None:
@@ -73,7 +75,7 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' advice to its own users, its progress bars and its warnings."""
+    """Silence transformers' advice, progress bars and warnings."""
     from transformers import logging
 
     level = logging.get_verbosity()
@@ -90,8 +92,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch makes tensors of `dtype` where none is named: transformers' XGLM makes the lowest number of fp64 so, which
-    fp32 does not hold.
+    """Set torch's default dtype, inside a `with`.
+
+    transformers' XGLM creates the lowest number of fp64 in the default dtype, and fp32 cannot represent it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -102,8 +105,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def auto_class(config: Mapping[str, Any]) -> Any:
-    """What transformers loads the model of a config.json as: of a causal language model, of one that fills in masked
-    tokens, of one without a head, or of one with an encoder and a decoder.
+    """Return the transformers auto class for a config.json: causal or masked language model, encoder-decoder, or no
+    head.
     """
     import transformers
 
@@ -116,7 +119,7 @@ def auto_class(config: Mapping[str, Any]) -> Any:
 
 
 def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
-    """Have transformers' model do without parts that files lack."""
+    """Remove the parts of transformers' model that the files do not have."""
     for part in parts:
         setattr(model, part, None)
     return []
@@ -186,7 +189,7 @@ def _class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
 
 
 def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
-    """The model of a family that brings its own (`Architecture.model`), its weights not filled; None of any other."""
+    """Return the model of a family with its own class (`Architecture.model`), without weights; None for other families."""
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is None or not family.model:
         return None
@@ -196,16 +199,18 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
 
 
 def _compute_experts_plainly(model: Any) -> None:
-    """Compute experts of rows of no multiple of 16 bytes one by one: torch's grouped product raises on such."""
-    owners = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]  # whose kernels are no experts
-    stacked = [each for owner in owners for each in owner.parameters(recurse=False) if each.ndim == 3]
-    if any(each.shape[dim] * each.element_size() % 16 for each in stacked for dim in (1, 2)):
+    """Compute experts one by one if their rows are no multiple of 16 bytes, as torch's grouped product requires."""
+    owners = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]  # their kernels are no experts
+    stacked = [parameter for owner in owners for parameter in owner.parameters(recurse=False) if parameter.ndim == 3]
+    if any(parameter.shape[dim] * parameter.element_size() % 16 for parameter in stacked for dim in (1, 2)):
         model.set_experts_implementation("eager")
 
 
 def begin_anew(model: Any, family: Architecture | None) -> None:
-    """Have every pass from the first token on be as the first. Dynamic rotary scaling keeps the base of the longest
-    sequence, and of each kind of layer where these have positions of their own; a family says what else is kept.
+    """Make every forward pass from the first token independent of previous ones.
+
+    Dynamic rotary scaling remembers the base of the longest sequence, in some models by kind of layer. A family
+    declares other state.
     """
     if family is not None:
         family.prepare(model)
@@ -216,17 +221,23 @@ def begin_anew(model: Any, family: Architecture | None) -> None:
             setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        by_prefix = {f"{kind}_": each for kind, each in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
-        dynamic = [prefix for prefix, each in by_prefix.items() if "dynamic" in str(each)]
+        rope_types = getattr(module, "rope_type", None)
+        by_prefix = (
+            {f"{kind}_": kind for kind, kind in rope_types.items()}
+            if isinstance(rope_types, dict)
+            else {"": rope_types}
+        )
+        dynamic = [prefix for prefix, kind in by_prefix.items() if "dynamic" in str(kind)]
         if dynamic:
             module.register_forward_pre_hook(lambda module, *_, prefixes=dynamic: forget(module, prefixes))
 
 
 class _Absent(Tensor):
-    """A parameter that is not there: its shape, and a refusal of any other use. torch computes some products with a
-    tensor of the meta device, from whatever lies in memory. It says the device that its values will be on, to which
-    transformers' Llama 4 moves token ids before it calls the embedding.
+    """A parameter without values: only its shape can be used.
+
+    Without this class torch would compute some products with a tensor of the meta device from arbitrary memory. Its
+    `device` is the one of the later values, because transformers' Llama 4 moves token ids to it before it calls the
+    embedding.
     """
 
     full_name: str
@@ -236,11 +247,11 @@ class _Absent(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-            if not any(isinstance(each, Tensor) for each in tree_leaves(result)):
+            if not any(isinstance(value, Tensor) for value in tree_leaves(result)):
                 return result
         except RuntimeError:  # most operations refuse one themselves
             pass
-        name = next(each.full_name for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        name = next(value.full_name for value in tree_leaves((args, kwargs)) if isinstance(value, cls))
         raise GptkitError(
             (
                 f"--stream: this model uses the weights of {name} without calling that module, so it cannot "
@@ -251,8 +262,10 @@ class _Absent(Tensor):
 
 
 class StreamedModel:
-    """A model whose units are filled by `read` (a parameter's name -> its values) while they compute, or is whole.
-    `lent` names the module with whose parameters a layer computes beside its own.
+    """A model whose units get their weights from `read` while they compute, or a complete model.
+
+    `read` returns the values of a parameter by name. `lent` names the module whose parameters a layer uses in addition
+    to its own.
     """
 
     def __init__(
@@ -270,7 +283,7 @@ class StreamedModel:
             self._drop(owners)
 
     def run(self, batches: Sequence[ProbeBatch]) -> list[Tensor]:
-        """The logits of real tokens, (N, V) a batch."""
+        """Return the logits at tokens without padding, (N, V) per batch."""
 
         def serve(place: int, brought: list[Any]) -> Generator[Any]:
             owners = self._units[place][1]
@@ -289,26 +302,32 @@ class StreamedModel:
             return run_together(call, batches, serve)
 
     def _fill(self, owners: Sequence[_Owner]) -> None:
+        """Read the weights of one unit."""
         assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
                 like = module._parameters[name]
                 assert like is not None
-                # Memory that an earlier one of its shape left (layers are alike), else new, laid out as the module has
-                # it: GPT-2's products read their weights [in, out] in memory.
+                # Reuse the memory of an earlier parameter with this shape, or allocate it in the module's memory order,
+                # because GPT-2's products read their weights as [in, out].
                 spare = self._spare.get((like.shape, like.stride(), like.dtype), [])
                 value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
                 value.copy_(self.read(full))
-                # As in memory: torch folds a product with what may be trained, and not always another.
+                # requires_grad as in a complete model, because torch computes products with it differently.
                 module._parameters[name] = nn.Parameter(value, requires_grad=value.is_floating_point())
         self.release()
 
     def _drop(self, owners: Sequence[_Owner]) -> None:
+        """Replace the weights of one unit by parameters without values."""
         for module, name, full in owners:
-            held: Any = module._parameters[name]
-            if not held.is_meta and held.nbytes <= _KEPT_BYTES:  # tables are too large to keep
-                self._spare.setdefault((held.shape, held.stride(), held.dtype), []).append(held.data)
-            empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(_Absent)
+            parameter: Any = module._parameters[name]
+            if not parameter.is_meta and parameter.nbytes <= _KEPT_BYTES:  # tables are too large to keep
+                self._spare.setdefault((parameter.shape, parameter.stride(), parameter.dtype), []).append(
+                    parameter.data
+                )
+            empty = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+            ).as_subclass(_Absent)
             empty.full_name = full
             module._parameters[name] = empty  # type: ignore[assignment]
 
@@ -317,38 +336,38 @@ _Owner = tuple[nn.Module, str, str]  # a module, the name in it of a parameter, 
 
 
 def _owners(module: nn.Module, path: str) -> list[_Owner]:
-    """Of all parameters in a module, which has that name in the model."""
+    """Return every parameter in a module, with its full name in the model."""
     names = [name.rpartition(".") for name, _ in module.named_parameters(remove_duplicate=False)]
     return [(module.get_submodule(at), name, f"{path}{at}{dot}{name}") for at, dot, name in names]
 
 
 def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> list[tuple[nn.Module, list[_Owner]]]:
-    """What is filled at once: each layer of a module list, with what it is `lent`, and each module outside of them with
-    own parameters.
+    """Return the modules that are filled at once: each layer with the parameters it uses, and each other module with
+    weights.
     """
-    found: list[tuple[nn.Module, list[_Owner]]] = []
+    units: list[tuple[nn.Module, list[_Owner]]] = []
 
     def walk(module: nn.Module, path: str, in_list: bool) -> None:
-        if not in_list and all(each is None for each in module._parameters.values()):
+        if not in_list and all(parameter is None for parameter in module._parameters.values()):
             for name, child in module.named_children():
                 walk(child, f"{path}{name}.", isinstance(module, nn.ModuleList))
             return
         owners = _owners(module, path)
         if lent and module in lent:
             owners += _owners(model.get_submodule(lent[module]), f"{lent[module]}.")
-        found.append((module, owners))
+        units.append((module, owners))
 
     walk(model, "", False)
-    return found
+    return units
 
 
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> StreamedModel:
-    """gptkit's decoder of a tree, fed from where its tensors lie."""
+    """Return gptkit's decoder of a tree, which reads its weights from the files."""
     tied = tree.spec.tied
     with torch.device("meta"):
         model = Decoder(tree.spec, attention).to(dtype).eval()
     if model.head is not None and tied:
-        # The head computes with the embedding's table; it gets the same values when its turn comes.
+        # The head uses the embedding's table; it reads the same values when it runs.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
     shared = {"head.weight"} if tied else set()
     if model.encoder is not None and tree.spec.encoder is not None and tree.spec.encoder.embedding.shared:
@@ -364,7 +383,10 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> StreamedModel:
-    """transformers' own class, fed from the checkpoint's files. Raises CannotExpress where none computes this tree."""
+    """Return transformers' model, which reads its weights from the checkpoint's files.
+
+    Raises CannotExpress if no transformers class computes this tree.
+    """
     import transformers
 
     architecture = checkpoint.architecture
@@ -379,11 +401,11 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         model = own_reference(config, dtype, attention)
         if model is None:
             with tempfile.TemporaryDirectory(prefix="gptkit-config-") as folder:
-                # As a file, in which infinity has a form.
+                # transformers reads the config from a file, because JSON files can contain infinity.
                 (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
-                made = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            model = auto_class(config).from_config(made, **_class_options(dtype, attention))
-            leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
+                loaded = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = auto_class(config).from_config(loaded, **_class_options(dtype, attention))
+            leave_out(model, (part for part in architecture.optional if getattr(checkpoint.spec, part) is None))
             _compute_experts_plainly(model)
     begin_anew(model, architecture)
     stacked, repeats = architecture.parameters(checkpoint.spec), architecture.repeats(checkpoint.spec)
@@ -398,7 +420,9 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     # Tables that the class computes itself, such as Marian's sines.
     fixed: dict[str, Tensor] = {
-        name: each.detach().clone() for name, each in model.named_parameters() if not each.is_meta and not stored(name)
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta and not stored(name)
     }
 
     def read(name: str) -> Tensor:
@@ -406,8 +430,8 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             return fixed[name]
         factor, name = factors.get(name), in_files(name)
         how, parts = stacked.get(name, (None, ()))
-        given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
-        return given if factor is None else given * factor
+        values: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
+        return values if factor is None else values * factor
 
     def read_tensor(module_name: str) -> Tensor:
         # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.
@@ -416,7 +440,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         leaf = table if name == architecture.head and checkpoint.spec.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         values = view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
-        if leaf is table and blank is not None:  # which from_pretrained zeroes
+        if leaf is table and blank is not None:  # from_pretrained sets this row to zero
             values = values.clone()
             values[blank] = 0
         return values
@@ -430,13 +454,13 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Models that this thread builds meanwhile have parameters on the meta device and buffers in memory."""
+    """Create parameters on the meta device and buffers in memory, for models that this thread builds inside a `with`."""
     builder = threading.get_ident()
 
     def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != builder:
-            return None  # which leaves it as it is
-        if not parameter.requires_grad:  # what the class makes itself: a table of sines and cosines
+            return None  # the parameter stays unchanged
+        if not parameter.requires_grad:  # the class computes it, such as a table of sines and cosines
             return None
         return nn.Parameter(parameter.data.to("meta"), requires_grad=False)
 
@@ -445,21 +469,21 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 _Watch = Callable[[nn.Module], AbstractContextManager[object]]
-"""What is open while a model runs: hooks on its modules."""
+"""Returns a context in which hooks on the model's modules are active."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What computes logits of real tokens, (N, V) a batch, from transformers' `folder`, or (None) streamed."""
+    """Both models of a verification. They run in memory, or one layer at a time if `folder` is None."""
 
     source: Checkpoint
     target: Checkpoint
-    folder: Path | None
+    folder: Path | None  # the folder that transformers loads
 
     def reference(
         self, batches: Sequence[ProbeBatch], dtype: torch.dtype, path: str, watch: _Watch = nullcontext
     ) -> list[Tensor]:
-        """transformers' logits."""
+        """Return transformers' logits at tokens without padding, (N, V) per batch."""
         if self.folder is None:
             stream = stream_reference(self.source, dtype, path)
         else:
@@ -475,7 +499,7 @@ class Sides:
         watch: _Watch = nullcontext,
         tree: Tree | None = None,
     ) -> list[Tensor]:
-        """gptkit's logits: the target's, or those of a tree that is read from it."""
+        """Return gptkit's logits: those of the target, or of a tree that is read from it."""
         if self.folder is None:
             stream = stream_candidate(tree or self.target, dtype, path)
         elif tree is None:
@@ -488,7 +512,7 @@ class Sides:
 
 @contextmanager
 def sides(source: Checkpoint, target: Checkpoint, stream: bool) -> Iterator[Sides]:
-    """Both sides while the reference's folder is there; raises CannotExpress as `reference_folder`."""
+    """Yield both sides while the reference's folder exists. Raises CannotExpress as `reference_folder`."""
     place: AbstractContextManager[Path | None] = nullcontext() if stream else reference_folder(source)
     with place as folder:
         yield Sides(source, target, folder)

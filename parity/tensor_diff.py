@@ -22,7 +22,7 @@ _SCALED = 1e-7
 """The relative distance, beyond rounding, up to which two tensors count as multiples of each other. It is the
 resolution of fp64 sums of squares.
 """
-_TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing
+_TINY = 1e-270  # smaller sums of squares mean nothing, because the squares may underflow in fp64
 
 
 @dataclass
@@ -41,9 +41,7 @@ class TensorFigures:
     product: float = 0.0  # Σab
     largest: float = 0.0  # max |b - a|
     not_finite: tuple[int, int] = (0, 0)  # the number of NaN or infinite values in A and in B
-    rounded: tuple[str, Literal["a", "b"]] | None = (
-        None  # the dtype and the side that is the other side rounded to it; None if neither is
-    )
+    rounded: tuple[str, Literal["a", "b"]] | None = None  # (dtype, side): this side is the other one rounded to dtype
     rank: Rank | None = None  # the rank of a matrix's change
     order: _Order | None = None  # the axis along which B is a permutation of A
     grids: tuple[str, str] = ("F64", "F64")  # the narrowest dtypes that can represent the values of A and of B
@@ -64,8 +62,8 @@ class TensorFigures:
             return 0.0
         if 0 < self.square_a < _TINY or self.square < _TINY:
             return None
-        found = math.sqrt(self.square / self.square_a) if self.square_a > 0 else math.inf
-        return found if math.isfinite(found) else None
+        ratio = math.sqrt(self.square / self.square_a) if self.square_a > 0 else math.inf
+        return ratio if math.isfinite(ratio) else None
 
     @property
     def cosine(self) -> float | None:
@@ -83,10 +81,10 @@ class TensorFigures:
         if not (self.square_a > 0 and self.square_b > 0 and math.isfinite(self.square_a + self.square_b)):
             return None
         factor = self.product / self.square_a
-        left = max(self.square_b - factor * self.product, 0.0)
+        residual = max(self.square_b - factor * self.product, 0.0)
         rounding = max(EPS[grid] for grid in self.grids)
-        few = self.elements < 3  # two numbers are multiples of two others too easily
-        if few or any(self.not_finite) or left > max(rounding / 2, _SCALED) ** 2 * self.square_b:
+        few = self.elements < 3  # one or two numbers are multiples of others by chance
+        if few or any(self.not_finite) or residual > max(rounding / 2, _SCALED) ** 2 * self.square_b:
             return None
         return factor if abs(factor - 1) > rounding else None
 
@@ -110,10 +108,10 @@ def compare_tensors(
 
 def same_bytes(x: Array, y: Array) -> bool:
     """Return whether two contiguous arrays of one dtype and shape have the same bytes."""
-    flat, other = x.reshape(-1), y.reshape(-1)
+    flat, other_flat = x.reshape(-1), y.reshape(-1)
     whole = flat.nbytes // 8 * 8 // max(flat.itemsize, 1)
-    words = flat[:whole].view(np.uint64), other[:whole].view(np.uint64)
-    return bool((words[0] == words[1]).all()) and flat[whole:].tobytes() == other[whole:].tobytes()
+    words = flat[:whole].view(np.uint64), other_flat[:whole].view(np.uint64)
+    return bool((words[0] == words[1]).all()) and flat[whole:].tobytes() == other_flat[whole:].tobytes()
 
 
 class _Pair:
@@ -126,7 +124,7 @@ class _Pair:
         if not self.matrix:
             shape = self.rows_all, a.size // self.rows_all if self.rows_all else 0
             a, b = a.reshape(shape), b.reshape(shape)
-        # A transposed matrix (GPT-2's) is compared as it lies, where both are.
+        # If both matrices are stored transposed (GPT-2), they are compared in that order.
         self.turned = self.matrix and all(x.strides[0] < x.strides[1] for x in (a, b)) and min(a.shape) > 1
         self.a, self.b = (a.T, b.T) if self.turned else (a, b)
         self.shape = self.a.shape
@@ -170,7 +168,7 @@ class _Sums:
         self.grids = tuple([*(g for g in FLOATS if EPS[g] > EPS[stored]), stored] for stored in floats)
         sides: tuple[Literal["a", "b"], ...] = ("a", "b")
         self.roundings = [(grid, side) for grid in FLOATS[:-1] for side in sides]
-        # 24 bits are plenty for a change between values of 8 or 11.
+        # fp32 has enough bits for a change between values with 8 or 11 bits.
         self.dtype = "float64" if {"F32", "F64"} & set(floats) else "float32"
         wanted = rank and pair.matrix and min(pair.shape) > 1
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
@@ -216,9 +214,9 @@ class _Sums:
         good, fine, known = np.isfinite(x), np.isfinite(y), self.figures.not_finite
         self.figures.not_finite = known[0] + int(np.count_nonzero(~good)), known[1] + int(np.count_nonzero(~fine))
         both = good & fine
-        other = ~both & (x != y) & ~(np.isnan(x) & np.isnan(y))
-        self.figures.changed += int(np.count_nonzero(other))
-        self._mark(rows, other)
+        changed = ~both & (x != y) & ~(np.isnan(x) & np.isnan(y))
+        self.figures.changed += int(np.count_nonzero(changed))
+        self._mark(rows, changed)
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
     def _mark(self, rows: slice, changed: Array) -> None:
@@ -230,11 +228,11 @@ class _Sums:
         """Return the figures once all rows were added."""
         figures, self.figures.grids = self.figures, (self.grids[0][0], self.grids[1][0])
         if figures.square == 0 and figures.largest > 0:
-            figures.square = math.nan  # there is a change, and its square is too small for fp64
+            figures.square = math.nan  # the square of the change underflows in fp64
         figures.rows, figures.rows_changed = runs(self.marks), int(self.marks.sum())
         if figures.changed and self.roundings and not any(figures.not_finite):
-            # The finest that explains it: what bf16 explains of values that fp16 has too, fp16 does as well.
-            figures.rounded = max(self.roundings, key=lambda each: FLOATS.index(each[0]))
+            # The finest dtype that explains it: where bf16 explains values that fp16 can represent, fp16 does too.
+            figures.rounded = max(self.roundings, key=lambda rounding: FLOATS.index(rounding[0]))
         figures.order = self._order()
         if figures.rounded is None and figures.order is None:
             figures.rank = self._rank()
@@ -247,7 +245,7 @@ class _Sums:
             return None
         least = min(self.pair.shape)
         limit = min(LIMIT, least)
-        if np.count_nonzero(self.marks) == 1:  # one row alone: nothing is there for rounding to hide
+        if np.count_nonzero(self.marks) == 1:  # a change of a single row has rank 1
             return Rank(1, least, limit, 1.0, 1)
         self.sketch.finish()
         floor = Floor(self.row_sums, self.column_sums)
@@ -285,7 +283,7 @@ class _Sums:
                 by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
         names: tuple[_Order, _Order] = ("columns", "rows") if self.pair.turned else ("rows", "columns")
         same = (np.array_equal(*np.sort(sums)) and sums.shape[1] > 1 for sums in (by_row, by_column))
-        return next((name for name, found in zip(names, same, strict=True) if found), None)
+        return next((name for name, equal in zip(names, same, strict=True) if equal), None)
 
 
 def _dot(x: Array, y: Array) -> float:
@@ -304,7 +302,7 @@ def _on(values: Array, grid: str) -> Array:
     narrow = values.astype(np.float32)
     if grid == "F32":
         return narrow.astype(np.float64)
-    # Through fp32, as casts of bf16 checkpoints go; an fp64 one is rounded twice.
+    # Casts to bf16 go through fp32, so fp64 values are rounded twice.
     bits = narrow.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(narrow), narrow, rounded.view(np.float32)).astype(np.float64)
