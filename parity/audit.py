@@ -1,8 +1,9 @@
-"""What is wrong with a checkpoint: its files against its index, its tensors against its config, its tokenizer, a source
-that it was made from, and the program that is to load it. Headers say most of it; values are read where asked for.
+"""Find faults of a checkpoint: in its files and index, its tensors and config, and its tokenizer.
 
-A rule is a function from a subject to findings; `RULES` lists them. What a family declares is held to it exactly, and a
-model of an unknown family to what its names say of one another.
+It can also be compared with the source it was made from, and with the program that is to load it. Most rules only need
+headers; values are read if the caller asks for it. A rule is a function from a subject to findings; `RULES` lists all
+rules. A checkpoint of a known family must match its declaration exactly. In an unknown family the tensor names are
+compared with each other.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +31,7 @@ from .audits.vocabulary import check_vocabulary
 MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
 """The rules among `READ` whose faults `fix` always repairs. It repairs "missing-tensor" only from a source."""
 _LOADERS = ("transformers", "llama.cpp", "vllm")
-"""What `loader` may name: programs whose own code tells here what they would do."""
+"""The programs that `loader` may name. gptkit uses their own code to find out what they would do."""
 
 
 def fix(

@@ -1,6 +1,6 @@
-"""The verification card: what was checked, on which files, with which versions, every figure, and how to repeat it.
+"""The verification card: the checks, the files, the versions, all figures, and the command that repeats them.
 
-Written as JSON for programs and as Markdown fit for a model's page.
+It is written as JSON for programs and as Markdown for a model's page.
 """
 
 import json
@@ -23,7 +23,9 @@ from .verify import Verification
 def card(
     result: Verification, *, offline: bool = False, allow_pickle: bool = False, allow_extra: bool = False
 ) -> dict[str, Any]:
-    """The card as plain JSON values; hashes both sides' weight files, and raises as `open_checkpoint`."""
+    """Return the card as plain JSON values. This hashes the weight files of both sides, and raises as
+    `open_checkpoint`.
+    """
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
     sides = {role: open_checkpoint(each, **options) for role, each in references.items()}
@@ -64,12 +66,12 @@ def card(
 
 
 def command(result: Verification) -> str:
-    """What repeats the verification, for a shell."""
+    """Return the shell command that repeats the verification."""
     return shlex.join(["gptkit", "verify", *result.arguments])
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The card for a model's page."""
+    """Return the card as Markdown for a model's page."""
     verdicts = {
         "identical": "identical to transformers to the last bit",
         "equal": "the same function as transformers; what differs is rounding",
@@ -113,7 +115,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def write_card(result: Verification, path: Path, **options: bool) -> tuple[Path, Path]:
-    """Write the card as .json and .md, whatever ending `path` has; raises UsageError where they cannot be."""
+    """Write the card as .json and .md next to `path`, whatever its suffix. Raise UsageError if that fails."""
     data = card(result, **options)
     targets = path.with_suffix(".json"), path.with_suffix(".md")
     try:

@@ -20,76 +20,71 @@ from ..converter.dtypes import Array
 LIMIT = 128  # ranks up to this are told apart; adapters are rarely larger
 _OVERSAMPLING = 8
 _NARROW = 272
-"""Columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
+"""The number of columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
 _BUFFER = 1 << 20  # elements that are multiplied at once
 _SEED = 0x6770746B
 _RESOLUTION = 1e-7
-"""Singular values come from squares in fp64: below this, relative to the largest, they are noise of that."""
+"""Singular values come from squares in fp64. Relative to the largest value, smaller ones are numerical noise."""
 _MARGIN = 1.1  # on the estimate of the floor, which is one of its mean
 NEAR, GAP = 4.0, 8.0
-"""Values that are less than NEAR floors, and GAP times smaller than the one before, are rounding of a change that
-stands above them."""
+"""A value below NEAR floors, and GAP times smaller than the previous one, is rounding of a change above it."""
 _MOST = 0.99  # of the change: what few directions are asked to hold
 
 EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # an ulp of the values in [1, 2)
 _SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}  # the smallest ulp, where weights come near it
 _MEAN_SQUARE = 3 / (8 * math.log(2))
-"""Of ulp(x) / (EPS·x), x with a mantissa spread as those of numbers usually are (Benford)."""
+"""The mean of (ulp(x) / (EPS·x))² for mantissas with the usual distribution of numbers (Benford)."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What the singular values of a change say. rank: how many stand above rounding; `limit` where there are more than
-    that. of: the most that there could be. limit: up to where they were counted. share: of the change's energy (its
-    squared Frobenius norm), in these directions; None where `more`. most: how many directions hold 99 % of the energy;
-    None for more than `limit`. more: the rank is above `limit`.
-    """
+    """The rank of a change, from its singular values."""
 
-    rank: int
-    of: int
-    limit: int
-    share: float | None
-    most: int | None
-    more: bool = False
+    rank: int  # the number of singular values above rounding; `limit` if there are more
+    of: int  # the largest possible rank
+    limit: int  # the rank up to which values were counted
+    share: float | None  # the share of the squared Frobenius norm in these directions; None with `more`
+    most: int | None  # the number of directions with 99 % of the squared norm; None if above `limit`
+    more: bool = False  # whether the rank is above `limit`
 
     @property
     def full(self) -> bool:
-        """Whether no smaller matrices make this change."""
+        """Return whether the change has the full rank of the matrix."""
         return not self.more and self.rank == self.of
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What rounding can make of a matrix of this shape: from the sums of a² + b² over its rows and columns."""
+    """The effect of rounding on a matrix, from the sums of a² + b² over its rows and columns."""
 
     rows: Array
     columns: Array
 
     def of(self, dtype: str) -> float:
-        """The largest singular value that rounding to `dtype` explains."""
+        """Return the largest singular value that rounding to `dtype` explains."""
         factor, least = self._variance(dtype), _SUBNORMAL[dtype] / math.sqrt(12)
         spread = math.sqrt(self.rows.max(initial=0.0)) + math.sqrt(self.columns.max(initial=0.0))
         corner = math.sqrt(len(self.rows)) + math.sqrt(len(self.columns))
         return _MARGIN * (math.sqrt(factor) * spread + least * corner)
 
     def energy(self, dtype: str) -> float:
-        """The squared Frobenius norm of rounding errors, of one side where both are of a size."""
+        """Return the squared Frobenius norm of the rounding errors of one side."""
         return self._variance(dtype) * float(self.rows.sum()) / 2
 
     def sketched(self, dtype: str, width: int) -> float:
-        """The largest singular value of these errors times a random matrix of `width` columns."""
+        """Return the largest singular value of the rounding errors times a random matrix of `width` columns."""
         norm, least = math.sqrt(self._variance(dtype)), _SUBNORMAL[dtype] / math.sqrt(12)
         whole = norm * math.sqrt(self.rows.sum()) + least * math.sqrt(len(self.rows) * len(self.columns))
         return _MARGIN * (whole + self.of(dtype) * math.sqrt(width))
 
     @staticmethod
     def _variance(dtype: str) -> float:
-        """Of a rounding error, relative to the value's square."""
+        """Return the variance of a rounding error relative to the squared value."""
         return _MEAN_SQUARE * EPS[dtype] ** 2 / 12
 
 
 class _Products:
-    """Takes a change by rows (rows of zeros may be left out), and multiplies them once there are enough."""
+    """A buffer for the rows of a change (rows of zeros may be omitted) that multiplies them once it is full."""
 
     total: Array
 
@@ -107,7 +102,7 @@ class _Products:
                 self.finish()
 
     def finish(self) -> None:
-        """All rows have come, or there is no room for more."""
+        """Multiply the rows in the buffer."""
         if self._filled:
             self._multiply(self._buffer[: self._filled])
         self._filled = 0
@@ -116,16 +111,16 @@ class _Products:
         raise NotImplementedError
 
     def values(self) -> Array:
-        """The singular values, falling, of what `total` has the inner products of."""
+        """Return the singular values in descending order; `total` contains the inner products."""
         found: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
         return found
 
 
 class Sketch(_Products):
-    """The first pass."""
+    """The first pass over a change."""
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
-        """`dtype`: "float32" where the change is coarse, for twice the speed; "float64"."""
+        """Create the sketch; `dtype` is "float64", or "float32" for a coarse change at twice the speed."""
         self.direct = columns <= _NARROW
         super().__init__(columns, "float64" if self.direct else dtype)
         self.rows, self.columns, self.width = rows, columns, min(LIMIT + _OVERSAMPLING, rows, columns)
@@ -141,11 +136,11 @@ class Sketch(_Products):
 
     @property
     def spectrum(self) -> Array | None:
-        """The singular values, falling, where this pass is enough for them."""
+        """Return the singular values in descending order, if this pass is enough for them."""
         return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
     def surely_more(self, floor: Floor, dtype: str) -> bool:
-        """Whether the change has more than LIMIT directions above rounding, spread too far for few to hold it."""
+        """Return whether the change has more than LIMIT directions above rounding, and no few dominate it."""
         if self.direct or self.width <= LIMIT:
             return False
         values = np.linalg.svd(self.total, compute_uv=False)
@@ -155,7 +150,7 @@ class Sketch(_Products):
 
 
 class Projection(_Products):
-    """The second pass: the change in the directions of a sketch, an orthonormal basis (columns, width)."""
+    """The second pass: the change projected to an orthonormal basis (columns, width) of a sketch."""
 
     def __init__(self, basis: Array, dtype: str) -> None:
         super().__init__(len(basis), dtype)
@@ -168,10 +163,10 @@ class Projection(_Products):
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
-    """The rank above rounding, of the largest singular values, falling (all of them, or LIMIT and some more), and the
-    squared Frobenius norm. `grids`: for either side the narrowest dtype that holds its values. Where they differ, the
-    coarser side may have been rounded, or may be what both were before one was changed: what the counted directions
-    leave tells.
+    """Return the rank above rounding from the largest singular values in descending order and the squared norm.
+
+    `grids` is the narrowest dtype that can represent each side's values. If they differ, either the coarser side was
+    rounded, or both had this dtype before one changed; the remaining energy decides between the two.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)
@@ -189,8 +184,9 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
 
 
 def _count(spectrum: Array, floor: float) -> int:
-    """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like. It is not
-    independent of such a change, and leaves a few values of up to twice the floor: far below the change's own.
+    """Return the number of singular values above the floor, without those that rounding of a strong change explains.
+
+    That rounding depends on a change of rank 1 or 2, and leaves a few values up to twice the floor.
     """
     count = int((spectrum > max(floor, _RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
     for at in range(1, count):

@@ -1,11 +1,10 @@
-"""Bugs that porting a model really makes, as changes of a tree and its weights.
+"""Mistakes that people make when they port a model, as changes of a tree and its weights.
 
-A parity check is worth what it would have caught. Each mutation makes one mistake on purpose, in all layers, as a wrong
-line of a weight map or a forgotten field would; `applicable` leaves out those that change nothing in the tree at hand
-(no bias to drop, no window to ignore). What can be mistaken in a component its record says (`slips`, `disorder`,
-`misread`, `forgotten`, `usual`); here are those that are of several, and what undoes each: where that can be done
-without knowing what is right, it is a repair to try on a model that is wrong. Mistakes of code (RoPE on queries alone)
-have no form as weights or as a tree that a checkpoint could hold: a kind of position of their own makes them.
+Each mutation makes one mistake in all layers, as a wrong line of a weight map or a forgotten field would. `applicable`
+leaves out those without an effect on the tree (no bias to drop, no window to ignore). A component's record declares its
+own mistakes (`slips`, `disorder`, `misread`, `forgotten`, `usual`). This module adds those that involve several
+components, and the inverse of each. An inverse that does not need the correct model is a repair to try. Mistakes of
+code (RoPE on queries alone) are neither weights nor trees of a checkpoint, so special position kinds make them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,35 +28,34 @@ from ..modules.registry import computes
 Weights = Mapping[str, Tensor]  # every parameter of a tree by shared name
 Mutant = tuple[ModelSpec, dict[str, Tensor]]
 Apply = Callable[[ModelSpec, Weights], Mutant | None]
-"""The changed tree and weights; None where a mistake has no object."""
+"""Returns the changed tree and weights; None if the mistake cannot be made in this tree."""
 
 _IN_PORTS = (PAIRED_NEIGHBOURS, PAIRED_HALVES, "no RoPE")
-"""Slips that in a checkpoint are others, or cannot be overlooked there."""
+"""Slips that count as other mistakes in a checkpoint, or cannot be missed there."""
 _BACK = ", the other way round"
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One mistake, in the words of who makes it. repair: what undoes it, for a diagnosis. undo: None where making the
-    mistake again does it, or where what it lost can only come from the reference. in_code: no checkpoint can hold it,
-    so that there is nothing to repair in one.
-    """
+    """One deliberate mistake."""
 
-    name: str
-    repair: str
+    name: str  # the mistake in words
+    repair: str  # the repair in words, for a diagnosis
     apply: Apply
-    undo: Apply | None = None
-    in_code: bool = False
+    undo: Apply | None = (
+        None  # None if making the mistake again undoes it, or if only the reference has the lost values
+    )
+    in_code: bool = False  # whether no checkpoint can contain it, so that there is nothing to repair in one
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
-        """The tree and weights after the repair."""
+        """Return the tree and weights after the repair."""
         return (self.undo or self.apply)(spec, weights)
 
 
 def applicable(
     spec: ModelSpec, weights: Weights, wanted: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[Mutation, Mutant]]:
-    """The mutations that change this tree or these weights, each with its mutant; by name those that are wanted."""
+    """Yield the mutations that change this tree or these weights, each with its mutant, if their names are wanted."""
     for mutation in (*MUTATIONS, *_OF_TWO_STACKS, *forgotten(), *_declared(spec)):
         mutant = mutation.apply(spec, weights) if wanted(mutation.name) else None
         if mutant is not None and _changed(spec, weights, mutant):
@@ -65,8 +63,10 @@ def applicable(
 
 
 def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
-    """Every mistake that a port may have made, in words: the usual wrong values, those that have a form in code, and
-    those of checkpoints in either direction. Of two that come to the same the plainer one first.
+    """Return every mistake that a port may have made, by name.
+
+    These are the usual wrong values, mistakes of code, and mistakes of checkpoints in both directions. Of two with the
+    same effect the simpler one comes first.
     """
     tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     tried += [(name, _slipped(name)) for name in _IN_PORTS]
@@ -77,17 +77,18 @@ def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
 
 
 def mutated(apply: Apply, spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Make a mistake in a tree and its weights; None where it changes nothing."""
+    """Make a mistake in a tree and its weights; return None if it changes nothing."""
     mutant = apply(spec, weights)
     return None if mutant is None or not _changed(spec, weights, mutant) else mutant
 
 
 def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
+    """Return whether a mutant differs from the tree and its weights."""
     return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
 
 
 def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
-    """Modules in each other's place, where both are there; of unequal ones (grouped heads) the rows that both have."""
+    """Exchange pairs of modules if both exist; of different sizes (grouped heads) only their common rows."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -103,11 +104,12 @@ def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply
 
 
 def _projections(first: str, second: str) -> Apply:
+    """Exchange two projections in every component that has both."""
     return _exchanged(lambda spec: [(f"{path}.{first}", f"{path}.{second}") for path, _ in spec.nodes()])
 
 
 def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """The first two norms before sub-layers, of every layer that has as many."""
+    """Yield the first two norms before sublayers of each layer that has two."""
     for layer, block in enumerate(spec.blocks):
         norms = [f"blocks.{layer}.{each.mixer.slot}_norm" for each in block.sublayers if each.norm is not None]
         if len(norms) > 1:
@@ -115,7 +117,7 @@ def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 
 def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """The first layer's matrix that writes the stream exchanged with that of the next layer that has such a one."""
+    """Exchange the first layer's matrix that writes to the residual stream with the next such matrix."""
     names: dict[str, list[str]] = {}
     for parameter in spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
@@ -127,7 +129,7 @@ def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant:
-    """What attention writes the stream with."""
+    """Transpose attention's square output projections."""
     new = dict(weights)
     for parameter in spec.parameters():
         rows, *columns = parameter.shape
@@ -140,7 +142,7 @@ _disorder = lru_cache(maxsize=64)(lambda node: node.disorder())
 
 
 def _disordered(name: str, back: bool = False) -> Apply:
-    """Rows, or columns of what writes the stream, in the order that a component says, or in the one that undoes it."""
+    """Reorder rows, or columns of output projections, as a component declares, or undo that with `back`."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -160,7 +162,7 @@ def _disordered(name: str, back: bool = False) -> Apply:
 
 
 def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """The head at random, as a class leaves what it does not find and does not tie."""
+    """Replace the tied head by random values, as a class does that does not tie it."""
     if spec.head is None or not spec.head.tied:
         return None
     table = weights["embedding.weight"]
@@ -170,7 +172,7 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _slipped(name: str) -> Apply:
-    """What a component's record calls so (`Component.slips`); weights that it has no place for are left out."""
+    """Apply a component's declared slip (`Component.slips`), and drop weights without a place in the new tree."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         tree: ModelSpec = spec.mapped(lambda node, _: node.slips().get(name, node))
@@ -181,7 +183,7 @@ def _slipped(name: str) -> Apply:
 
 
 def _misread(name: str) -> Apply:
-    """Parameters as a component says that they are mistaken (`Component.misread`)."""
+    """Misread parameters as a component declares (`Component.misread`)."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -198,7 +200,9 @@ _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm",
 
 
 def _other_kinds(back: bool) -> Apply:
-    """What layers with attention see, and how positions enter, is as in the one before, in the first as in the last."""
+    """Give each attention the window and positions of the previous one, and the first those of the last; or the
+    reverse.
+    """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         attending = {layer: block.mixer("attention") for layer, block in enumerate(spec.blocks)}
@@ -228,8 +232,9 @@ _Fields = dict[type[Component], tuple[str, Any]]  # of each kind a field and a v
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
-    """For every field of every kind that changes what it computes, the mistake that it is as by default, of a bias that
-    there is none; of `usual` ones, that others' models' numbers and activations stand in the place of this one's.
+    """Return mistakes by name: every field that changes the function gets its default, and a bias is removed.
+
+    With `usual` the fields also get the common numbers and activations of other models.
     """
     found: dict[str, _Fields] = {}
     for kind in KINDS.values():
@@ -244,14 +249,14 @@ def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
 
 
 def forgotten() -> list[Mutation]:
-    """What is forgotten, but for what `MUTATIONS` has under the same words."""
+    """Return the mistakes of forgotten fields, except those in `MUTATIONS`."""
     known, found = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
     names = {words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in found.items()}
     return [Mutation(w, f"the reference's {names[w]}", _valued(found[w])) for w in found if w not in known]
 
 
 def _declared(spec: ModelSpec) -> list[Mutation]:
-    """What records of a tree say themselves, as a plugin's may, but for what stands here."""
+    """Return the mistakes that the tree's records declare, as a plugin may, except those of this module."""
     nodes = dict.fromkeys(spec.components())
     made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
     made |= {name: _disordered for node in nodes for name in _disorder(node)}
@@ -261,11 +266,12 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
 
 
 def _forgotten(words: str) -> Apply:
+    """Return the mistake of forgetting a field."""
     return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
 def _valued(fields: _Fields) -> Apply:
-    """Fields at other values; None where there is no such tree, or where it needs weights that are not there."""
+    """Set fields to other values; return None if there is no such tree, or if it needs missing weights."""
 
     def change(node: Any, _: str) -> Any:
         name, value = fields.get(type(node), (None, None))
@@ -303,11 +309,11 @@ del KINDS[_MistakenRotary.__name__]  # no file says it
 
 @computes(_MistakenRotary)
 class _MistakenTurn(RotaryTurn):
-    """What `_MistakenRotary` says."""
+    """The rotation of `_MistakenRotary`."""
 
     @staticmethod
     def both(rotary: _MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-        """Queries and keys, turned as the mistake has it."""
+        """Return queries and keys after the mistaken rotation."""
         if rotary.mistake == "added":  # the sine is that of the second of each pair for both
             sin, half = tables.sin, tables.sin.shape[-1] // 2
             second = sin[..., 1::2].repeat_interleave(2, -1) if tables.adjacent else sin[..., half:].repeat(1, 1, 1, 2)
@@ -319,7 +325,7 @@ class _MistakenTurn(RotaryTurn):
 
 
 class _MistakenMixture(MixtureOfExperts, frozen=True, kw_only=True):
-    """A mixture in whose weights the bias of the choice is too."""
+    """A mixture of experts whose routing weights include the bias of the choice."""
 
 
 del KINDS[_MistakenMixture.__name__]
@@ -327,13 +333,16 @@ del KINDS[_MistakenMixture.__name__]
 
 @computes(_MistakenMixture)
 class _MistakenRouting(MixtureOfExpertsModule):
-    """What `_MistakenMixture` says."""
+    """The routing of `_MistakenMixture`."""
 
     def weighing(self, scores: Tensor) -> Tensor:
+        """Return the routing weights."""
         return scores if self.choice is None else self.choice(scores)
 
 
 def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
+    """Include the bias of the choice in the weights of experts."""
+
     def change(node: Any, _: str) -> Any:
         fields = {name: getattr(node, name) for name in MixtureOfExperts.__struct_fields__ if hasattr(node, name)}
         return _MistakenMixture(**fields) if getattr(node, "choice_bias", False) else node
@@ -342,7 +351,7 @@ def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
 
 
 class _MistakenCross(CrossAttention, frozen=True, kw_only=True):
-    """Cross-attention whose keys and values are made of the decoder's own text."""
+    """A cross-attention with keys and values from the decoder's own text."""
 
 
 del KINDS[_MistakenCross.__name__]
@@ -350,13 +359,16 @@ del KINDS[_MistakenCross.__name__]
 
 @computes(_MistakenCross)
 class _MistakenSource(CrossAttentionModule):
-    """What `_MistakenCross` says."""
+    """The module of `_MistakenCross`."""
 
     def source(self, x: Tensor, context: Context) -> Tensor:  # noqa: ARG002
+        """Return the decoder's hidden states instead of the encoder's."""
         return x
 
 
 def _own_keys(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    """Compute the keys of cross-attention from the decoder's own text."""
+
     def change(node: Any, _: str) -> Any:
         if getattr(node, "slot", "") != CrossAttention.slot:
             return node
@@ -366,6 +378,8 @@ def _own_keys(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
+    """Make a rotary mistake that only code can make."""
+
     def change(node: Any, _: str) -> Any:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
             return node
@@ -376,15 +390,17 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
 
 
 def _once(made: Callable[[str], Apply], name: str, repair: str) -> Mutation:
+    """Return a mutation that undoes itself."""
     return Mutation(name, repair, made(name))
 
 
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
+    """Return a mutation with a declared slip, whose inverse is a slip too."""
     return Mutation(name, repair, _slipped(name), _slipped(other or name + _BACK))
 
 
 def _reordered(name: str, repair: str, said: str = "", back: bool = False) -> Mutation:
-    """A disorder, which a record calls `said` where it is undone by it."""
+    """Return a mutation that reorders rows; `said` is the record's name of the disorder, if it differs."""
     return Mutation(name, repair, _disordered(said or name, back), _disordered(said or name, not back))
 
 
@@ -456,4 +472,4 @@ _OF_TWO_STACKS: tuple[Mutation, ...] = (
         _exchanged(lambda _: [("positions", "encoder.positions")]),
     ),
 )
-"""Those that an encoder beside a decoder invites."""
+"""Mistakes in a model with an encoder and a decoder."""

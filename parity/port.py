@@ -229,10 +229,8 @@ def verify_port(
             say("where they part")
             bare = [batch for batch in batches if batch.attention_mask is None]
             batch = max(bare, key=lambda batch: batch.input_ids.numel())
-            watched, outputs = (
-                taps(architecture, spec),
-                [_outputs(module, batch, takes_mask) for module in (port64, port)],
-            )
+            watched = taps(architecture, spec)
+            outputs = [_outputs(module, batch, takes_mask) for module in (port64, port)]
             if outputs[0]:
                 matches = tuple(_matches(watched, batch, (wide.model, narrow.model), outputs))
                 place = _Place(watched, matches, batch, outputs[0])
@@ -374,20 +372,20 @@ def _matches(
             continue
         best, name, columns = min(candidates, key=lambda candidate: candidate[0])
         if name in outputs[1]:
-            rounding = relative_gap(*(outputs_[name][:, columns] for outputs_ in outputs))
+            rounding = relative_gap(*(values[name][:, columns] for values in outputs))
             noise += min(
                 rounding, IMPRECISE * max(noise, torch.finfo(torch.float32).eps)
             )  # a port cannot widen its own bound
         matches.append(PortMatch(tap.part(best, noise), name))
     # A port need not have a module for every component. A missing one does not count where a later component of the
     # same layer agrees, because its input must then be correct too.
-    matches_ = []
+    relevant = []
     for number, match in enumerate(matches, 1):
-        layer, agreeing = match.place.layer, (match_.place for match_ in matches[number:] if not match_.place.parts)
-        follows = any(layer is None or match_.layer is None or match_.layer >= layer for match_ in agreeing)
+        layer, agreeing = match.place.layer, (later.place for later in matches[number:] if not later.place.parts)
+        follows = any(layer is None or place.layer is None or place.layer >= layer for place in agreeing)
         if not (match.place.parts and follows):
-            matches_.append(match)
-    return matches_
+            relevant.append(match)
+    return relevant
 
 
 def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> dict[int, Tensor]:

@@ -1,9 +1,10 @@
-"""Why two models part: what would put it right.
+"""Find the cause of a difference between two models: the repair that removes it.
 
-Every mutation of `parity.mutations`, the reference's own fields and its own values are tried first on the one unit
-where the models part, fed with what the reference fed its own: that takes one unit's memory and time. What helps there
-is made in the whole model, in all layers or in that one alone, and what brings the logits back is named. A repair is
-made while weights are read, so that the same code repairs a model in memory and one a layer at a time.
+gptkit first tries every mutation of `parity.mutations`, the reference's fields and the reference's values on one unit:
+the first one that differs, with the reference's input. This needs the memory and the time of one unit. Repairs that
+help there are made in the whole model, in all layers or in that layer alone. Those that restore the logits are
+reported. A repair is applied while weights are read, so that it works for a model in memory and for one that runs a
+layer at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +37,12 @@ from .rows import final_norm, head_rows
 from .sides import Sides
 
 _Unit = int | Literal["front", "back"]
-"""A layer by its index, what stands before all layers (embedding, its norm, positions), or behind (norm, head)."""
+"""A layer by its index, the part before all layers (embedding, its norm, positions), or the part after them (norm,
+head).
+"""
 
 _TOKENS = 256
-"""Tokens that a model of more than `SMALL` parameters is laid side by side on; more only where one batch has more."""
+"""The tokens on which a model with more than `SMALL` parameters is compared by component, unless one batch has more."""
 _ROOM = 2**30  # bytes that one side's outputs of all components may take in the temporary folder
 _FEW = 4  # tensors that a repair may take from each other across layers
 _TRIED = 3  # repairs that are made in the whole of a model too large to be run for each
@@ -48,16 +51,17 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Repair:
-    """One repair in words: a change of tree and weights, or the names of tensors that get the reference's values."""
+    """A repair: a change of the tree and the weights, or tensors that get the reference's values."""
 
-    words: str
+    words: str  # the repair in words
     apply: Callable[[ModelSpec, Weights], Mutant | None] = lambda spec, weights: (spec, dict(weights))
-    values: frozenset[str] = frozenset()
+    values: frozenset[str] = frozenset()  # the names of tensors that get the reference's values
 
 
 class Repaired:
-    """A checkpoint's tree and weights in fp64 with a repair made in all of it or in one unit alone, read by name. What
-    a repair changes is learnt from running it on the meta device, where every tensor has a shape and no memory.
+    """A checkpoint's tree and weights in fp64, with a repair in the whole model or in one unit, read by name.
+
+    The changes of a repair are found by a run on the meta device, where tensors have shapes but need no memory.
     """
 
     def __init__(
@@ -79,11 +83,11 @@ class Repaired:
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to repair, as far as trees and shapes tell."""
+        """Return whether the repair changes anything, judged by the tree and the names of changed tensors."""
         return self.spec != self.target.spec or bool(self.touched)
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """A parameter's values, and that they are in fp64."""
+        """Return a parameter's values and their dtype "F64"."""
         if name in self.repair.values or name not in self.touched:
             side = self.source if name in self.touched else self.target
             return to_float64(*side.tensor(name)), "F64"
@@ -98,20 +102,20 @@ class Repaired:
         return as_array(self._made[1][name])
 
     def release(self) -> None:
-        """Let go of pages that were read."""
+        """Release the pages that were read."""
         self.target.release()
         self.source.release()
 
 
 def unit_of(name: str) -> _Unit:
-    """The unit of a parameter or component by its shared name."""
+    """Return the unit of a parameter or component by its shared name."""
     if name.startswith("blocks."):
         return int(name.split(".", 2)[1])
     return "back" if name.startswith(("final_norm", "head", "pooler")) else "front"
 
 
 def _within(own: ModelSpec, other: ModelSpec, unit: _Unit) -> ModelSpec:
-    """A tree with one unit of another."""
+    """Return a tree with one unit of another tree."""
     change = msgspec.structs.replace
     if unit == "front":
         front = ("embedding", "token_types", "positions", "first_norm")
@@ -127,7 +131,7 @@ _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the
 def _run_unit(
     tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[ProbeBatch], path: Kernel
 ) -> Iterator[Tensor]:
-    """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
+    """Yield a unit's output by batch, (N, features) in fp64, computed in the dtype of the inputs."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
     if unit == "front":
@@ -158,7 +162,7 @@ def _run_unit(
 
 
 def _around(model: nn.Module, name: str, seen: tuple[_Seen, _Seen]) -> ExitStack:
-    """While open, what goes into a module and what comes out of it is left by batch."""
+    """Record a module's input and output by batch, inside a `with`."""
 
     def going_in(_: nn.Module, args: Any, kwargs: Any) -> None:
         seen[0][id(RUNNING.get())] = (args[0] if args else kwargs["hidden_states"]).detach().clone()
@@ -181,10 +185,11 @@ def diagnose(
     gaps: Sequence[Tensor] | None = None,
     asked: bool = False,
 ) -> Divergence | None:
-    """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side,
-    or are large and nobody asked. `allowed` is the difference of logits that rounding explains; None looks for no
-    cause, since the models are one. `gaps` says how much the logits of each position differ, (N,) a batch: a large
-    model is looked at where most do.
+    """Return where the two sides differ first, and the likely causes.
+
+    Returns None, with a note, if the sides cannot be compared by component, or if they are large and `asked` is false.
+    `allowed` is the difference of logits that rounding explains; with None no cause is searched for. `gaps` is the
+    difference of the logits at each position, (N,) per batch: a large model is compared where it is largest.
     """
     source, target = both.source, both.target
     large = max(count(each.spec).total for each in (source, target)) > SMALL
@@ -212,9 +217,10 @@ def diagnose(
 
 
 def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | None, row: int) -> list[ProbeBatch]:
-    """The batches where two models differ most, of `_TOKENS` tokens together, and of theirs the positions where they
-    do: as many as `_ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
-    differ, (N,) a batch; None where they do not.
+    """Return the batches with the largest differences, and in them the positions with the largest differences.
+
+    The batches have up to `_TOKENS` tokens together. The positions fit into `_ROOM` bytes at `row` bytes per position.
+    `gaps` is the difference at each position, (N,) per batch; None if there is no difference.
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
@@ -239,9 +245,10 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 def _find_causes(
     both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
-    """Repairs that bring the candidate's logits closer, those that restore parity first, for sides of one width and one
-    number of layers that part at `places`. `allowed` is the difference of logits that rounding explains; with `few` few
-    repairs are made in the whole model, since running it takes long.
+    """Return the repairs that bring the candidate's logits closer, first those that restore parity.
+
+    Both sides have the same width and number of layers, and differ at `places`. `allowed` is the difference of logits
+    that rounding explains. With `few` only a few repairs are made in the whole model.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:
@@ -266,7 +273,7 @@ def _find_causes(
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
     def left(repair: Repair | None = None, only: _Unit | None = None) -> float:
-        """What differs in the whole model where a repair is made in it."""
+        """Return the remaining difference of the logits after a repair."""
         tree = Repaired(target, source, repair, only)
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
 

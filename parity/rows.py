@@ -1,10 +1,9 @@
-"""Models of any size in the memory of a few rows: forward passes that read a weight some rows at a time, widen them,
-multiply, and let them go.
+"""Run models of any size in little memory: read some rows of a weight at a time, widen, multiply and release them.
 
-gptkit's decoder runs unchanged with its parameters on the meta device, but for norms and biases. Linear maps and tables
-are read when they are called. All batches go through together, so that each weight is read once: a pass stops at every
-linear map (see `passes`), which is multiplied with what all that stopped there brought. Matrix products are cut along
-their outputs alone, so that each sum is made as in the whole product, as far as the kernel's own blocks allow.
+gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. Linear maps and tables
+are read when they are called. All batches run together, so that each weight is read once: a pass stops at every linear
+map (see `passes`), which multiplies the inputs of all waiting passes. Matrix products are only split along their
+outputs, so that every sum is computed as in the whole product, as far as the kernel allows.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,9 +28,9 @@ _MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its page
 _LARGE_BYTES = 4 * 2**20  # a product of this size leaves freed memory behind that is worth giving back
 
 _See = Callable[[str, Tensor, Any], None]
-"""Told of a module's path, its input and its output, in the pass whose batch is `probe.RUNNING`."""
+"""Called with a module's path, its input and its output, in the pass of the batch in `probe.RUNNING`."""
 _Feed = Callable[[int], Tensor | None]
-"""What a layer gets instead of its input, in the pass whose batch is `probe.RUNNING`; None leaves it."""
+"""Returns a layer's replacement input, in the pass of the batch in `probe.RUNNING`; None keeps the input."""
 
 
 def states(
@@ -44,10 +43,11 @@ def states(
     feed: _Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
-    """The last norm's output, (B, T, hidden) a batch, computed in `dtype`, to which weights are widened (or rounded).
-    Raises IndexError for a token id beyond the vocabulary, or more tokens than a table has positions. `see` is told
-    what the modules in `seen` (paths in the decoder; every block's is "blocks.N") make of their inputs, `feed`
-    exchanges the input of blocks, `progress` is called with the bytes of every weight that was read.
+    """Return the last norm's output, (B, T, hidden) per batch, computed with weights that are converted to `dtype`.
+
+    `see` is called with the input and output of the modules in `seen` (paths in the decoder, such as "blocks.N").
+    `feed` replaces the input of blocks. `progress` is called with the bytes of every weight that was read. Raises
+    IndexError for a token id beyond the vocabulary, or for more tokens than the position table has rows.
     """
     model = _model(tree, dtype)
     modules = dict(model.named_modules())
@@ -85,7 +85,7 @@ def states(
 
 
 def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
-    """A tree's last norm, which makes of a stream the states that the head takes; without one they are the stream."""
+    """Return a tree's last norm, or the identity if it has none."""
     if tree.spec.final_norm is None:
         return nn.Identity()
     make: Callable[[], nn.Module] = partial(build_module, tree.spec.final_norm)
@@ -95,8 +95,9 @@ def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
 def head_rows(
     tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """The head some tokens at a time: for each of `columns` (token ids, or a slice of them) a function from states
-    (N, hidden) to the logits (N, tokens) of these. To be used before the next is asked for.
+    """Yield, for each of `columns` (token ids or a slice), a function from states (N, hidden) to their logits.
+
+    Use each function before you ask for the next one.
     """
     head = tree.spec.head
     if head is None:  # whose states are what is compared
@@ -126,7 +127,7 @@ def head_rows(
 
 
 class _Rows(nn.Module):
-    """A linear map whose weight stays where it is stored."""
+    """A linear map that reads its weight from the file while it computes."""
 
     def __init__(self, linear: Linear, name: str, order: int, tree: Tree, dtype: torch.dtype) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class _Rows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All of it, for a module that computes with its linear's weight in its own way."""
+        """Return the whole weight, for a module that computes with it in its own way."""
         return self._read().to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
@@ -145,7 +146,7 @@ class _Rows(nn.Module):
         return flat.reshape(*x.shape[:-1], self.outputs)
 
     def product(self, x: Tensor, release: Callable[[], None], progress: Callable[[int], None] | None) -> Tensor:
-        """(N, in) -> (N, out)."""
+        """Return the product (N, in) -> (N, out)."""
         stored = self._read()
         rows = max(1, _CHUNK_BYTES // (stored.shape[1] * x.element_size()))
         # A transposed view has a piece of every page in each of its rows: to let go of them is to read all again.
@@ -169,7 +170,7 @@ class _Rows(nn.Module):
 
 
 def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
-    """The decoder with its linear maps exchanged for `_Rows`, its tables on the meta device, and without its head."""
+    """Return the decoder with `_Rows` as linear maps, with its tables on the meta device, and without its head."""
     with torch.device("meta"):
         model = Decoder(tree.spec).to(dtype).eval()
     model.head, model.pooler = _Ends(), None  # type: ignore[assignment]
@@ -188,14 +189,14 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
 
 
 class _Ends(nn.Module):
-    """In the place of a head: the states as they come."""
+    """A replacement of the head that returns the states unchanged."""
 
     def forward(self, x: Tensor, _: Tensor) -> Tensor:
         return x
 
 
 def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
-    """Hooks: while it is called a table has the rows that are asked for, and the ids are numbers of these."""
+    """Return hooks that give a table only the required rows during a call, and replace the ids by their indices."""
     whole: Any = module.weight
     first = getattr(module.spec, "offset", 0)
 

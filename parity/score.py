@@ -229,9 +229,7 @@ def _kind(block: Block) -> Block:
 
 def _written_from(mixer: Mixer) -> int:
     """Return the width of the input from which a mixer's last projection writes to the residual stream."""
-    return next(
-        (parameter.shape[1] for parameter in mixer.weights().values() if parameter.role == "writes"), mixer.hidden_size
-    )
+    return next((weight.shape[1] for weight in mixer.weights().values() if weight.role == "writes"), mixer.hidden_size)
 
 
 def random_weights(spec: ModelSpec) -> dict[str, Tensor]:

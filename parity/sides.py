@@ -105,9 +105,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def auto_class(config: Mapping[str, Any]) -> Any:
-    """Return the transformers auto class for a config.json: causal or masked language model, encoder-decoder, or no
-    head.
-    """
+    """Return the transformers auto class for a config.json."""
     import transformers
 
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
@@ -189,7 +187,7 @@ def _class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
 
 
 def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
-    """Return the model of a family with its own class (`Architecture.model`), without weights; None for other families."""
+    """Return the model of a family with its own class (`Architecture.model`), without weights; else None."""
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is None or not family.model:
         return None
@@ -222,12 +220,10 @@ def begin_anew(model: Any, family: Architecture | None) -> None:
 
     for module in model.modules():
         rope_types = getattr(module, "rope_type", None)
-        by_prefix = (
-            {f"{kind}_": kind for kind, kind in rope_types.items()}
-            if isinstance(rope_types, dict)
-            else {"": rope_types}
-        )
-        dynamic = [prefix for prefix, kind in by_prefix.items() if "dynamic" in str(kind)]
+        by_prefix = {"": rope_types}
+        if isinstance(rope_types, dict):
+            by_prefix = {f"{kind}_": rope_type for kind, rope_type in rope_types.items()}
+        dynamic = [prefix for prefix, rope_type in by_prefix.items() if "dynamic" in str(rope_type)]
         if dynamic:
             module.register_forward_pre_hook(lambda module, *_, prefixes=dynamic: forget(module, prefixes))
 
@@ -320,14 +316,12 @@ class StreamedModel:
     def _drop(self, owners: Sequence[_Owner]) -> None:
         """Replace the weights of one unit by parameters without values."""
         for module, name, full in owners:
-            parameter: Any = module._parameters[name]
-            if not parameter.is_meta and parameter.nbytes <= _KEPT_BYTES:  # tables are too large to keep
-                self._spare.setdefault((parameter.shape, parameter.stride(), parameter.dtype), []).append(
-                    parameter.data
-                )
-            empty = torch.empty_strided(
-                parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
-            ).as_subclass(_Absent)
+            value: Any = module._parameters[name]
+            if not value.is_meta and value.nbytes <= _KEPT_BYTES:  # tables are too large to keep
+                self._spare.setdefault((value.shape, value.stride(), value.dtype), []).append(value.data)
+            empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta").as_subclass(
+                _Absent
+            )
             empty.full_name = full
             module._parameters[name] = empty  # type: ignore[assignment]
 
@@ -454,7 +448,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device and buffers in memory, for models that this thread builds inside a `with`."""
+    """Create parameters on the meta device, but buffers in memory, for models that this thread builds."""
     builder = threading.get_ident()
 
     def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

@@ -1,4 +1,4 @@
-"""What is different around the weights: in the trees, in config.json, in the tokenizer's files. Small files alone."""
+"""Compare the small files of two checkpoints: the trees, config.json and the tokenizer's files."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,28 +22,26 @@ _TOLD = 4  # names that a line has
 
 @dataclass(frozen=True)
 class TreeChange:
-    """A field of the tree that differs: its path, "blocks.*.…" where it is in layers; `layers` says which. `rounding`:
-    it says how a component rounds, and nothing of what function it is.
-    """
+    """A field of the tree that differs."""
 
-    path: str
-    layers: str | None
+    path: str  # the field's path, "blocks.*.…" inside layers
+    layers: str | None  # the layers that differ
     a: str
     b: str
-    rounding: bool = False
+    rounding: bool = False  # whether the field only affects rounding
 
 
 @dataclass(frozen=True)
 class FileChange:
-    """A small file that differs, or is on one side ("a", "b") alone, and what is different in it."""
+    """A small file that differs or that only one side has."""
 
     name: str
-    only: str | None
-    told: tuple[str, ...] = ()
+    only: str | None  # the side ("a", "b") that has the file
+    told: tuple[str, ...] = ()  # the differences in words
 
 
 def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
-    """Where two trees differ, what is the same in several layers told once; layers are paired by their numbers."""
+    """Return the differences of two trees, grouped over layers; layers are paired by number."""
     folded: dict[tuple[str, str, str], list[int]] = {}
     layers = min(len(a.blocks), len(b.blocks))
     one, other = (msgspec.structs.replace(each, blocks=each.blocks[:layers]) for each in (a, b))
@@ -62,8 +60,10 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
 
 
 def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
-    """Which layer of A each layer of B is, told from a row of its attention output, where one has more layers than the
-    other; None where none is one of another number, or they are too much alike to tell.
+    """Return the layer of A that equals each layer of B, by a row of the attention output.
+
+    This is for models with different numbers of layers. Returns None if no layer moved, or if layers are too similar to
+    decide.
     """
     if len(a.spec.blocks) == len(b.spec.blocks):
         return None
@@ -77,7 +77,10 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """The first row of each layer's first matrix that writes the stream, as fp64; nothing where a layer has none."""
+    """Return the first row of the first matrix of each layer that writes to the residual stream, as fp64 bytes.
+
+    Returns an empty list if a layer has no such matrix.
+    """
     names: dict[int, str] = {}
     for parameter in checkpoint.spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
@@ -93,7 +96,7 @@ def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
 
 
 def _words(value: Any) -> str:
-    """A value of the tree in short: a component by what kind it is."""
+    """Return a value of the tree in words; a component by the name of its kind."""
     if hasattr(value, "__struct_fields__"):
         return type(value).__name__
     if isinstance(value, bool):
@@ -102,8 +105,9 @@ def _words(value: Any) -> str:
 
 
 def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
-    """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all. What a
-    file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens alone are
+    """Return the differences of config.json and of the tokenizer's files.
+
+    Returns an empty list if one side has no such files. Of a file inside another format (a GGUF) only the tokens are
     compared.
     """
     stored = all(each.format in ("hf", "local") for each in (a, b))
@@ -125,7 +129,7 @@ def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
 
 
 def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
-    """The small files of a checkpoint by name: in a GGUF, inside; else beside the weights. No licences."""
+    """Return the small files of a checkpoint by name, without licences; those of a GGUF come from its metadata."""
     paths = {each.name: each.path for each in companions_in(checkpoint.folder) if not is_licence(each.name)}
     stored = checkpoint.format in ("hf", "local")
     found = {name: bytes_of(path) for name, path in paths.items()} if stored else dict(checkpoint.texts)
@@ -134,14 +138,14 @@ def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
 
 
 def bytes_of(path: Path) -> bytes:
-    """A file's bytes, or of a very long one its size and beginning."""
+    """Return a file's bytes, or for a very long file its first bytes and its size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         return file.read() if size <= MOST_BYTES else file.read(MOST_BYTES) + str(size).encode()
 
 
 def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
-    """What differs in a file's two texts; None where only the writing does."""
+    """Return the differences of a file's two versions in words; None if only the formatting differs."""
     if x == y:
         return None
     try:
@@ -156,7 +160,7 @@ def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
 
 
 def _keys(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
-    """The keys that differ, with short values."""
+    """Return the keys that differ, with short values."""
 
     def short(data: dict[str, Any], key: str) -> str:
         text = json.dumps(data[key], ensure_ascii=False) if key in data else "absent"
@@ -239,7 +243,7 @@ def _merges(data: dict[str, Any]) -> Any:
 
 
 def _tokens(data: dict[str, Any]) -> dict[str, int] | None:
-    """Token -> id of a tokenizer.json; None where it has them in a form that is not known here."""
+    """Return the token ids of a tokenizer.json by token; None if it has an unknown form."""
     try:
         return Vocabulary({**data, "added_tokens": data.get("added_tokens") or ()}, {}).tokens
     except (LookupError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The rule about the small files that travel with the weights: the tokenizer, chat templates, licences and so on."""
+"""The rule about the small files in a checkpoint's folder: tokenizer, chat template, licence and so on."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from .subject import Finding, Subject
 
 
 def compare_companions(subject: Subject) -> Iterator[Finding]:
-    """Report the files that travelled with the source's weights and are missing here, or say something else here."""
+    """Report small files of the source that are missing here or differ."""
     if subject.source is None or "gguf" in (subject.files.format, subject.source.format):
         return
     ours, theirs = _companions(subject.files), _companions(subject.source)
@@ -30,6 +30,7 @@ def compare_companions(subject: Subject) -> Iterator[Finding]:
 
 
 def _companions(files: Scan) -> dict[str, bytes]:
+    """Return the contents of the small files by name."""
     try:
         return {each.name: bytes_of(each.path) for each in companions_in(files.folder)}
     except InvalidInput:

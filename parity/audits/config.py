@@ -1,4 +1,4 @@
-"""The rule about what config.json says of how the weights are stored."""
+"""The rule about storage fields in config.json: quantisation, experts and dtype."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from .subject import Finding, Subject
 _QUANTISED = re.compile(
     r"\.(weight_scale(_inv)?|scales|qweight|qzeros|weight_packed|absmax|quant_map)$|_(scales|blocks)$"
 )
-"""Names of what quantised weights have beside them, or instead: transformers' quantizers, gpt-oss' MXFP4."""
+"""Names of the additional tensors of quantised weights: transformers' quantizers, gpt-oss' MXFP4."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_config(subject: Subject) -> Iterator[Finding]:
-    """What config.json says of quantisation, experts and dtype, and what the tensors say."""
+    """Compare quantisation, number of experts and dtype in config.json with the tensors."""
     files = subject.files
     if files.config is None:
         return
@@ -51,13 +51,14 @@ def check_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Return the tensors that are called as parts of quantised weights are, in a module that holds few bits: neither
-    a name nor a dtype alone says so.
+    """Return tensors with the names of quantised weights, in modules that also have a low-bit dtype.
+
+    Neither a name nor a dtype alone is enough.
     """
     few = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
     return (name for name in tensors if _QUANTISED.search(name) and _module(name) in few)
 
 
 def _module(name: str) -> str:
-    """Return the module that a tensor belongs to, or of a part of a quantised weight (`W.absmax`) the weight's."""
+    """Return the module of a tensor, or of the weight that a part (`W.absmax`) belongs to."""
     return _QUANTISED.sub("", name).removesuffix(".weight")

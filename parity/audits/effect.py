@@ -14,14 +14,14 @@ from ..probe import ProbeBatch, Scope
 from ..rows import states
 
 _WORK = 2 * 10**11
-"""Multiplications a model that the probe may take beside its first batch: a few seconds on one core."""
+"""The multiplications that a model may use for the batches after the first one: a few seconds on one core."""
 _ORDER = ("random tokens", "past", "long")
-"""Which batches of the probe are computed, in this order, as far as they are affordable."""
+"""The batches of the probe that are computed, in this order, as far as they are affordable."""
 
 
 @dataclass
 class Reweighed:
-    """A tree with the tensors of another, for trees that need the same tensors."""
+    """A tree with the tensors of another tree that needs the same tensors."""
 
     spec: ModelSpec
     tensors: Tree
@@ -31,13 +31,14 @@ class Reweighed:
         return self.tensors.tensor(name)
 
     def release(self) -> None:
-        """Give the pages that were read back to the system."""
+        """Release the pages that were read."""
         self.tensors.release()
 
 
 def effect(source: Tree, tree: Tree) -> str:
-    """Say in words how much a tree's logits differ from the source's, of the tokens that both have. Raises GptkitError
-    where they cannot be computed.
+    """Return in words how much a tree's logits differ from the source's, over the tokens of both vocabularies.
+
+    Raises GptkitError if the logits cannot be computed.
     """
     common = min(source.spec.vocab_size, tree.spec.vocab_size)
     same = source.spec.vocab_size == tree.spec.vocab_size
@@ -52,7 +53,7 @@ def effect(source: Tree, tree: Tree) -> str:
 
 
 def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
-    """Return the batches that are computed: random tokens, and as many of those past a limit as the model allows."""
+    """Return the random tokens, and as many of the batches past a limit as the model's size allows."""
     size = sum(each.count for each in spec.parameters())
     chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
     left, found = _WORK, chosen[:1]
@@ -63,6 +64,7 @@ def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBat
 
 
 def _words(compared: PositionComparison) -> str:
+    """Return the differences in words."""
     gap, largest = compared.gap.max().item(), compared.largest.max().item()
     count = f"{len(compared.kl):,} random tokens"
     if gap == 0:

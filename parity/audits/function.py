@@ -1,4 +1,4 @@
-"""The rule about what a model computes: each field of config.json that makes it another function than its source's."""
+"""The rule about the model's function: it reports each field of config.json that makes it differ from the source's."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -14,9 +14,10 @@ from ..surroundings import changed_tree
 from .subject import Finding, Subject
 
 _MEASURED = 2 * 10**9
-"""Bytes of weights a side up to which the effect on logits is measured without --values."""
+"""The largest size of weights, in bytes, for which the effect on logits is measured without --values."""
 _MOST = 40
-"""Fields that are tried one by one. Where more differ, the two are not one model with a few changes."""
+"""The number of fields that are tried one by one. With more differences the two are not one model with a few changes.
+"""
 _SHOWN = 4
 _ABSENT = object()
 
@@ -78,6 +79,7 @@ def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
 def _flat_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], place: str = "", depth: int = 4
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the fields that differ, with nested objects as dotted paths."""
     for key in dict.fromkeys((*old, *new)):
         x, y = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if isinstance(x, dict) and isinstance(y, dict) and depth and key:
@@ -87,7 +89,7 @@ def _flat_changes(
 
 
 def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
-    """Return the source's tree with one field of its config changed; None where that alone is refused."""
+    """Return the source's tree with one field of its config changed; None if gptkit refuses that config."""
     if source.family is None:
         return None
     config: dict[str, Any] = dict(source.files.config or {})
@@ -133,6 +135,7 @@ def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
+    """Return a field's value in words."""
     return "absent" if value is _ABSENT else shown(value, 60)
 
 
@@ -148,7 +151,7 @@ def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
 
 
 def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
-    """Report a field that changes nothing in the tree, where it says of something else that is computed or stored."""
+    """Report a field that does not change the tree, if it affects other parts of the model or the stored weights."""
     said = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
     top, key = path.partition(".")[0], path.rpartition(".")[2]
     part = source.family.part if source.family is not None else ""
@@ -169,7 +172,7 @@ def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]
 
 
 def _opened(subject: Subject, source: Subject) -> tuple[Checkpoint, Checkpoint] | None:
-    """Return both checkpoints where both load and are small enough to be computed."""
+    """Return both checkpoints if both load and are small enough to run."""
     if find_spec("torch") is None or not subject.files.fetched or not source.files.fetched:
         return None
     if not subject.values and max(_bytes(subject), _bytes(source)) > _MEASURED:
@@ -179,11 +182,12 @@ def _opened(subject: Subject, source: Subject) -> tuple[Checkpoint, Checkpoint] 
 
 
 def _bytes(subject: Subject) -> int:
+    """Return the size of the weights."""
     return sum(info.nbytes for info in subject.files.tensors.values())
 
 
 def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> str:
-    """Say how much the source's logits change with its own weights in an edited tree; "" where that is unknown."""
+    """Return in words how much the logits change if the source gets an edited tree; "" if unknown."""
     opened = _opened(subject, source)
     if opened is None:
         return ""
@@ -200,7 +204,7 @@ def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> st
 
 
 def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
-    """Report how much the logits of the two differ, with all of their differences."""
+    """Report how much the logits of the two models differ."""
     opened = _opened(subject, source)
     if opened is None:
         message = "the effect on logits was not measured"

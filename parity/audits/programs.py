@@ -20,8 +20,10 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def ask_program(subject: Subject) -> Iterator[Finding]:
-    """What the program does with these names: transformers' own class tells it, without weights; llama.cpp's tables;
-    vLLM's source.
+    """Report what the loading program does with the tensors.
+
+    transformers is asked with its own model class, without weights; llama.cpp by its tables of names; vLLM by its
+    source code.
     """
     files = subject.files
     if subject.loader in ("llama.cpp", "vllm"):
@@ -81,7 +83,7 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
 
 
 def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
-    """What llama.cpp's tables, those of the gguf package and ours, say of these names."""
+    """Report which tensors llama.cpp has names for, by the tables of the gguf package and by gptkit's."""
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(
             "llama.cpp's tensor names come from the gguf package, which is not installed", "pip install gguf"
@@ -142,7 +144,7 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
 
 
 def _for_vllm(subject: Subject) -> Iterator[Finding]:
-    """What vLLM does with these names, by its models' source, which is run without the rest of it."""
+    """Report what vLLM does with the tensors, by its models' source code, which runs without the rest of vLLM."""
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
         why = "this check reads the source code of vLLM's models, and the vllm package is not installed"
@@ -203,13 +205,13 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
 
 
 def _installed(package: str) -> str | None:
-    """The folder of a package, which is not imported."""
+    """Return the folder of a package without importing it."""
     spec = importlib.util.find_spec(package)
     return next(iter(spec.submodule_search_locations or []), None) if spec is not None else None
 
 
 def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether vLLM has a class for an architecture, and loads weights that are quantised like these."""
+    """Report an architecture for which vLLM has no class, and a quantisation that it does not support."""
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method is not None and method not in told["quantisations"]:

@@ -1,4 +1,4 @@
-"""The rule about what `load` makes of a checkpoint."""
+"""The rule about the result of `load`."""
 
 from collections.abc import Iterator
 

@@ -19,7 +19,7 @@ _PART = 2**20
 
 
 def compare_with_source(subject: Subject) -> Iterator[Finding]:
-    """Report what the source has and the checkpoint lacks or has otherwise. Tensors under other names are matched."""
+    """Report tensors that differ from the source or that only one side has. Renamed tensors are matched."""
     if subject.source is None or subject.origin is None:
         return
     formats = {subject.files.format, subject.source.format}
@@ -63,7 +63,7 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
 
 
 def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> Iterator[Finding]:
-    """Report tensors that have another shape, dtype or other values than in the source."""
+    """Report tensors whose shape, dtype or values differ from the source."""
     ours, theirs = subject.files.tensors, source.files.tensors
     shaped = [name for name in both if ours[name].shape != theirs[name].shape]
     vocabulary = resized(subject, source, shaped)
@@ -99,14 +99,14 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
 
 
 def _naming(subject: Subject) -> str:
-    """Say whose names the tensors have: families', or those of a format of its own."""
+    """Return the naming scheme of the tensors: "family", or the name of a format."""
     files = subject.files
     own = files.found.format if files.opened is None else files.opened.format or files.format
     return str(own) if subject.family is None else "family"
 
 
 def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
-    """Compare checkpoints whose tensors have other names by those of the tree, as a GGUF with a folder."""
+    """Compare checkpoints with different naming schemes, such as a GGUF and a folder, by the tree's names."""
     shapes, sides = [], []
     for side in (source.reference, subject.files.reference):
         try:
@@ -155,7 +155,7 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
 
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
-    """Return whether a tensor has the same bytes on both sides, or another dtype."""
+    """Return whether a tensor has the same bytes on both sides, or different dtypes."""
     (x, dtype), (y, other) = (side.tensor(name) for side in sides)
     equal = dtype != other or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
     for side in sides:
@@ -164,6 +164,7 @@ def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
 
 
 def _same(subject: Subject, name: str, other: str) -> bool:
+    """Return whether a tensor has the same bytes as a tensor of the source."""
     assert subject.source is not None
     x, y = (side.weights.read(each).reshape(-1) for side, each in ((subject.files, name), (subject.source, other)))
     equal = all(

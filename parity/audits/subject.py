@@ -1,4 +1,4 @@
-"""What an audit looks at, and what it finds."""
+"""The subject of an audit, and the records of its findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,47 +32,43 @@ CONVERT_AGAIN = "Convert the original model to GGUF again."
 
 @dataclass(frozen=True)
 class Finding(Record):
-    """Something that is wrong, or worth knowing ("note"). rule: its name, for programs. tensors: those it is of, by the
-    names in the files. remedy: what to do.
-    """
+    """A fault, or a fact worth knowing ("note")."""
 
-    rule: str
+    rule: str  # the rule's name, for programs
     severity: Severity
     message: str
-    tensors: tuple[str, ...] = ()
-    remedy: str = ""
+    tensors: tuple[str, ...] = ()  # the affected tensors, by their names in the files
+    remedy: str = ""  # the next step for the user
 
 
 @dataclass(frozen=True)
 class Audit(Shown):
-    """All that was found of a checkpoint. tensors: how many it has; looked: what they were held against, in words."""
+    """The findings about a checkpoint."""
 
     reference: str
     revision: str | None
-    tensors: int
+    tensors: int  # the number of tensors
     nbytes: int
-    looked: tuple[str, ...]
+    looked: tuple[str, ...]  # the parts and programs that the checkpoint was compared with, in words
     findings: tuple[Finding, ...]
-    values: bool = False
-    """Whether the weights were read: NaN, infinities and zeros are found in no other way."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that are to have another name, and which."""
-    in_source: tuple[str, ...] = ()
-    """Missing tensors that the source stores under the same name and with the shape that the model needs."""
+    values: bool = False  #: whether the weights were read, which finds NaN, infinities and zeros
+    names: Mapping[str, str] = field(default_factory=dict)  #: the tensors that need another name, and that name
+    in_source: tuple[str, ...] = ()  #: missing tensors that the source has with the required shape
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong; what is only worth knowing does not count."""
+        """Return whether there is no error and no warning; notes do not count."""
         return all(each.severity == "note" for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
         data = {"schema_version": 1, "model": self.reference, "revision": self.revision, "clean": self.clean}
         data |= {"tensors": self.tensors, "bytes": self.nbytes, "held_against": list(self.looked)}
         data["values_read"] = self.values
         return {**data, "findings": [each.as_json() for each in self.findings]}
 
     def as_sarif(self) -> dict[str, Any]:
-        """The same in the Static Analysis Results Interchange Format, version 2.1.0."""
+        """Return the audit in the Static Analysis Results Interchange Format, version 2.1.0."""
         from ...version import __version__
 
         rules = [{"id": rule} for rule in dict.fromkeys(each.rule for each in self.findings)]
@@ -95,7 +91,7 @@ class Audit(Shown):
 
 @dataclass
 class Subject:
-    """What the rules look at: the files, the family that config.json names, the source."""
+    """The input of the rules: the files, the family that config.json names, the source."""
 
     files: Scan
     source: Scan | None
@@ -103,19 +99,17 @@ class Subject:
     values: bool
     opening: Mapping[str, bool]
     progress: Callable[[int, int], None]
-    names: dict[str, str] = field(default_factory=dict)
-    """Tensors by their names in the files, each with the name that it is to have."""
+    names: dict[str, str] = field(default_factory=dict)  # tensors by their names in the files, with the expected names
 
-    in_source: list[str] = field(default_factory=list)
-    """Missing tensors that the source stores under the same name and with the shape that the model needs."""
+    in_source: list[str] = field(default_factory=list)  # missing tensors that the source has with the required shape
 
-    findings: list[Finding] = field(default_factory=list)
-    """What the rules before this one have found."""
+    findings: list[Finding] = field(default_factory=list)  # the findings of the previous rules
 
     @cached_property
     def described(self) -> tuple[ModelSpec, Origin, bool] | GptkitError | None:
-        """The tree as the reader that `load` uses reads it, where it came from, and whether the tensors have the names
-        of its family; or why it cannot be read. None of a family that is not known.
+        """Return the tree as `load` reads it, its origin, and whether the tensors have the names of its family.
+
+        Returns an error if the tree cannot be read, and None for an unknown family.
         """
         files = self.files
         try:
@@ -135,8 +129,9 @@ class Subject:
 
     @cached_property
     def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
-        """What a GGUF's metadata say of its tensors; None of other files, and of architectures that are not known.
-        Raises InvalidInput, CannotExpress.
+        """Return the tree, the shapes and the dropped tensors that a GGUF's metadata declare.
+
+        Returns None for other files and unknown architectures. Raises InvalidInput, CannotExpress.
         """
         if self.files.format != "gguf" or self.files.broken:
             return None
@@ -147,24 +142,25 @@ class Subject:
 
     @property
     def spec(self) -> ModelSpec | GptkitError | None:
-        """The tree of `described`, or why there is none."""
+        """Return the tree of `described`, or the reason why there is none."""
         return self.described[0] if isinstance(self.described, tuple) else self.described
 
     @property
     def family(self) -> Architecture | None:
-        """The family that the tensors' names are of; None where it is not known, or the names are another format's."""
+        """Return the family of the tensors' names; None if it is unknown, or if they have another format's names."""
         return self.first_family if isinstance(self.described, tuple) and self.described[2] else None
 
     @property
     def first_family(self) -> Architecture | None:
-        """The family that the tree came from, whatever its tensors are called here."""
+        """Return the family that the tree came from, whatever its tensors are called."""
         known = isinstance(self.described, tuple) and self.described[1].family
         return named(known) if known else None
 
     @cached_property
     def match(self) -> Match | GptkitError | None:
-        """How the tensors fit the tree, as `load` pairs them; None where there is no tree, or the tensors stand for
-        others (GGUF, quantised weights).
+        """Return how the tensors fit the tree, as `load` pairs them.
+
+        Returns None without a tree, and for tensors that encode others (GGUF, quantised weights).
         """
         spec, family, weights = self.spec, self.family, self.files.raw
         if not isinstance(spec, ModelSpec) or self.files.format == "gguf" or self.quantised:
@@ -186,12 +182,12 @@ class Subject:
 
     @cached_property
     def origin(self) -> "Subject | None":
-        """The source, looked at in the same way."""
+        """Return the source as a subject."""
         return None if self.source is None else Subject(self.source, None, None, False, self.opening, self.progress)
 
     @cached_property
     def checkpoint(self) -> Checkpoint | GptkitError:
-        """What `load` opens, or why it refuses."""
+        """Return the checkpoint that `load` opens, or its error."""
         try:
             return open_scanned(self.files, allow_pickle=self.opening["allow_pickle"])
         except GptkitError as error:
@@ -199,7 +195,7 @@ class Subject:
 
     @property
     def says(self) -> str:
-        """The file that says what the model is, for a message."""
+        """Return the name of the file that describes the model, for a message."""
         files = self.files
         return (
             LOCAL_CONFIG
@@ -211,9 +207,11 @@ class Subject:
 
     @cached_property
     def quantised(self) -> bool:
+        """Return whether config.json says that the weights are quantised."""
         return quantisation(self.files.config) is not None
 
     def looked(self) -> list[str]:
+        """Return the parts and programs that are compared, in words."""
         files = self.files
         words = ["its headers", *(["its index"] if files.index is not None else [])]
         words += ["its metadata"] if files.format == "gguf" and isinstance(self.spec, ModelSpec) else []

@@ -1,4 +1,4 @@
-"""Rules about the tensors that a model has to have."""
+"""Rules about the tensors that a model needs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -59,7 +59,7 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
 
 
 def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
-    """Return the tensors without a place that fit what is missing, each with the name that it is to have."""
+    """Return the unmatched tensors that fit missing ones, each with the expected name."""
     ours = {name: subject.files.tensors[name].shape for name in pairs.extra}
     shapes = {name: pairs.declared[name].shape for name in pairs.missing}
     # Layouts were tried when the names were bound: what is left may have another name.
@@ -67,7 +67,7 @@ def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
 
 
 def _other_class(subject: Subject, pairs: Match, other: Mapping[str, str]) -> Iterator[Finding]:
-    """Report a model that has another head than a language model's, or none, as its config.json says."""
+    """Report a model whose config.json names a class with another head, or without one."""
     family = subject.family
     name = None if family is None else family.other_class(subject.files.config)
     if family is None or name is None:
@@ -115,8 +115,9 @@ def _missing(
 
 
 def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str, str]:
-    """Note which missing tensors the source stores as the model needs them. Return words for the message, and a remedy
-    if the source has all of them and --fix can rewrite the checkpoint.
+    """Note the missing tensors that the source has with the required shape.
+
+    Return words for the message, and a remedy if the source has all of them and --fix can rewrite the checkpoint.
     """
     if subject.source is None:
         return "", ""
@@ -139,7 +140,7 @@ def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str,
 
 
 def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:
-    """Report tensors that the model has no place for."""
+    """Report tensors that have no place in the model."""
     layers = len(spec.blocks)
     behind = tuple(name for name in extra if numbers.get(name, 0) >= layers)
     if behind:
@@ -167,7 +168,7 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
 
 
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
-    """Report what is there and does not fit: shapes, dtypes, names that are there twice, copies with other values."""
+    """Report tensors that do not fit: shapes, dtypes, names that occur twice, copies with other values."""
     tensors = subject.files.tensors
     for known in pairs.shaped:
         name, leaf = pairs.found[known], pairs.declared[known]
@@ -218,7 +219,7 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
 
 
 def check_gguf(subject: Subject) -> Iterator[Finding]:
-    """The tensors of a GGUF, held to what its metadata say."""
+    """Compare the tensors of a GGUF with its metadata."""
     files = subject.files
     if files.format != "gguf" or not isinstance(subject.spec, ModelSpec):
         return
@@ -258,7 +259,7 @@ def check_gguf(subject: Subject) -> Iterator[Finding]:
 
 
 def check_layers(subject: Subject) -> Iterator[Finding]:
-    """The layers of an unknown family, held against one another and against how many config.json says."""
+    """Compare the layers of an unknown family with each other, and their number with config.json."""
     files = subject.files
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in files.tensors:

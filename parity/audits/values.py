@@ -13,11 +13,11 @@ from .subject import SAVE_AGAIN, Finding, Severity, Subject
 
 _FP16 = 65504.0
 _PART = 2**20
-"""Elements that are read at a time."""
+"""The number of elements that are read at a time."""
 
 
 def check_values(subject: Subject) -> Iterator[Finding]:
-    """Look for odd numbers in the weights, where they are to be read."""
+    """Look for unusual values in the weights, if they are to be read."""
     if not subject.values:
         return
     files = subject.files
@@ -65,7 +65,7 @@ def check_values(subject: Subject) -> Iterator[Finding]:
 
 
 def _look(array: np.ndarray[Any, Any], dtype: str) -> tuple[list[str], str]:
-    """What is odd about a tensor's values, and a hash of its bytes."""
+    """Return the kinds of unusual values in a tensor, and a hash of its bytes."""
     flat, digest = array.reshape(-1), xxhash.xxh3_128()
     low, high, finite = np.inf, -np.inf, True
     for start in range(0, flat.size, _PART):

@@ -15,7 +15,7 @@ from .subject import Finding, Subject
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
-    """Compare tokens and special ids with the rows that the model has for them."""
+    """Compare the tokens and the special ids with the rows of the embedding."""
     files, rows = subject.files, rows_of(subject)
     config = files.config or {}
     if rows is None:
@@ -49,9 +49,7 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
-    """Report that the vocabulary has another size than the source's, in the tensors `names`, and what the tokenizers
-    say of it.
-    """
+    """Report a vocabulary with another size than the source's, in the tensors `names`, and the tokenizers' sizes."""
     rows = [rows_of(each) for each in (source, subject)]
     tokens = [tokens_of(each.files) for each in (source, subject)]
     message = f"the vocabulary has {rows[1]:,} rows, but {rows[0]:,} in the original model"
@@ -76,7 +74,7 @@ def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) 
 
 
 def resized(subject: Subject, source: Subject, names: Iterable[str]) -> list[str]:
-    """Return the tensors whose shapes differ from the source's in the size of the vocabulary alone."""
+    """Return the tensors whose shapes differ from the source's only in the size of the vocabulary."""
     rows = [rows_of(each) for each in (source, subject)]
     if None in rows or rows[0] == rows[1]:
         return []
@@ -89,7 +87,7 @@ def resized(subject: Subject, source: Subject, names: Iterable[str]) -> list[str
 
 
 def rows_of(subject: Subject) -> int | None:
-    """Return the size of the vocabulary, as the config says."""
+    """Return the size of the vocabulary in the config."""
     if isinstance(subject.spec, ModelSpec):
         return subject.spec.vocab_size
     config = subject.files.config or {}
@@ -99,7 +97,7 @@ def rows_of(subject: Subject) -> int | None:
 
 
 def tokens_of(files: Scan) -> int | None:
-    """Return the number of ids of tokenizer.json; None where there is none, or none of a form that is known here."""
+    """Return the number of ids in tokenizer.json; None if there is none, or if it has an unknown form."""
     try:
         tokenizer = _json(files.folder / "tokenizer.json")
         vocab = tokenizer["model"]["vocab"]
