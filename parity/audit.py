@@ -51,22 +51,21 @@ def fix(
     is returned, with a finding of the rule "not-fixed" first.
 
     Args:
-        new: the checkpoint, as everywhere.
-        out: the folder to make.
+        new: the checkpoint: a folder, a file, or a repository on the hub.
+        out: the folder to create.
         force: replace an existing checkpoint folder.
-        offline: look in local files and the hub's cache alone.
-        allow_pickle: read pickles too; what is written are safetensors.
-        options: the others of `audit`.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read pickles too; the copy always has safetensors.
+        options: further arguments of `audit`.
 
     Raises:
-        InvalidInput: as `audit`; a weight file cannot be read, so that its tensors would be lost; the source has a
-            missing tensor but is on the hub.
-        UsageError: `out` exists or cannot be made.
+        InvalidInput: as `audit`; also if a weight file cannot be read, or a missing tensor is only on the hub.
+        UsageError: `out` exists or cannot be created.
     """
     files = scan(new, offline=offline, allow_pickle=allow_pickle)
     if files.format not in REWRITABLE or files.found.is_own:
-        own = files.found.is_own
-        kind = "a checkpoint in gptkit's own format" if own else f"a checkpoint of the format {files.format}"
+        is_own = files.found.is_own
+        kind = "a checkpoint in gptkit's own format" if is_own else f"a checkpoint of the format {files.format}"
         hint = f"Write the model as safetensors instead: gptkit convert {files.reference} {out} --to hf"
         raise InvalidInput(f"--fix cannot repair {files.reference}, because it is {kind}", hint)
     if files.broken or not files.fetched:
@@ -75,14 +74,16 @@ def fix(
         raise InvalidInput(f"{why}. Nothing was written.", hint)
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     before = audit(new, **more, **{**options, "values": False})
-    errors = dict.fromkeys(each.rule for each in before.findings if each.severity == "error" and each.rule in READ)
-    missing = [each.tensors for each in before.findings if each.rule == "missing-tensor"]
+    errors = dict.fromkeys(
+        finding.rule for finding in before.findings if finding.severity == "error" and finding.rule in READ
+    )
+    missing = [finding.tensors for finding in before.findings if finding.rule == "missing-tensor"]
     in_source = all(names and set(names) <= set(before.in_source) for names in missing)
     repaired = MENDED | ({"missing-tensor"} if in_source else set())
-    hopeless, mended = ([rule for rule in errors if (rule in repaired) == whether] for whether in (False, True))
-    if hopeless:
-        message = f"nothing was written, because --fix cannot repair {' and '.join(hopeless)}"
-        message += f" (it could repair {' and '.join(mended)})" if mended else ""
+    unrepairable, repairable = ([rule for rule in errors if (rule in repaired) == whether] for whether in (False, True))
+    if unrepairable:
+        message = f"nothing was written, because --fix cannot repair {' and '.join(unrepairable)}"
+        message += f" (it could repair {' and '.join(repairable)})" if repairable else ""
         message += f", so gptkit could still not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
     other = scan(options["source"], **more) if before.in_source else None
@@ -98,12 +99,12 @@ def fix(
     after = audit(out, **more, **options)
     if other is None:
         return after
-    was, dtypes = "was" if len(before.in_source) == 1 else "were", {each.dtype for each in files.tensors.values()}
-    message = f"{counted(before.in_source)} {was} missing and {was} copied from {other.reference}"
-    if odd := sorted({other.tensors[name].dtype for name in before.in_source} - dtypes):
-        message += f" in the dtype {' or '.join(odd)}, which no other tensor here has"
-    taken = Finding("taken-from-source", "note", message, before.in_source)
-    return replace(after, findings=(*after.findings, taken))
+    verb, dtypes = "was" if len(before.in_source) == 1 else "were", {info.dtype for info in files.tensors.values()}
+    message = f"{counted(before.in_source)} {verb} missing and {verb} copied from {other.reference}"
+    if new_dtypes := sorted({other.tensors[name].dtype for name in before.in_source} - dtypes):
+        message += f" in the dtype {' or '.join(new_dtypes)}, which no other tensor here has"
+    note = Finding("taken-from-source", "note", message, before.in_source)
+    return replace(after, findings=(*after.findings, note))
 
 
 def audit(
@@ -119,45 +120,45 @@ def audit(
     """Find what is wrong with a checkpoint of safetensors files, a GGUF or pickles, of whatever family.
 
     Args:
-        new: the checkpoint, as everywhere.
-        source: another one that it was made from: what it lacks, and what is different in it, is told.
-        loader: a program of `_LOADERS` that is to load it: what it would ignore, rename or draw at random.
-        values: read the weights: NaN, infinities, zeros, repetitions, and with a source every difference.
-        offline: look in local files and the hub's cache alone.
+        new: the checkpoint: a folder, a file, or a repository on the hub.
+        source: the checkpoint it was made from, to report missing and different tensors.
+        loader: the program (one of `_LOADERS`) that is to load it, to report the tensors that it ignores or renames.
+        values: read the weights, to find NaN, infinities, zeros, repetitions, and differences from the source.
+        offline: use local files and the hub's cache only.
         allow_pickle: read pickles too (weights only).
-        progress: called with the bytes that were read just now, and of all.
+        progress: called with the number of bytes read since the last call, and the total.
 
     Raises:
-        InvalidInput: there is nothing to audit: no such files, no tensor in them, none in common with the source.
-        UsageError: an unknown loader; values of a repository, which are not here.
-        Offline: one is not here and there is no network.
+        InvalidInput: there are no files, no tensors, or none in common with the source.
+        UsageError: the loader is unknown, or the values of a model that is only on the hub are requested.
+        Offline: a checkpoint is not local, and there is no network.
     """
     if loader is not None and loader not in _LOADERS:
         raise UsageError(
             f"--for {shown(loader, 40)}: gptkit has no rules for this program", f"known: {', '.join(_LOADERS)}"
         )
     opening = {"offline": offline, "allow_pickle": allow_pickle}
-    found = scan(new, **opening)
-    other = None if source is None else scan(source, **opening)
-    for each in (found, other):
-        if each is not None and values and not each.fetched:
+    files = scan(new, **opening)
+    source_files = None if source is None else scan(source, **opening)
+    for side in (files, source_files):
+        if side is not None and values and not side.fetched:
             raise UsageError(
-                f"{each.reference} is on the hub, and --values needs weights that are stored locally",
-                f"Leave --values out, or download the model: hf download {each.reference}",
+                f"{side.reference} is on the hub, and --values needs weights that are stored locally",
+                f"Leave --values out, or download the model: hf download {side.reference}",
             )
-        if each is not None and not each.tensors and not each.broken:
-            raise InvalidInput(f"{each.reference} has no tensors, so there is nothing to audit")
-    subject = Subject(found, other, loader, values, opening, progress or (lambda done, total: None))
+        if side is not None and not side.tensors and not side.broken:
+            raise InvalidInput(f"{side.reference} has no tensors, so there is nothing to audit")
+    subject = Subject(files, source_files, loader, values, opening, progress or (lambda done, total: None))
     for rule in RULES:
         subject.findings.extend(rule(subject))
     order = {"error": 0, "warning": 1, "note": 2}
     findings = sorted(subject.findings, key=lambda finding: order[finding.severity])
-    sizes = sum(info.nbytes for info in found.tensors.values())
+    sizes = sum(info.nbytes for info in files.tensors.values())
     looked = subject.looked()
     return Audit(
-        found.reference,
-        found.revision,
-        len(found.tensors),
+        files.reference,
+        files.revision,
+        len(files.tensors),
         sizes,
         tuple(looked),
         tuple(findings),

@@ -28,11 +28,11 @@ def card(
     """
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
-    sides = {role: open_checkpoint(each, **options) for role, each in references.items()}
-    found = result.bytes
-    different = "different" if found is None or found.required else "different as the trees are"
-    alike = "equal in value" if found is not None and found.cast else "equal"
-    bytes_word = None if found is None else different if found.different else alike
+    sides = {role: open_checkpoint(reference, **options) for role, reference in references.items()}
+    bytes_ = result.bytes
+    different = "different" if bytes_ is None or bytes_.required else "different as the trees are"
+    alike = "equal in value" if bytes_ is not None and bytes_.cast else "equal"
+    bytes_word = None if bytes_ is None else different if bytes_.different else alike
     return {
         "schema_version": 1,
         "checkpoints": {
@@ -56,7 +56,7 @@ def card(
         "dtype": result.dtype,
         "attention": result.attention,
         "prompts": [asdict(prompt) for prompt in result.prompts],
-        "bytes": None if found is None else {**asdict(found), "different": list(found.different)},
+        "bytes": None if bytes_ is None else {**asdict(bytes_), "different": list(bytes_.different)},
         "noise": None if result.noise is None else {**asdict(result.noise), "allowed": result.noise.allowed},
         "mutations": None if result.score is None else {**asdict(result.score), "tried": result.score.tried},
         "divergence": None if result.divergence is None else asdict(result.divergence),
@@ -87,7 +87,7 @@ def markdown(data: dict[str, Any]) -> str:
     reach = data["up_to"]
     words = verdicts[data["verdict"]["function"]] + ("" if reach is None else f", up to {reach:,} tokens")
     lines = ["## Verification", "", f"- function: {words}"]
-    lines += [f"- **not looked at**: {each}" for each in data["limited"]]
+    lines += [f"- **not looked at**: {words_}" for words_ in data["limited"]]
     lines.append(f"- bytes: {bytes_words[data['verdict']['bytes']]}")
     marks = data["mutations"]
     if marks is not None:

@@ -1,13 +1,13 @@
 """The rank of a change Δ = B - A between two matrices that are read a few rows at a time.
 
-A randomised range finder (Halko, Martinsson, Tropp 0909.4061, §4.1) with rows streamed: Y = ΔᵀΨ for a random Ψ of few
-columns, Q an orthonormal basis of Y, and in a second pass ΔQ, whose singular values are Δ's as far as they stand out.
-Of a narrow matrix ΔᵀΔ is summed itself. Nothing is kept that has as many numbers as the matrix has.
+This is a randomised range finder (Halko, Martinsson, Tropp 0909.4061, §4.1) over rows: Y = ΔᵀΨ for a random Ψ with few
+columns, and Q an orthonormal basis of Y. A second pass computes ΔQ, whose largest singular values are those of Δ. For a
+narrow matrix ΔᵀΔ itself is summed. The memory is always smaller than the matrix.
 
-What rounding leaves is of full rank: a rank-8 update added to bf16 weights has 8 singular values that stand above a
-floor of all the others. Each stored value is off by up to half an ulp, so that the floor is a matrix of independent
-entries of variance ulp²/12, and the largest singular value of such a one is about its largest row's norm and its
-largest column's norm together (Bandeira, van Handel 1408.6185). Only what is above that is counted.
+Rounding has full rank: a rank-8 update of bf16 weights has 8 singular values above a floor of all the others. Stored
+values have errors of up to half an ulp, so the floor is that of independent entries with variance ulp²/12. The largest
+singular value of such a matrix is about the norm of its largest row plus that of its largest column (Bandeira, van
+Handel 1408.6185). Only singular values above it count.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..converter.dtypes import Array
 
-LIMIT = 128  # ranks up to this are told apart; adapters are rarely larger
+LIMIT = 128  # larger ranks are not counted; adapters rarely have them
 _OVERSAMPLING = 8
 _NARROW = 272
 """The number of columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
@@ -25,10 +25,10 @@ _BUFFER = 1 << 20  # elements that are multiplied at once
 _SEED = 0x6770746B
 _RESOLUTION = 1e-7
 """Singular values come from squares in fp64. Relative to the largest value, smaller ones are numerical noise."""
-_MARGIN = 1.1  # on the estimate of the floor, which is one of its mean
+_MARGIN = 1.1  # a factor on the floor, because its estimate is a mean
 NEAR, GAP = 4.0, 8.0
 """A value below NEAR floors, and GAP times smaller than the previous one, is rounding of a change above it."""
-_MOST = 0.99  # of the change: what few directions are asked to hold
+_MOST = 0.99  # the share of the change that a few directions must explain
 
 EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # an ulp of the values in [1, 2)
 _SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}  # the smallest ulp, where weights come near it
@@ -112,8 +112,8 @@ class _Products:
 
     def values(self) -> Array:
         """Return the singular values in descending order; `total` contains the inner products."""
-        found: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
-        return found
+        values: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
+        return values
 
 
 class Sketch(_Products):
@@ -174,12 +174,12 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
     count = _count(spectrum, floor.of(coarse))
     if coarse != fine and energy - float((spectrum[:count] ** 2).sum()) < floor.energy(coarse) / 4:
         count = _count(spectrum, floor.of(fine))
-    held = np.cumsum(spectrum**2) / energy if energy > 0 else np.ones(1)
-    enough = int(np.searchsorted(held, _MOST)) + 1
-    most = enough if held[-1] >= _MOST and enough <= limit else None
+    cumulative = np.cumsum(spectrum**2) / energy if energy > 0 else np.ones(1)
+    needed = int(np.searchsorted(cumulative, _MOST)) + 1
+    most = needed if cumulative[-1] >= _MOST and needed <= limit else None
     if count > limit:
         return Rank(limit, of, limit, None, most, more=True)
-    share = float(min(held[count - 1], 1.0)) if count else 0.0
+    share = float(min(cumulative[count - 1], 1.0)) if count else 0.0
     return Rank(count, of, limit, share, most)
 
 

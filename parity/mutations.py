@@ -68,12 +68,12 @@ def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
     These are the usual wrong values, mistakes of code, and mistakes of checkpoints in both directions. Of two with the
     same effect the simpler one comes first.
     """
-    tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
-    tried += [(name, _slipped(name)) for name in _IN_PORTS]
-    tried += [
+    mistakes = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
+    mistakes += [(name, _slipped(name)) for name in _IN_PORTS]
+    mistakes += [
         (mutation.name, mutation.apply) for mutation in (*MUTATIONS, *_OF_TWO_STACKS, *forgotten(), *_declared(spec))
     ]
-    return [*tried, *((each.name + _BACK, each.undo) for each in MUTATIONS if each.undo is not None)]
+    return [*mistakes, *((mutation.name + _BACK, mutation.undo) for mutation in MUTATIONS if mutation.undo is not None)]
 
 
 def mutated(apply: Apply, spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -111,7 +111,9 @@ def _projections(first: str, second: str) -> Apply:
 def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield the first two norms before sublayers of each layer that has two."""
     for layer, block in enumerate(spec.blocks):
-        norms = [f"blocks.{layer}.{each.mixer.slot}_norm" for each in block.sublayers if each.norm is not None]
+        norms = [
+            f"blocks.{layer}.{sublayer.mixer.slot}_norm" for sublayer in block.sublayers if sublayer.norm is not None
+        ]
         if len(norms) > 1:
             yield norms[0], norms[1]
 
@@ -122,7 +124,7 @@ def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
     for parameter in spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
             names.setdefault(parameter.name.removeprefix(f"blocks.{parameter.layer}."), []).append(parameter.name)
-    a, b = next((each[:2] for each in names.values() if len(each) > 1), ("", ""))
+    a, b = next((tensors[:2] for tensors in names.values() if len(tensors) > 1), ("", ""))
     if not a or weights[a].shape != weights[b].shape:
         return None
     return spec, {**weights, a: weights[b], b: weights[a]}
@@ -150,8 +152,8 @@ def _disordered(name: str, back: bool = False) -> Apply:
             for module, order in _disorder(node).get(name, {}).items():
                 rows = torch.tensor(order).argsort() if back else torch.tensor(order)
                 full = f"{path}.{module}".rstrip(".")
-                own = node.weights().get(f"{module}.weight")
-                if own is not None and own.role == "writes":
+                parameter = node.weights().get(f"{module}.weight")
+                if parameter is not None and parameter.role == "writes":
                     new[f"{full}.weight"] = weights[f"{full}.weight"][:, rows]
                     continue
                 parts = (f"{full}.weight", f"{full}.bias")
@@ -166,7 +168,7 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     if spec.head is None or not spec.head.tied:
         return None
     table = weights["embedding.weight"]
-    # On the meta device the shape alone is asked for, and a table may be large.
+    # On the meta device only the shape matters, and a table may be large.
     noise = table if table.is_meta else torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table)
     return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
 
@@ -176,8 +178,8 @@ def _slipped(name: str) -> Apply:
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         tree: ModelSpec = spec.mapped(lambda node, _: node.slips().get(name, node))
-        there = {each.name for each in tree.parameters()}
-        return tree, {name: weight for name, weight in weights.items() if name in there}
+        names_in_tree = {parameter.name for parameter in tree.parameters()}
+        return tree, {name: weight for name, weight in weights.items() if name in names_in_tree}
 
     return apply
 
@@ -188,9 +190,9 @@ def _misread(name: str) -> Apply:
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
         for path, node in spec.nodes():
-            if name in (made := node.misread()):
-                own = {each: weights[f"{path}.{each}"] for each in node.weights()}
-                new |= {f"{path}.{each}": tensor for each, tensor in made[name](own).items()}
+            if name in (readings := node.misread()):
+                originals = {parameter: weights[f"{path}.{parameter}"] for parameter in node.weights()}
+                new |= {f"{path}.{parameter}": tensor for parameter, tensor in readings[name](originals).items()}
         return spec, new
 
     return apply
@@ -208,27 +210,30 @@ def _other_kinds(back: bool) -> Apply:
         attending = {layer: block.mixer("attention") for layer, block in enumerate(spec.blocks)}
         attending = {layer: mixer for layer, mixer in attending.items() if mixer is not None}
         mixers: list[Any] = [*attending.values()]
-        if not all(hasattr(each, "window") and hasattr(each, "position") for each in mixers):
+        if not all(hasattr(mixer, "window") and hasattr(mixer, "position") for mixer in mixers):
             return None
-        if len({type(each) for each in mixers}) != 1:
+        if len({type(mixer) for mixer in mixers}) != 1:
             return None
-        others = mixers[1:] + mixers[:1] if back else mixers[-1:] + mixers[:-1]
+        sources = mixers[1:] + mixers[:1] if back else mixers[-1:] + mixers[:-1]
         names = [name for name in _OF_KINDS if hasattr(mixers[0], name)]
-        fields = [{name: getattr(other, name) for name in names} for other in others]
+        fields = [{name: getattr(source, name) for name in names} for source in sources]
         try:
             new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
             if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
                 return None
-            made = dict(zip(attending, new, strict=True))
-            blocks = (each.replaced(attention=made[i]) if i in made else each for i, each in enumerate(spec.blocks))
+            new_mixers = dict(zip(attending, new, strict=True))
+            blocks = (
+                block.replaced(attention=new_mixers[i]) if i in new_mixers else block
+                for i, block in enumerate(spec.blocks)
+            )
             return replace(spec, blocks=tuple(blocks)), dict(weights)
-        except ConfigError:  # heads of the one kind are not as wide as the other's positions
+        except ConfigError:  # the positions of one kind need another head width than the other kind has
             return None
 
     return apply
 
 
-_Fields = dict[type[Component], tuple[str, Any]]  # of each kind a field and a value
+_Fields = dict[type[Component], tuple[str, Any]]  # a field and a value by kind
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
@@ -236,33 +241,41 @@ def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
 
     With `usual` the fields also get the common numbers and activations of other models.
     """
-    found: dict[str, _Fields] = {}
+    mistaken: dict[str, _Fields] = {}
     for kind in KINDS.values():
-        told = {name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()}
-        without = {name: False if name == "bias" else value for name, value in kind.choices().items()}
-        mistakes = [(told[name], name, value) for name, value in without.items()]
+        words_by_field = {
+            name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()
+        }
+        defaults = {name: False if name == "bias" else value for name, value in kind.choices().items()}
+        mistakes = [(words_by_field[name], name, value) for name, value in defaults.items()]
         if usual:
             mistakes = [(words.format(v), name, v) for name, (words, values) in kind.usual.items() for v in values]
         for words, name, value in mistakes:
-            found.setdefault(words, {})[kind] = (name, value)
-    return found
+            mistaken.setdefault(words, {})[kind] = (name, value)
+    return mistaken
 
 
 def forgotten() -> list[Mutation]:
     """Return the mistakes of forgotten fields, except those in `MUTATIONS`."""
-    known, found = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
-    names = {words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in found.items()}
-    return [Mutation(w, f"the reference's {names[w]}", _valued(found[w])) for w in found if w not in known]
+    known, fields_by_words = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
+    names = {
+        words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in fields_by_words.items()
+    }
+    return [
+        Mutation(w, f"the reference's {names[w]}", _valued(fields_by_words[w]))
+        for w in fields_by_words
+        if w not in known
+    ]
 
 
 def _declared(spec: ModelSpec) -> list[Mutation]:
     """Return the mistakes that the tree's records declare, as a plugin may, except those of this module."""
     nodes = dict.fromkeys(spec.components())
-    made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
-    made |= {name: _disordered for node in nodes for name in _disorder(node)}
-    made |= {name: _misread for node in nodes for name in node.misread()}
+    makers = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
+    makers |= {name: _disordered for node in nodes for name in _disorder(node)}
+    makers |= {name: _misread for node in nodes for name in node.misread()}
     known = {*_IN_PORTS, *(mutation.name for mutation in MUTATIONS)}
-    return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in made.items() if name not in known]
+    return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in makers.items() if name not in known]
 
 
 def _forgotten(words: str) -> Apply:
@@ -283,16 +296,16 @@ def _valued(fields: _Fields) -> Apply:
             parameters = list(tree.parameters())
         except ConfigError:
             return None
-        shapes = {each.name: each.shape for each in parameters}
-        for each in parameters:  # of a table that would need fewer rows the first are read
-            rows = weights.get(each.name)
-            if each.role == "table" and rows is not None and rows.shape[0] > each.shape[0]:
-                weights = {**weights, each.name: rows[: each.shape[0]]}
+        shapes = {parameter.name: parameter.shape for parameter in parameters}
+        for parameter in parameters:  # a smaller table gets the first rows
+            rows = weights.get(parameter.name)
+            if parameter.role == "table" and rows is not None and rows.shape[0] > parameter.shape[0]:
+                weights = {**weights, parameter.name: rows[: parameter.shape[0]]}
         if any(name not in weights or weights[name].shape != shape for name, shape in shapes.items()):
             return None
-        gone = weights.keys() - shapes.keys()
-        if gone and all(value is False for _, value in fields.values()) and all(n.endswith(".bias") for n in gone):
-            return spec, {**weights, **{name: torch.zeros_like(weights[name]) for name in gone}}
+        unused = weights.keys() - shapes.keys()
+        if unused and all(value is False for _, value in fields.values()) and all(n.endswith(".bias") for n in unused):
+            return spec, {**weights, **{name: torch.zeros_like(weights[name]) for name in unused}}
         return tree, {name: weights[name] for name in shapes}
 
     return apply
@@ -304,7 +317,7 @@ class _MistakenRotary(Rotary, frozen=True, kw_only=True):
     mistake: Literal["queries", "keys", "added"]
 
 
-del KINDS[_MistakenRotary.__name__]  # no file says it
+del KINDS[_MistakenRotary.__name__]  # no file can contain it
 
 
 @computes(_MistakenRotary)
@@ -314,7 +327,7 @@ class _MistakenTurn(RotaryTurn):
     @staticmethod
     def both(rotary: _MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
         """Return queries and keys after the mistaken rotation."""
-        if rotary.mistake == "added":  # the sine is that of the second of each pair for both
+        if rotary.mistake == "added":  # both members of a pair use the sine of the second one
             sin, half = tables.sin, tables.sin.shape[-1] // 2
             second = sin[..., 1::2].repeat_interleave(2, -1) if tables.adjacent else sin[..., half:].repeat(1, 1, 1, 2)
             tables = tables._replace(sin=second)
@@ -389,9 +402,9 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
     return lambda spec, weights: (spec.mapped(change), dict(weights))
 
 
-def _once(made: Callable[[str], Apply], name: str, repair: str) -> Mutation:
+def _once(make: Callable[[str], Apply], name: str, repair: str) -> Mutation:
     """Return a mutation that undoes itself."""
-    return Mutation(name, repair, made(name))
+    return Mutation(name, repair, make(name))
 
 
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
@@ -399,9 +412,9 @@ def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
     return Mutation(name, repair, _slipped(name), _slipped(other or name + _BACK))
 
 
-def _reordered(name: str, repair: str, said: str = "", back: bool = False) -> Mutation:
+def _reordered(name: str, repair: str, disorder: str = "", back: bool = False) -> Mutation:
     """Return a mutation that reorders rows; `said` is the record's name of the disorder, if it differs."""
-    return Mutation(name, repair, _disordered(said or name, back), _disordered(said or name, not back))
+    return Mutation(name, repair, _disordered(disorder or name, back), _disordered(disorder or name, not back))
 
 
 LARGE, SMALL = "eps ten times as large", "eps ten times as small"

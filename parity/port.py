@@ -32,7 +32,7 @@ from .compare import LogitDifference, compare, largest_gap, mean_gap
 from .mutations import Weights
 from .outputs import computed_rightly, outputs_of
 from .passes import hooked
-from .port_causes import Differing, Made, causes
+from .port_causes import Differing, PortMistake, causes
 from .probe import ProbeBatch, limits, longest, passed, probe
 from .score import MistakeScore, assigned, try_mistakes, wide_weights
 from .sides import StreamedModel, default_dtype, load_reference, quiet, reference_folder, stream_candidate
@@ -60,7 +60,7 @@ class PortVerification:
     allowed: float  # twice the reference's rounding to fp32
     rounding: tuple[float, float]  # the mean error in fp32 of (reference, port) relative to their own fp64
     matches: tuple[PortMatch, ...]
-    causes: tuple[Made, ...] = ()  # mistakes that explain the difference
+    causes: tuple[PortMistake, ...] = ()  # mistakes that explain the difference
     left_out: tuple[str, ...] = ()  # probes that the port did not get, because it takes no mask
     notes: tuple[str, ...] = ()
     reference: str = "transformers"  # "gptkit's own modules" if transformers has no class for the tree
@@ -238,7 +238,7 @@ def verify_port(
                 notes.append(_NOTHING)
         elif differs:
             notes.append("not compared component by component, because no transformers class computes this model")
-    mistakes: list[Made] = []
+    mistakes: list[PortMistake] = []
     if differs:
         del narrow, wide
         say("mistakes that explain it")

@@ -31,7 +31,7 @@ changes its effect.
 
 
 @dataclass(frozen=True)
-class Made:
+class PortMistake:
     """A mistake that gptkit made in the reference and that explains the port's logits."""
 
     mistake: str  # the mistake in words
@@ -63,7 +63,7 @@ class Differing:
         return max(self.allowed, _REST * largest_gap(self.exact, self.port))
 
 
-def causes(port: Differing, notes: list[str]) -> list[Made]:
+def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
     """Return the mistake, or the two mistakes, that make the reference compute the port's logits.
 
     If there is none, return the mistakes that explain the first difference. Reasons for mistakes that were not tried
@@ -74,7 +74,7 @@ def causes(port: Differing, notes: list[str]) -> list[Made]:
     padding = port.ignores and _moved_by_masks(port)
     everything = _CauseJudge(port, range(len(bare)), masked=not padding)
     if padding and everything.explains((port.spec, dict(port.weights))):
-        return [Made(PADDING, True, everything.left(port.spec, port.weights))]
+        return [PortMistake(PADDING, True, everything.difference(port.spec, port.weights))]
     shown = any(is_bare and differs for is_bare, differs in zip(bare, differ, strict=True))
     # The shortest inputs that differ come first: they rule out most of the tried mistakes quickly.
     order = [index for index in range(len(bare)) if bare[index] or not shown]
@@ -95,8 +95,8 @@ def causes(port: Differing, notes: list[str]) -> list[Made]:
         notes.append(f"pairs of mistakes were not tried, because the model has more than {SMALL:,} parameters")
     mutants = [(PADDING, (port.spec, dict(port.weights)), SAME)] if padding else []
     mutants += [(name, mutant, PLACE) for name, mutant in _mutants(port, at_place)]
-    parts = [Made(name, False, everything.left(*mutant), part=part) for name, mutant, part in mutants]
-    return sorted(parts, key=lambda made: (made.part == PLACE, made.left))
+    parts = [PortMistake(name, False, everything.difference(*mutant), part=part) for name, mutant, part in mutants]
+    return sorted(parts, key=lambda mistake: (mistake.part == PLACE, mistake.left))
 
 
 _Mistake = tuple[str, Apply]
@@ -117,15 +117,15 @@ class _CauseJudge:
         """Return whether a mutant gives the port's logits on every input."""
         return largest_gap(self.wanted, self.logits(*mutant), self.enough) <= self.enough
 
-    def left(self, spec: ModelSpec, weights: Weights) -> float:
+    def difference(self, spec: ModelSpec, weights: Weights) -> float:
         """Return the largest remaining difference from the port's logits."""
         return largest_gap(self.wanted, self.logits(spec, weights))
 
-    def record(self, names: Sequence[str], mutant: Mutant) -> Made:
+    def record(self, names: Sequence[str], mutant: Mutant) -> PortMistake:
         """Return the record of mistakes that explain the port on the inputs that can show them."""
-        left = self.left(*mutant)
-        explains = left <= self.enough
-        return Made(names[0], explains, left, ", ".join(names[1:]), "" if explains else BARE)
+        difference = self.difference(*mutant)
+        explains = difference <= self.enough
+        return PortMistake(names[0], explains, difference, ", ".join(names[1:]), "" if explains else BARE)
 
 
 def _moved_by_masks(port: Differing) -> bool:

@@ -43,10 +43,10 @@ head).
 
 _TOKENS = 256
 """The tokens on which a model with more than `SMALL` parameters is compared by component, unless one batch has more."""
-_ROOM = 2**30  # bytes that one side's outputs of all components may take in the temporary folder
-_FEW = 4  # tensors that a repair may take from each other across layers
-_TRIED = 3  # repairs that are made in the whole of a model too large to be run for each
-_SHOWN = 5
+_ROOM = 2**30  # bytes in the temporary folder for one side's outputs of all components
+_FEW = 4  # the largest number of changed tensors that a repair may exchange across layers
+_TRIED = 3  # the number of repairs that are tried in the whole of a large model
+_SHOWN = 5  # the number of reported causes
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Repaired:
         self.target, self.source, self.only = target, source, only
         self.repair = repair or Repair("nothing")
         like = partial(torch.empty, dtype=torch.float64, device="meta")
-        self._shapes = {each.name: like(each.shape) for each in target.spec.parameters()}
+        self._shapes = {parameter.name: like(parameter.shape) for parameter in target.spec.parameters()}
         mutant = self.repair.apply(target.spec, self._shapes)
         tree, changed = (target.spec, self._shapes) if mutant is None else mutant
         self.spec = tree if only is None else _within(target.spec, tree, only)
-        others = {name for name, shape in self._shapes.items() if changed.get(name) is not shape}
-        self._changed = self.repair.values | others
-        # A tied table is the head's too.
+        changed_names = {name for name, shape in self._shapes.items() if changed.get(name) is not shape}
+        self._changed = self.repair.values | changed_names
+        # A tied table is also the head's weight.
         ends = ("embedding.weight",) if only == "back" and self.spec.tied else ()
         self.touched = {name for name in self._changed if only is None or unit_of(name) == only or name in ends}
         self._made: tuple[frozenset[str], Weights] = frozenset(), {}
@@ -92,13 +92,17 @@ class Repaired:
             side = self.source if name in self.touched else self.target
             return to_float64(*side.tensor(name)), "F64"
         unit, changed = unit_of(name), self._changed
-        # A tensor gets values from others that change with it: of its own layer, or of the few there are.
-        group = changed if len(changed) <= _FEW else {each for each in changed if unit_of(each) == unit}
+        # A tensor may get values of other changed tensors: those of its layer, or all if there are few.
+        group = (
+            changed
+            if len(changed) <= _FEW
+            else {changed_name for changed_name in changed if unit_of(changed_name) == unit}
+        )
         if self._made[0] != group:
-            real = {each: torch.from_numpy(to_float64(*self.target.tensor(each))) for each in group}
+            real = {member: torch.from_numpy(to_float64(*self.target.tensor(member))) for member in group}
             mutant = self.repair.apply(self.target.spec, {**self._shapes, **real})
             assert mutant is not None
-            self._made = frozenset(group), {each: mutant[1][each] for each in group}
+            self._made = frozenset(group), {member: mutant[1][member] for member in group}
         return as_array(self._made[1][name])
 
     def release(self) -> None:
@@ -136,7 +140,7 @@ def _run_unit(
     module: Callable[..., Tensor]
     if unit == "front":
         whole = filled(partial(Front, tree.spec), read, dtype)
-        module = lambda *given: whole(*given)[0]  # noqa: E731
+        module = lambda *arguments: whole(*arguments)[0]  # noqa: E731
     elif unit == "back":
         norm, head = final_norm(tree, dtype), next(head_rows(tree, dtype, [slice(None)]))
         pooler = None
@@ -155,10 +159,10 @@ def _run_unit(
         x, positions = inputs[id(batch)], torch.arange(steps)[None]
         context = Context(rows, steps, 0, False, positions, batch.attention_mask, dtype)
         front = (batch.input_ids, positions, batch.attention_mask, batch.token_types)
-        given = front if unit == "front" else (x,) if unit == "back" else (x, context)
+        arguments = front if unit == "front" else (x,) if unit == "back" else (x, context)
         with torch.inference_mode():
-            out = batch.valid(module(*given)).double()
-        yield out
+            output = batch.valid(module(*arguments)).double()
+        yield output
 
 
 def _around(model: nn.Module, name: str, seen: tuple[_Seen, _Seen]) -> ExitStack:
@@ -192,7 +196,7 @@ def diagnose(
     difference of the logits at each position, (N,) per batch: a large model is compared where it is largest.
     """
     source, target = both.source, both.target
-    large = max(count(each.spec).total for each in (source, target)) > SMALL
+    large = max(count(side.spec).total for side in (source, target)) > SMALL
     if large and both.folder is not None and not asked:
         notes.append(
             "the first differing component was not searched for, because the model has more than 50 million parameters"
@@ -204,8 +208,8 @@ def diagnose(
         )
         return None
     if large:
-        # About what one position takes in fp64, of all outputs, and of as many inputs of projections.
-        row = 16 * sum(each.shape[0] for each in source.spec.parameters() if each.name not in TABLES)
+        # About the bytes of one position in fp64: all outputs, and equally large inputs of projections.
+        row = 16 * sum(parameter.shape[0] for parameter in source.spec.parameters() if parameter.name not in TABLES)
         batches = where_they_differ(batches, gaps, row)
     places = bisect(both, batches, path)
     if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
@@ -224,20 +228,20 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
-    taken, tokens = list[int](), 0
+    chosen, tokens = list[int](), 0
     for index in sorted(range(len(batches)), key=lambda index: -gaps[index].max().item()):
         size = batches[index].input_ids.numel()
-        if not taken or tokens + size <= _TOKENS:
-            taken.append(index)
+        if not chosen or tokens + size <= _TOKENS:
+            chosen.append(index)
             tokens += size
-    taken.sort()
-    all_gaps = torch.cat([gaps[index] for index in taken])
-    most = torch.zeros(len(all_gaps), dtype=torch.bool)
-    most[all_gaps.topk(min(max(_ROOM // row, 1), len(all_gaps))).indices] = True
-    kept = torch.split(most, [len(gaps[index]) for index in taken])
+    chosen.sort()
+    all_gaps = torch.cat([gaps[index] for index in chosen])
+    is_largest = torch.zeros(len(all_gaps), dtype=torch.bool)
+    is_largest[all_gaps.topk(min(max(_ROOM // row, 1), len(all_gaps))).indices] = True
+    rows_by_batch = torch.split(is_largest, [len(gaps[index]) for index in chosen])
     return [
         replace(batches[index], rows=rows.nonzero().flatten())
-        for index, rows in zip(taken, kept, strict=True)
+        for index, rows in zip(chosen, rows_by_batch, strict=True)
         if bool(rows.any())
     ]
 
@@ -252,7 +256,7 @@ def _find_causes(
     """
     first = next((place for place in places if place.parts), None)
     if first is None:
-        return []  # one function, computed with less precision: nothing in it to repair
+        return []  # the function is the same, with less precision, so there is nothing to repair
     source, target = both.source, both.target
     ends: _Unit = "back" if first.label.startswith(("final norm", "head", "pooler")) else "front"
     unit = ends if first.layer is None else first.layer
@@ -265,14 +269,14 @@ def _find_causes(
     name = architecture.module(stored.partition(f".{layer}.")[0] + f".{layer}")  # named as its tensors are
     exact = both.reference(batches, torch.float64, path, partial(_around, name=name, seen=seen))
     finite = [bool(torch.isfinite(logits).all()) for logits in exact]
-    batches = [batch for batch, good in zip(batches, finite, strict=True) if good]
-    exact = [logits for logits, good in zip(exact, finite, strict=True) if good]
+    batches = [batch for batch, is_finite in zip(batches, finite, strict=True) if is_finite]
+    exact = [logits for logits, is_finite in zip(exact, finite, strict=True) if is_finite]
     if unit == "back":
         inputs, outputs = seen[1], exact
     else:
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
-    def left(repair: Repair | None = None, only: _Unit | None = None) -> float:
+    def remaining(repair: Repair | None = None, only: _Unit | None = None) -> float:
         """Return the remaining difference of the logits after a repair."""
         tree = Repaired(target, source, repair, only)
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
@@ -282,7 +286,7 @@ def _find_causes(
     narrow = list(_run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path))
     start, rounding = largest_gap(outputs, wide), 2 * largest_gap(wide, narrow)
     if start <= rounding:
-        return []  # the unit is right on right inputs: there is nothing in it to repair
+        return []  # the unit computes correct inputs correctly, so there is nothing in it to repair
     helps: list[tuple[bool, Repair]] = []
     for repair in _repairs(source, target):
         tree = Repaired(target, source, repair, unit)
@@ -292,41 +296,45 @@ def _find_causes(
         if gap <= rounding or gap < start / 10:
             helps.append((gap <= rounding, repair))
     helps.sort(key=lambda pair: not pair[0])
-    whole, causes = left(), list[Cause]()
+    before, causes = remaining(), list[Cause]()
     where = f" in layer {unit}" if isinstance(unit, int) else ""
-    for restores, repair in helps[: _TRIED if few else None]:  # everywhere, and, where that does not do, in that unit
-        gap = left(repair)
-        if gap <= allowed or gap < whole / 10:
+    for restores, repair in helps[
+        : _TRIED if few else None
+    ]:  # in all layers, and if that does not restore parity, in this unit
+        gap = remaining(repair)
+        if gap <= allowed or gap < before / 10:
             causes.append(Cause(repair.words, gap <= allowed, gap))
         if not gap <= allowed:
-            alone = left(repair, unit)
-            # A repair that puts its unit right is a cause, though there are others behind it.
-            if alone <= allowed or alone < whole / 10 or restores:
-                causes.append(Cause(repair.words + where, alone <= allowed, alone))
+            in_unit = remaining(repair, unit)
+            # A repair that corrects its unit is a cause, although later units may have other faults.
+            if in_unit <= allowed or in_unit < before / 10 or restores:
+                causes.append(Cause(repair.words + where, in_unit <= allowed, in_unit))
     return sorted(causes, key=lambda cause: (not cause.restores, cause.left))[:_SHOWN]
 
 
 def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
-    """Everything to try, whether or not it changes anything."""
-    spec, own = source.spec, target.spec
+    """Yield all repairs to try, including those that change nothing."""
+    spec, candidate = source.spec, target.spec
 
     def tie(tree: ModelSpec, weights: Weights) -> Mutant:
-        kept = {name: tensor for name, tensor in weights.items() if name != "head.weight"}
-        return msgspec.structs.replace(tree, head=spec.head), kept
+        rest = {name: tensor for name, tensor in weights.items() if name != "head.weight"}
+        return msgspec.structs.replace(tree, head=spec.head), rest
 
     for mutation in MUTATIONS:
-        if mutation.name != "tied head ignored" and not mutation.in_code:  # a head at random puts nothing right
+        if mutation.name != "tied head ignored" and not mutation.in_code:  # a random head repairs nothing
             yield Repair(mutation.repair, mutation.mend)
-    if spec.tied and own.head is not None and not own.head.tied and not own.head.bias:
+    if spec.tied and candidate.head is not None and not candidate.head.tied and not candidate.head.bias:
         yield Repair("tying the head to the embedding", tie)
-    shapes = {parameter.name: parameter.shape for parameter in own.parameters()}
-    lost = frozenset(each.name for each in spec.parameters() if shapes.get(each.name) != each.shape)
-    if len(lost) > len(shapes) / 2:
+    shapes = {parameter.name: parameter.shape for parameter in candidate.parameters()}
+    reshaped = frozenset(
+        parameter.name for parameter in spec.parameters() if shapes.get(parameter.name) != parameter.shape
+    )
+    if len(reshaped) > len(shapes) / 2:
         return
-    if spec != own:  # what the candidate has no tensors for comes with the reference's
-        fields = sorted({path.split(".")[-1] for path, _, _ in differences(spec, own)})
-        yield Repair(f"the reference's {', '.join(fields)}", lambda tree, weights: (spec, dict(weights)), lost)
-    if lost or len(shapes) != sum(1 for _ in spec.parameters()):
+    if spec != candidate:  # tensors that the candidate lacks come from the reference
+        fields = sorted({path.split(".")[-1] for path, _, _ in differences(spec, candidate)})
+        yield Repair(f"the reference's {', '.join(fields)}", lambda tree, weights: (spec, dict(weights)), reshaped)
+    if reshaped or len(shapes) != sum(1 for _ in spec.parameters()):
         return
     wrong = []
     for name in (parameter.name for parameter in spec.parameters()):

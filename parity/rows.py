@@ -23,9 +23,9 @@ from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import EMBEDDING, ENCODER, TABLES, ProbeBatch
 
-_CHUNK_BYTES = 8 * 2**20  # widened rows of a weight that are there at once
-_MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are let go
-_LARGE_BYTES = 4 * 2**20  # a product of this size leaves freed memory behind that is worth giving back
+_CHUNK_BYTES = 8 * 2**20  # widened rows of a weight in memory at once
+_MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are released
+_LARGE_BYTES = 4 * 2**20  # after a product of this size, freed memory is returned to the system
 
 _See = Callable[[str, Tensor, Any], None]
 """Called with a module's path, its input and its output, in the pass of the batch in `probe.RUNNING`."""
@@ -78,10 +78,10 @@ def states(
             yield parts.pop(0)
 
     with hooked(hooks):
-        found = run_together(partial(outputs_of, model), batches, serve)
-    if sum(each.nbytes for each in found) > _LARGE_BYTES:
+        outputs = run_together(partial(outputs_of, model), batches, serve)
+    if sum(output.nbytes for output in outputs) > _LARGE_BYTES:
         trim_heaps()
-    return found
+    return outputs
 
 
 def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
@@ -100,8 +100,8 @@ def head_rows(
     Use each function before you ask for the next one.
     """
     head = tree.spec.head
-    if head is None:  # whose states are what is compared
-        yield from (lambda x, own=each: x[..., own] for each in columns)
+    if head is None:  # the hidden states are compared
+        yield from (lambda x, ids=ids: x[..., ids] for ids in columns)
         return
     transform = None
     if head.transform is not None:
@@ -110,10 +110,10 @@ def head_rows(
     weight = tensor_of(tree, "embedding.weight" if head.tied else "head.weight")
     bias = tensor_of(tree, "head.bias") if head.bias else None
     projection = tensor_of(tree, "head.projection.weight") if head.width is not None else None
-    for each in columns:
-        rows = weight[each].to(dtype)
+    for tokens in columns:
+        rows = weight[tokens].to(dtype)
         if head.tied and tree.spec.embedding.blank is not None:
-            rows = rows.masked_fill((torch.arange(len(weight))[each] == tree.spec.embedding.blank)[:, None], 0)
+            rows = rows.masked_fill((torch.arange(len(weight))[tokens] == tree.spec.embedding.blank)[:, None], 0)
         with torch.device("meta"):
             module = HeadModule(msgspec.structs.replace(head, vocab_size=len(rows), tied=False))
         module.transform = transform
@@ -121,7 +121,7 @@ def head_rows(
         if module.projection is not None and projection is not None:
             module.projection.weight = nn.Parameter(projection.to(dtype), requires_grad=False)
         if bias is not None:
-            module.bias = nn.Parameter(bias[each].to(dtype), requires_grad=False)
+            module.bias = nn.Parameter(bias[tokens].to(dtype), requires_grad=False)
         yield partial(module, embedding=rows)
         tree.release()
 
@@ -149,7 +149,7 @@ class _Rows(nn.Module):
         """Return the product (N, in) -> (N, out)."""
         stored = self._read()
         rows = max(1, _CHUNK_BYTES // (stored.shape[1] * x.element_size()))
-        # A transposed view has a piece of every page in each of its rows: to let go of them is to read all again.
+        # Every row of a transposed view is spread over all pages, so releasing them would read everything again.
         row_bytes = stored.shape[1] * stored.element_size() if stored.is_contiguous() else 0
         out = x.new_empty(len(x), self.outputs)
         mapped = 0
@@ -176,14 +176,14 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
     model.head, model.pooler = _Ends(), None  # type: ignore[assignment]
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
     for order, (name, linear) in enumerate(linears):
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _Rows(linear, name, order, tree, dtype))
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _Rows(linear, name, order, tree, dtype))
     for name, parameter in list(model.named_parameters()):
         if name.removeprefix(ENCODER) not in TABLES:
-            path, _, own = name.rpartition(".")
+            path, _, attribute = name.rpartition(".")
             value = tensor_of(tree, name).to(dtype, copy=True)
             assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
-            model.get_submodule(path)._parameters[own] = nn.Parameter(value, requires_grad=False)
+            model.get_submodule(path)._parameters[attribute] = nn.Parameter(value, requires_grad=False)
     tree.release()
     return model
 
@@ -204,7 +204,7 @@ def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> l
         used, ids = inputs[0].unique(return_inverse=True)
         rows = tensor_of(tree, name)[used + first].to(dtype)
         ids = ids.reshape(inputs[0].shape) - first
-        if whole is None:  # the table of another, which is given beside the ids
+        if whole is None:  # another module's table, which is passed together with the ids
             return ids, rows
         module.weight = nn.Parameter(rows, requires_grad=False)
         return (ids, *inputs[1:])

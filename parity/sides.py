@@ -124,20 +124,23 @@ def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
 
 
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
-    """The transformers model in `folder`, in eval mode, of from_pretrained(dtype=…): `model.to(dtype)` would round
-    its rotary frequencies too. Raises CheckpointError where transformers left a tensor at random or had no use for one,
-    and GptkitError where it cannot load the folder at all.
+    """Return the transformers model in `folder` in eval mode, loaded with dtype=…
+
+    `model.to(dtype)` would round its rotary frequencies too. Raises CheckpointError if transformers initialised a
+    tensor at random or ignored one, and GptkitError if it cannot load the folder.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    if (own := own_reference(config, dtype, attention)) is not None:
-        stored = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
-        unexpected = own.load_state_dict(stored, strict=False).unexpected_keys
-        missing = [name for name, _ in own.named_parameters() if name not in stored]  # a tied one has one name here
+    if (model := own_reference(config, dtype, attention)) is not None:
+        stored = {
+            name: values for file in sorted(folder.glob("*.safetensors")) for name, values in load_file(file).items()
+        }
+        unexpected = model.load_state_dict(stored, strict=False).unexpected_keys
+        missing = [name for name, _ in model.named_parameters() if name not in stored]  # a tied one has one name here
         if missing or unexpected:
             raise CheckpointError(
                 f"transformers' model and {folder.name} have different tensors: {(missing + unexpected)[:5]}"
             )
-        return own.eval()
+        return model.eval()
     import transformers  # noqa: F401 (that it is not installed is no fault of the folder)
 
     try:
@@ -155,14 +158,14 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is not None and family.two_stacks:  # buffers that files lack are as the class makes them
         own = {leaf.checkpoint for leaf in family.bind(family.spec(config))}
-        made = {*family.made, *(leaf.checkpoint for leaf in family.leaves if leaf.buffer)} - own
-        info["missing_keys"] = [each for each in info["missing_keys"] if each not in made]
+        computed = {*family.made, *(leaf.checkpoint for leaf in family.leaves if leaf.buffer)} - own
+        info["missing_keys"] = [name for name in info["missing_keys"] if name not in computed]
     if family is not None and family.base_class:
         layers = len(family.spec(config).blocks)
-        info["unexpected_keys"] = [each for each in info["unexpected_keys"] if not family.carries(each, layers)]
-        gone = {name.partition(".")[0] for name in info["missing_keys"]}
-        if gone <= {*family.optional}:
-            info["missing_keys"] = leave_out(model, gone)
+        info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not family.carries(name, layers)]
+        missing_parts = {name.partition(".")[0] for name in info["missing_keys"]}
+        if missing_parts <= {*family.optional}:
+            info["missing_keys"] = leave_out(model, missing_parts)
     for kind, what in (
         ("missing_keys", "initialised tensors at random because they are missing"),
         ("mismatched_keys", "initialised tensors at random because their shapes differ"),

@@ -17,7 +17,7 @@ from ..converter.vocabulary import Vocabulary
 from ..errors import InvalidInput
 
 MOST_BYTES = 64 * 2**20  # a tokenizer.json beyond it is compared as bytes alone
-_TOLD = 4  # names that a line has
+_TOLD = 4  # the number of names in a line
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class FileChange:
 
 def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
     """Return the differences of two trees, grouped over layers; layers are paired by number."""
-    folded: dict[tuple[str, str, str], list[int]] = {}
+    grouped: dict[tuple[str, str, str], list[int]] = {}
     layers = min(len(a.blocks), len(b.blocks))
-    one, other = (msgspec.structs.replace(each, blocks=each.blocks[:layers]) for each in (a, b))
-    found = [("layers", len(a.blocks), len(b.blocks))] if len(a.blocks) != len(b.blocks) else []
-    function = {"layers", *(path for path, _, _ in differences(without_rounding(one), without_rounding(other)))}
-    for path, x, y in [*found, *differences(one, other)]:
+    tree_a, tree_b = (msgspec.structs.replace(tree, blocks=tree.blocks[:layers]) for tree in (a, b))
+    changed = [("layers", len(a.blocks), len(b.blocks))] if len(a.blocks) != len(b.blocks) else []
+    function = {"layers", *(path for path, _, _ in differences(without_rounding(tree_a), without_rounding(tree_b)))}
+    for path, x, y in [*changed, *differences(tree_a, tree_b)]:
         parts = path.split(".")
         layer = int(parts[1]) if parts[0] == "blocks" and len(parts) > 1 else None
         key = path if layer is None else ".".join(["blocks", "*", *parts[2:]])
-        folded.setdefault((key, _words(x), _words(y)), []).extend([] if layer is None else [layer])
+        grouped.setdefault((key, _words(x), _words(y)), []).extend([] if layer is None else [layer])
     changes = []
-    for (path, x, y), where in folded.items():
+    for (path, x, y), where in grouped.items():
         rounding = path.replace("*", f"{min(where, default='*')}") not in function
         changes.append(TreeChange(path, number_ranges(where) or None, x, y, rounding))
     return changes
@@ -71,9 +71,9 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
     places = {row: layer for layer, row in enumerate(ours)}
     if not ours or not theirs or len(places) < len(ours) or len(set(theirs)) < len(theirs) // 2:
         return None
-    found = [places.get(row) for row in theirs]
-    moved = any(layer not in (None, index) for index, layer in enumerate(found))
-    return found if moved else None
+    layers_ = [places.get(row) for row in theirs]
+    moved = any(layer not in (None, index) for index, layer in enumerate(layers_))
+    return layers_ if moved else None
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
@@ -87,12 +87,12 @@ def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
             names.setdefault(parameter.layer, parameter.name)
     if len(names) < len(checkpoint.spec.blocks) or any(name in checkpoint.missing for name in names.values()):
         return []
-    found = []
+    rows = []
     for name in names.values():
         array, dtype = checkpoint.tensor(name)
-        found.append(to_float64(array[0], dtype).tobytes())
+        rows.append(to_float64(array[0], dtype).tobytes())
         checkpoint.release()
-    return found
+    return rows
 
 
 def _words(value: Any) -> str:
@@ -110,31 +110,35 @@ def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
     Returns an empty list if one side has no such files. Of a file inside another format (a GGUF) only the tokens are
     compared.
     """
-    stored = all(each.format in ("hf", "local") for each in (a, b))
+    stored = all(side.format in ("hf", "local") for side in (a, b))
     try:
         ours, theirs = _texts(a), _texts(b)
-    except InvalidInput as error:  # a tokenizer that is broken stands in nobody's way here
+    except InvalidInput as error:  # a broken tokenizer must not stop the comparison
         return [FileChange("tokenizer.json", None, (f"cannot be read: {error.message}",))]
-    found = []
+    changes = []
     for name in sorted({*ours, *theirs} if stored else {"tokenizer.json"} & {*ours} & {*theirs}):
         if name not in ours or name not in theirs:
             if ours and theirs:
-                found.append(FileChange(name, "b" if name not in ours else "a"))
+                changes.append(FileChange(name, "b" if name not in ours else "a"))
             continue
         x, y = ours[name], theirs[name]
-        told = what_differs(name, x, y)
-        if told or (told is not None and stored):
-            found.append(FileChange(name, None, told))
-    return found
+        differences = what_differs(name, x, y)
+        if differences or (differences is not None and stored):
+            changes.append(FileChange(name, None, differences))
+    return changes
 
 
 def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
     """Return the small files of a checkpoint by name, without licences; those of a GGUF come from its metadata."""
-    paths = {each.name: each.path for each in companions_in(checkpoint.folder) if not is_licence(each.name)}
+    paths = {
+        companion.name: companion.path
+        for companion in companions_in(checkpoint.folder)
+        if not is_licence(companion.name)
+    }
     stored = checkpoint.format in ("hf", "local")
-    found = {name: bytes_of(path) for name, path in paths.items()} if stored else dict(checkpoint.texts)
+    texts = {name: bytes_of(path) for name, path in paths.items()} if stored else dict(checkpoint.texts)
     config = checkpoint.origin.config_text
-    return found if config is None else {**found, "config.json": config.encode()}
+    return texts if config is None else {**texts, "config.json": config.encode()}
 
 
 def bytes_of(path: Path) -> bytes:
@@ -149,14 +153,14 @@ def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
     if x == y:
         return None
     try:
-        one, other = json.loads(x), json.loads(y)
+        data_x, data_y = json.loads(x), json.loads(y)
     except (ValueError, RecursionError):
         return ()
-    if one == other:
+    if data_x == data_y:
         return None
-    if not isinstance(one, dict) or not isinstance(other, dict):
+    if not isinstance(data_x, dict) or not isinstance(data_y, dict):
         return ()
-    return (_vocabularies if name == "tokenizer.json" else _keys)(one, other)
+    return (_vocabularies if name == "tokenizer.json" else _keys)(data_x, data_y)
 
 
 def _keys(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
@@ -181,13 +185,13 @@ def _rope(config: dict[str, Any]) -> Any:
     parts = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, dict) for part in parts):
         return [config.get(name) for name in _ROPE]
-    # The same base may be written in both places, and of a scaling the old key of its type beside the new one.
-    found: dict[str, Any] = {"rope_type": "default"}
+    # The base may be in both places, and a scaling may have both the old and the new key of its type.
+    rope: dict[str, Any] = {"rope_type": "default"}
     if "rope_theta" in config:
-        found["rope_theta"] = config["rope_theta"]
+        rope["rope_theta"] = config["rope_theta"]
     for part in parts:
-        found |= {"rope_type" if key == "type" else key: value for key, value in part.items()}
-    return found
+        rope |= {"rope_type" if key == "type" else key: value for key, value in part.items()}
+    return rope
 
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -205,21 +209,21 @@ def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]
         return ()
     merges = _merges(one) == _merges(other)
     parts = _other_parts(one, other, x == y)
-    rest = [f"other parts that differ: {', '.join(parts)}"] if parts else []
+    other_parts = [f"other parts that differ: {', '.join(parts)}"] if parts else []
     if x == y:
         agree = "token ids agree: the vocabulary and the merges are equal"
         return (
             agree if merges else "the vocabulary is equal, but merges differ: a text may get different token ids",
-            *rest,
+            *other_parts,
         )
-    added, gone = [token for token in y if token not in x], [token for token in x if token not in y]
+    added, removed = [token for token in y if token not in x], [token for token in x if token not in y]
     moved = [token for token in x if token in y and x[token] != y[token]]
     lines = []
-    for what, tokens in (("added", added), ("gone", gone), ("with another id", moved)):
+    for words, tokens in (("added", added), ("gone", removed), ("with another id", moved)):
         shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:_TOLD])
-        count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
+        count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {words}"
         lines += [f"{count}: {shown}{', …' if len(tokens) > _TOLD else ''}"] if tokens else []
-    return (*lines, "the merges are equal" if merges else "the merges differ", *rest)
+    return (*lines, "the merges are equal" if merges else "the merges differ", *other_parts)
 
 
 def _other_parts(one: dict[str, Any], other: dict[str, Any], same_ids: bool) -> list[str]:

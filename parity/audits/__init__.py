@@ -1,1 +1,1 @@
-"""The rules of `audit`, a file an idea: each is a function from a `Subject` to findings."""
+"""The rules of `audit`: functions from a `Subject` to findings."""

@@ -23,15 +23,17 @@ def compare_companions(subject: Subject) -> Iterator[Finding]:
             message = f"{', '.join(names)}: missing here, but in the folder of the original model"
             yield Finding("lost-file", severity, message, (), "Copy these files from the folder of the original model.")  # type: ignore[arg-type]
     for name in theirs:
-        told = what_differs(name, theirs[name], ours[name]) if name in ours else None
-        if told is not None:
-            message = f"{name} differs from the original model's{': ' if told else ''}{'; '.join(told[:3])}"
+        differences = what_differs(name, theirs[name], ours[name]) if name in ours else None
+        if differences is not None:
+            message = (
+                f"{name} differs from the original model's{': ' if differences else ''}{'; '.join(differences[:3])}"
+            )
             yield Finding("changed-file", "note", message)
 
 
 def _companions(files: Scan) -> dict[str, bytes]:
     """Return the contents of the small files by name."""
     try:
-        return {each.name: bytes_of(each.path) for each in companions_in(files.folder)}
+        return {companion.name: bytes_of(companion.path) for companion in companions_in(files.folder)}
     except InvalidInput:
         return {}

@@ -31,9 +31,9 @@ def check_config(subject: Subject) -> Iterator[Finding]:
         yield Finding("config-quantisation", "error", message, (), "Remove the quantization_config from config.json.")
     if not isinstance(subject.spec, ModelSpec):
         experts = [int(match[1]) for name in files.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))]
-        said = next((files.config[key] for key in _EXPERTS if type(files.config.get(key)) is int), None)
-        if experts and said is not None and max(experts) + 1 < said:
-            message = f"config.json says {said:,} experts, but the last expert among the tensor names is {max(experts)}"
+        stated_count = next((files.config[key] for key in _EXPERTS if type(files.config.get(key)) is int), None)
+        if experts and stated_count is not None and max(experts) + 1 < stated_count:
+            message = f"config.json says {stated_count:,} experts, but the last expert among the tensor names is {max(experts)}"
             yield Finding(
                 "config-experts",
                 "error",
@@ -43,7 +43,11 @@ def check_config(subject: Subject) -> Iterator[Finding]:
             )
     stated = files.config.get("dtype") or files.config.get("torch_dtype")
     floats = {info.dtype for info in files.tensors.values() if info.dtype in FLOATS}
-    if isinstance(stated, str) and floats and stated.removeprefix("torch.") not in {HF_NAMES[each] for each in floats}:
+    if (
+        isinstance(stated, str)
+        and floats
+        and stated.removeprefix("torch.") not in {HF_NAMES[dtype] for dtype in floats}
+    ):
         message = f"the dtype in config.json is {stated}, but the tensors are stored as {', '.join(sorted(floats))}"
         yield Finding(
             "config-dtype", "note", message, (), "Programs that use this field convert the tensors when they load them."
@@ -55,8 +59,8 @@ def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
 
     Neither a name nor a dtype alone is enough.
     """
-    few = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
-    return (name for name in tensors if _QUANTISED.search(name) and _module(name) in few)
+    low_bit_modules = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
+    return (name for name in tensors if _QUANTISED.search(name) and _module(name) in low_bit_modules)
 
 
 def _module(name: str) -> str:

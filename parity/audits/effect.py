@@ -45,22 +45,22 @@ def effect(source: Tree, tree: Tree) -> str:
     scope = Scope(source.spec, tree.spec, None if same else (range(common), range(common)))
     batches = _affordable(scope.probe(), source.spec)
     with torch.inference_mode():
-        sides = [states(each, batches, torch.float32) for each in (source, tree)]
+        sides = [states(tree_, batches, torch.float32) for tree_ in (source, tree)]
     valid = [torch.cat([batch.valid(x) for batch, x in zip(batches, side, strict=True)]) for side in sides]
-    if not all(bool(torch.isfinite(each).all()) for each in valid):
+    if not all(bool(torch.isfinite(values).all()) for values in valid):
         raise GptkitError("one of the two models gives logits that are NaN or infinite")
     return _words(compare_heads(source, tree, (valid[0], valid[1]), tokens=scope.tokens))
 
 
 def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
     """Return the random tokens, and as many of the batches past a limit as the model's size allows."""
-    size = sum(each.count for each in spec.parameters())
+    size = sum(parameter.count for parameter in spec.parameters())
     chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
-    left, found = _WORK, chosen[:1]
+    budget, affordable = _WORK, chosen[:1]
     for batch in chosen[1:]:
-        left -= size * batch.input_ids.numel()
-        found += [batch] if left > 0 else []
-    return found
+        budget -= size * batch.input_ids.numel()
+        affordable += [batch] if budget > 0 else []
+    return affordable
 
 
 def _words(compared: PositionComparison) -> str:

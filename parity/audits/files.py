@@ -87,9 +87,9 @@ def check_files(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "unlisted-tensor", "error", message, unlisted, "Write a repaired copy: run this command with --fix OUT."
             )
-    held = sum(info.nbytes for header in files.headers.values() for info in header.tensors.values())
-    if files.total_size is not None and files.total_size != held and not files.broken and not lost:
-        message = f"{index} states a total_size of {files.total_size:,} bytes, but the tensors have {held:,}"
+    total = sum(info.nbytes for header in files.headers.values() for info in header.tensors.values())
+    if files.total_size is not None and files.total_size != total and not files.broken and not lost:
+        message = f"{index} states a total_size of {files.total_size:,} bytes, but the tensors have {total:,}"
         yield Finding(
-            "index-size", "warning", message, (), f"Correct metadata.total_size in {index}: it should be {held}."
+            "index-size", "warning", message, (), f"Correct metadata.total_size in {index}: it should be {total}."
         )

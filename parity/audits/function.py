@@ -33,38 +33,38 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         yield from _by_name(changed)
         return
     named, measured = set[str](), 0
-    resized = any(each.rule == "vocabulary" for each in subject.findings)
+    resized = any(finding.rule == "vocabulary" for finding in subject.findings)
     for path, (old, new) in changed.items():
         edited = _edited(source, path, new)
         if edited == theirs:
-            yield from _beside(source, path, old, new)
+            yield from _other_effect(source, path, old, new)
             continue
-        said = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
+        statement = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
         words = {} if edited is None else _words(theirs, edited)
         if edited is not None and not words:
-            yield Finding("rounding", "note", f"{said}. This changes only rounding, not the function of the model")
+            yield Finding("rounding", "note", f"{statement}. This changes only rounding, not the function of the model")
             continue
         named |= words.keys()
-        if words.keys() == {"vocabulary"} and resized:  # which a rule about the vocabulary has reported
+        if words.keys() == {"vocabulary"} and resized:  # another rule has reported it
             continue
         effect = "" if edited is None else _effect_of_field(subject, source, edited)
         measured += 1 if effect else 0
-        told = "; ".join([*words.values()][:_SHOWN]) or "it changes the meaning of other fields"
+        effects = "; ".join([*words.values()][:_SHOWN]) or "it changes the meaning of other fields"
         effect = f". With only this field changed, {effect}" if effect else ""
         yield Finding(
             "function",
             "warning",
-            f"{said}: {told}{effect}",
+            f"{statement}: {effects}{effect}",
             (),
             "Restore the old value, unless the change is intended.",
         )
     words = _words(theirs, ours)
-    left = [each for name, each in words.items() if name not in named]
-    if left:
-        message = f"the model computes another function than the original model: {'; '.join(left[: 2 * _SHOWN])}"
+    remaining = [text for name, text in words.items() if name not in named]
+    if remaining:
+        message = f"the model computes another function than the original model: {'; '.join(remaining[: 2 * _SHOWN])}"
         yield Finding("function", "warning", message, (), "To compare the architectures: gptkit compare THIS ORIGINAL")
-    told_apart = measured == 1 and len(changed) == 1 and not left
-    if words.keys() - ({"vocabulary"} if resized else set()) and not told_apart:
+    explained = measured == 1 and len(changed) == 1 and not remaining
+    if words.keys() - ({"vocabulary"} if resized else set()) and not explained:
         yield from _effect_of_all(subject, source)
 
 
@@ -72,8 +72,8 @@ def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
     """Return the fields that two configs of one model type state differently, by their dotted paths."""
     if old is None or new is None or old.get("model_type") != new.get("model_type"):
         return {}
-    found = dict(_flat_changes(old, new))
-    return found if len(found) <= _MOST else {}
+    changed = dict(_flat_changes(old, new))
+    return changed if len(changed) <= _MOST else {}
 
 
 def _flat_changes(
@@ -94,9 +94,9 @@ def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
         return None
     config: dict[str, Any] = dict(source.files.config or {})
     inside, parts = config, _parts(config, path)
-    for each in parts[:-1]:
-        inside[each] = dict(inside[each])
-        inside = inside[each]
+    for key in parts[:-1]:
+        inside[key] = dict(inside[key])
+        inside = inside[key]
     if value is _ABSENT:
         inside.pop(parts[-1], None)
     else:
@@ -119,19 +119,21 @@ def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
     """Return what two trees compute differently, by aspect, in words."""
     if without_rounding(a) == without_rounding(b):
         return {}
-    found: dict[str, str] = {}
-    theirs = {each.name: each for each in aspects(b)}
+    changed: dict[str, str] = {}
+    theirs = {aspect.name: aspect for aspect in aspects(b)}
     for aspect in aspects(a):
-        other = theirs.pop(aspect.name, None)
-        if other is None or other.data != aspect.data:
-            same = other is not None and other.words == aspect.words
-            found[aspect.name] = "" if same else f"{aspect.name} {aspect.words} → {other.words if other else 'none'}"
-    found |= {name: f"{name} none → {each.words}" for name, each in theirs.items()}
-    changes = [f"{each.path} {each.a} → {each.b}" for each in changed_tree(a, b) if not each.rounding]
-    if not found or not all(found.values()):  # what the short words do not tell apart
+        counterpart = theirs.pop(aspect.name, None)
+        if counterpart is None or counterpart.data != aspect.data:
+            same = counterpart is not None and counterpart.words == aspect.words
+            changed[aspect.name] = (
+                "" if same else f"{aspect.name} {aspect.words} → {counterpart.words if counterpart else 'none'}"
+            )
+    changed |= {name: f"{name} none → {aspect.words}" for name, aspect in theirs.items()}
+    changes = [f"{change.path} {change.a} → {change.b}" for change in changed_tree(a, b) if not change.rounding]
+    if not changed or not all(changed.values()):  # the short words are the same
         details = "; ".join(changes[:_SHOWN])
-        found = {name: words or f"{name} ({details})" for name, words in found.items()} or {"tree": details}
-    return found
+        changed = {name: words or f"{name} ({details})" for name, words in changed.items()} or {"tree": details}
+    return changed
 
 
 def _value(value: Any) -> str:
@@ -150,22 +152,26 @@ def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
         yield Finding("function", "warning", message, (), "Restore the old value, unless the change is intended.")
 
 
-def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
+def _other_effect(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
     """Report a field that does not change the tree, if it affects other parts of the model or the stored weights."""
-    said = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
+    statement = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
     top, key = path.partition(".")[0], path.rpartition(".")[2]
     part = source.family.part if source.family is not None else ""
     if top in QUANTISED:
         if _ABSENT not in (old, new):
-            yield Finding("function", "warning", f"{said}: the stored integers represent other weights")
+            yield Finding("function", "warning", f"{statement}: the stored integers represent other weights")
     elif top.endswith("_config") and top not in (part, "generation_config"):
-        yield Finding("function", "warning", f"{said}: it belongs to a part of the model that gptkit does not compute")
+        yield Finding(
+            "function", "warning", f"{statement}: it belongs to a part of the model that gptkit does not compute"
+        )
     elif key == "architectures" and new and new is not _ABSENT:
-        yield Finding("class", "warning", f"{said}: programs create the model from another class")
+        yield Finding("class", "warning", f"{statement}: programs create the model from another class")
     elif key in ("dtype", "torch_dtype"):
-        yield Finding("rounding", "note", f"{said}: programs may load the model in this dtype")
+        yield Finding("rounding", "note", f"{statement}: programs may load the model in this dtype")
     elif key.endswith(("_token_id", "_token_ids")):
-        yield Finding("generation", "note", f"{said}: it affects where generated text begins and ends, not the logits")
+        yield Finding(
+            "generation", "note", f"{statement}: it affects where generated text begins and ends, not the logits"
+        )
 
 
 # --- the effect on logits ---------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> st
     if opened is None:
         return ""
     theirs = opened[1]
-    needed = [{(each.name, each.shape) for each in spec.parameters()} for spec in (edited, theirs.spec)]
+    needed = [{(parameter.name, parameter.shape) for parameter in spec.parameters()} for spec in (edited, theirs.spec)]
     if needed[0] != needed[1]:
         return ""
     from .effect import Reweighed, effect  # here, because it imports torch

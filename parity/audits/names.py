@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-_Names = Mapping[str, tuple[int, ...]]  # tensors' names, each with its shape
+_Names = Mapping[str, tuple[int, ...]]  # the shapes of tensors by name
 
 
 def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -24,7 +24,7 @@ def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> d
             ends[end, shape].append(name)
     used: set[str] = set()
     for name, shape in missing.items():
-        # The longest end that one name of theirs has.
+        # The longest end that a name in `theirs` has.
         candidates = next((names for end in _ends(name) if (names := ends[end, shape])), [])
         candidates = [candidate for candidate in candidates if candidate not in used]
         if len(candidates) == 1 and same(name, candidates[0]):

@@ -42,7 +42,7 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
         why = "building the model takes more time or memory than gptkit allows" if reply is None else reply["error"]
         words = "".join(sign if sign.isprintable() else " " for sign in why)
         raise UnknownFamily(f"transformers cannot build a model from {files.reference}: {words:.300}")
-    told, kind = reply["answer"]["loading"], reply["answer"]["class"]
+    loading, kind = reply["answer"]["loading"], reply["answer"]["class"]
     rules: tuple[tuple[str, str, Severity, str, str], ...] = (
         (
             "ignored",
@@ -75,11 +75,11 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
         ),
     )
     for key, rule, severity, message, remedy in rules:
-        if told[key]:
-            yield Finding(rule, severity, f"transformers' {kind} {message}", tuple(told[key]), remedy)
-    if told["renamed"]:
-        shown = "; ".join(folded([f"{x} → {y}" for x, y in told["renamed"].items()])[:3])
-        yield Finding("loader-renames", "note", f"transformers' {kind} renames: {shown}", tuple(told["renamed"]))
+        if loading[key]:
+            yield Finding(rule, severity, f"transformers' {kind} {message}", tuple(loading[key]), remedy)
+    if loading["renamed"]:
+        shown = "; ".join(folded([f"{x} → {y}" for x, y in loading["renamed"].items()])[:3])
+        yield Finding("loader-renames", "note", f"transformers' {kind} renames: {shown}", tuple(loading["renamed"]))
 
 
 def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
@@ -100,46 +100,55 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
                 f"the gguf package has no architecture called {shown(kind)}", "Update it: pip install --upgrade gguf"
             )
         known = gguf.get_tensor_name_map(names[kind], layers)
-        left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
-        if left:
+        unknown = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
+        if unknown:
             message = f"llama.cpp's {kind} does not use these tensors, and does not load a file with unknown tensors"
-            yield Finding("loader-ignores", "error", message, left, CONVERT_AGAIN)
+            yield Finding("loader-ignores", "error", message, unknown, CONVERT_AGAIN)
         return
     if subject.family is not None and isinstance(subject.spec, ModelSpec):
         try:
-            found = expressed(subject.spec, subject.family.name)
+            expression = expressed(subject.spec, subject.family.name)
         except CannotExpress as error:
             yield Finding(
                 "loader-refuses", "error", f"no llama.cpp architecture can compute this model: {error.message}"
             )
             return
-        beside = tuple(name for name in files.tensors if subject.family.carries(name, len(subject.spec.blocks)))
-        if beside:
+        unwritten = tuple(name for name in files.tensors if subject.family.carries(name, len(subject.spec.blocks)))
+        if unwritten:
             message = (
                 "gptkit convert --to gguf does not write these tensors, because llama.cpp's architecture has "
                 "no such parameters"
             )
-            yield Finding("loader-ignores", "warning", message, beside)
+            yield Finding("loader-ignores", "warning", message, unwritten)
         yield Finding(
-            "loader-architecture", "note", f"llama.cpp can run this model as its architecture {found.architecture.name}"
+            "loader-architecture",
+            "note",
+            f"llama.cpp can run this model as its architecture {expression.architecture.name}",
         )
         return
-    said = (files.config or {}).get("model_type")
-    kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
+    model_type = (files.config or {}).get("model_type")
+    kind = next(
+        (
+            architecture
+            for architecture in names
+            if re.sub(r"[^a-z0-9]", "", architecture) == re.sub(r"[^a-z0-9]", "", str(model_type))
+        ),
+        None,
+    )
     if kind is None:
         raise UnknownFamily(
-            f"the gguf package has no architecture for the model_type {shown(said)}",
+            f"the gguf package has no architecture for the model_type {shown(model_type)}",
             "Update it: pip install --upgrade gguf",
         )
     known = gguf.get_tensor_name_map(names[kind], layers)
-    left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
-    if left:
+    unknown = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
+    if unknown:
         message = (
             f"the gguf package's {kind} has no names for these tensors, so converters that use it fail with: "
             "can not map tensor"
         )
         remedy = "Ignore this if llama.cpp's convert_hf_to_gguf.py renames these tensors first."
-        yield Finding("loader-unmapped", "warning", message, left, remedy)
+        yield Finding("loader-unmapped", "warning", message, unknown, remedy)
     yield Finding("loader-architecture", "note", f"llama.cpp has an architecture called {kind}")
 
 
@@ -156,7 +165,11 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
             f"Copy the model's {CONFIG} into the folder.",
         )
     named = config.get("architectures")
-    name = next((each for each in named if isinstance(each, str)), None) if isinstance(named, list) else None
+    name = (
+        next((class_name for class_name in named if isinstance(class_name, str)), None)
+        if isinstance(named, list)
+        else None
+    )
     if name is None:
         yield Finding(
             "loader-refuses",
@@ -166,8 +179,10 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
             f'Add it to {CONFIG}, for example: "architectures": ["LlamaForCausalLM"].',
         )
         return
-    asked = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries(), "fields": True})
-    fields = (asked or {}).get("answer", {}).get("fields")
+    reply_fields = Confined("transformers_process").ask(
+        {"config": dict(config), "libraries": libraries(), "fields": True}
+    )
+    fields = (reply_fields or {}).get("answer", {}).get("fields")
     tensors = [[tensor, list(info.shape)] for tensor, info in files.tensors.items()]
     question = {"source": folder, "architecture": name, "tensors": tensors, "quantised": subject.quantised}
     question |= {"config": fields or dict(config), "complete": fields is not None}
@@ -175,16 +190,16 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     if reply is None or "error" in reply:
         why = "building the model takes more time or memory than gptkit allows" if reply is None else reply["error"]
         raise UnknownFamily(f"gptkit cannot read vLLM's source for {name:.60}: {why:.300}")
-    told = reply["answer"]
-    yield from _vllm_knows(config, name, told)
-    kind, loading = f"vLLM's {told['class']}", told.get("loading", {})
-    if "refuses" in told:
-        yield Finding("loader-refuses", "error", f"{kind} does not accept this {CONFIG}: {told['refuses']}")
-    if "unread" in told:
+    answer = reply["answer"]
+    yield from _vllm_knows(config, name, answer)
+    kind, loading = f"vLLM's {answer['class']}", answer.get("loading", {})
+    if "refuses" in answer:
+        yield Finding("loader-refuses", "error", f"{kind} does not accept this {CONFIG}: {answer['refuses']}")
+    if "unread" in answer:
         yield Finding(
             "loader-unread",
             "note",
-            f"not checked: gptkit does not understand the code of {kind}, which uses {told['unread']}",
+            f"not checked: gptkit does not understand the code of {kind}, which uses {answer['unread']}",
         )
     if loading.get("ignored"):
         message = f"{kind} has no parameters with these names, and ignores the tensors without a warning"
@@ -195,7 +210,7 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
             "loader-ignores", "error", message, tuple(loading["unexpected"]), "Rename the tensors, or remove them."
         )
     for checked, does in ((False, "computes with uninitialised memory"), (True, "does not load the checkpoint")):
-        missing = [each for each, looks in loading.get("missing", {}).items() if looks is checked]
+        missing = [parameter for parameter, looks in loading.get("missing", {}).items() if looks is checked]
         missing += [] if checked else loading.get("halves", [])
         if missing:
             message = f"{kind} finds no tensors for these parameters, and {does}"
@@ -210,17 +225,17 @@ def _installed(package: str) -> str | None:
     return next(iter(spec.submodule_search_locations or []), None) if spec is not None else None
 
 
-def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -> Iterator[Finding]:
+def _vllm_knows(config: Mapping[str, Any], name: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
     """Report an architecture for which vLLM has no class, and a quantisation that it does not support."""
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else None
-    if method is not None and method not in told["quantisations"]:
+    if method is not None and method not in answer["quantisations"]:
         yield Finding("loader-refuses", "error", f"vLLM does not support weights quantised by {shown(method, 40)}")
-    if told["module"] == "transformers":
+    if answer["module"] == "transformers":
         message = f"vLLM has no class of its own for {name}, and runs transformers' class"
         yield Finding("loader-architecture", "note", message, (), "Use --for transformers to check that class.")
-    elif told["module"] is None:
-        until = f": version {told['last']} was the last that had one" if told["last"] else ""
+    elif answer["module"] is None:
+        until = f": version {answer['last']} was the last that had one" if answer["last"] else ""
         folder, kind = _installed("transformers"), re.sub(r"[^a-z0-9_]", "", str(config.get("model_type")))
         code = [] if folder is None else [*Path(folder).glob(f"models/{kind}/modeling_{kind}.py")]
         if any(f"class {name}(" in file.read_text() for file in code):

@@ -43,7 +43,7 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
             f"{subject.files.reference} and {subject.source.reference} have no tensor in common",
             "Give --source the model from which this checkpoint was made.",
         )
-    reported = {name for each in subject.findings if each.rule == "missing-tensor" for name in each.tensors}
+    reported = {name for finding in subject.findings if finding.rule == "missing-tensor" for name in finding.tensors}
     missing = [name for name in missing if name not in reported]
     if missing:
         message = f"missing: {counted(missing)} of the {len(theirs):,} in the original model"
@@ -101,8 +101,8 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
 def _naming(subject: Subject) -> str:
     """Return the naming scheme of the tensors: "family", or the name of a format."""
     files = subject.files
-    own = files.found.format if files.opened is None else files.opened.format or files.format
-    return str(own) if subject.family is None else "family"
+    naming = files.found.format if files.opened is None else files.opened.format or files.format
+    return str(naming) if subject.family is None else "family"
 
 
 def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
@@ -120,7 +120,7 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
         shapes.append(dict(pairs))
         sides.append(opened)
     theirs, ours = shapes
-    reported = {name for each in subject.findings if each.rule == "missing-tensor" for name in each.tensors}
+    reported = {name for finding in subject.findings if finding.rule == "missing-tensor" for name in finding.tensors}
     declared = subject.match.declared if isinstance(subject.match, Match) else {}
     required = {shared for name in reported & declared.keys() for shared in declared[name].shared}
     lost = tuple(name for name in theirs if name not in ours and name not in required)
@@ -156,8 +156,8 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
     """Return whether a tensor has the same bytes on both sides, or different dtypes."""
-    (x, dtype), (y, other) = (side.tensor(name) for side in sides)
-    equal = dtype != other or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
+    (x, dtype), (y, other_dtype) = (side.tensor(name) for side in sides)
+    equal = dtype != other_dtype or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
     for side in sides:
         side.release()
     return equal
@@ -166,7 +166,7 @@ def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
 def _same(subject: Subject, name: str, other: str) -> bool:
     """Return whether a tensor has the same bytes as a tensor of the source."""
     assert subject.source is not None
-    x, y = (side.weights.read(each).reshape(-1) for side, each in ((subject.files, name), (subject.source, other)))
+    x, y = (side.weights.read(tensor).reshape(-1) for side, tensor in ((subject.files, name), (subject.source, other)))
     equal = all(
         np.array_equal(x[at : at + _PART].view(np.uint8), y[at : at + _PART].view(np.uint8))
         for at in range(0, x.size, _PART)

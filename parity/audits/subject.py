@@ -58,31 +58,31 @@ class Audit(Shown):
     @property
     def clean(self) -> bool:
         """Return whether there is no error and no warning; notes do not count."""
-        return all(each.severity == "note" for each in self.findings)
+        return all(finding.severity == "note" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         data = {"schema_version": 1, "model": self.reference, "revision": self.revision, "clean": self.clean}
         data |= {"tensors": self.tensors, "bytes": self.nbytes, "held_against": list(self.looked)}
         data["values_read"] = self.values
-        return {**data, "findings": [each.as_json() for each in self.findings]}
+        return {**data, "findings": [finding.as_json() for finding in self.findings]}
 
     def as_sarif(self) -> dict[str, Any]:
         """Return the audit in the Static Analysis Results Interchange Format, version 2.1.0."""
         from ...version import __version__
 
-        rules = [{"id": rule} for rule in dict.fromkeys(each.rule for each in self.findings)]
+        rules = [{"id": rule} for rule in dict.fromkeys(finding.rule for finding in self.findings)]
         driver = {"name": "gptkit", "version": __version__, "rules": rules}
         results = [
             {
-                "ruleId": each.rule,
-                "level": each.severity,
-                "message": {"text": " ".join(filter(None, [f"{each.message}.", each.remedy]))},
-                "locations": [{"logicalLocations": [{"fullyQualifiedName": name} for name in each.tensors]}]
-                if each.tensors
+                "ruleId": finding.rule,
+                "level": finding.severity,
+                "message": {"text": " ".join(filter(None, [f"{finding.message}.", finding.remedy]))},
+                "locations": [{"logicalLocations": [{"fullyQualifiedName": name} for name in finding.tensors]}]
+                if finding.tensors
                 else [],
             }
-            for each in self.findings
+            for finding in self.findings
         ]
         run = {"tool": {"driver": driver}, "results": results}
         schema = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -119,8 +119,8 @@ class Subject:
                 return files.opened.spec, files.opened.origin, files.opened.architecture is not None
             if files.found.other is not None and files.config is None:
                 return None
-            beside = replace(files.found, format="hf", source=files.folder / CONFIG)
-            spec, origin, _ = read_spec(files.found if files.found.other is None else beside)
+            config_location = replace(files.found, format="hf", source=files.folder / CONFIG)
+            spec, origin, _ = read_spec(files.found if files.found.other is None else config_location)
         except UnknownFamily:
             return None
         except (CannotExpress, InvalidInput) as error:
@@ -220,5 +220,9 @@ class Subject:
             words.append("config.json" if known else "config.json as far as names tell")
         words += ["its values"] if self.values else []
         words += [] if self.source is None else [self.source.reference]
-        told = {"transformers": "the class in transformers", "llama.cpp": "llama.cpp's tables", "vllm": "vLLM's source"}
-        return words + ([told[self.loader]] if self.loader else [])
+        programs = {
+            "transformers": "the class in transformers",
+            "llama.cpp": "llama.cpp's tables",
+            "vllm": "vLLM's source",
+        }
+        return words + ([programs[self.loader]] if self.loader else [])

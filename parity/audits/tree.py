@@ -15,7 +15,7 @@ from ...errors import GptkitError
 from .names import counted, folded, matched
 from .subject import CONVERT_AGAIN, REWRITABLE, SAVE_AGAIN, Finding, Subject
 
-_FEW = 4  # a layer lacks what so many times as many layers have
+_FEW = 4  # a layer is incomplete if at least this many times as many layers have additional tensors
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -35,22 +35,22 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
     numbers = {name: int(index["index"]) for name in files.tensors if (index := LAYER.fullmatch(name))}
     missing, extra = pairs.missing, pairs.extra
     if subject.family is not None:
-        other = _other_names(subject, pairs)
-        yield from _other_class(subject, pairs, other)
-        missing = [name for name in missing if name not in set(other.values())]
-        extra = [name for name in extra if name not in other]
+        renamed = _other_names(subject, pairs)
+        yield from _other_class(subject, pairs, renamed)
+        missing = [name for name in missing if name not in set(renamed.values())]
+        extra = [name for name in extra if name not in renamed]
         if subject.family.other_class(files.config):
             missing = [name for name in missing if name != subject.family.head]
             extra = [name for name in extra if name not in pairs.own_head(subject.family)]
-        subject.names |= other
-        if other:
-            shown = "; ".join(folded(f"{name} should be {known}" for name, known in other.items())[:3])
-            message = f"{counted(other)} whose names are not those of {subject.family.name} checkpoints: {shown}"
+        subject.names |= renamed
+        if renamed:
+            shown = "; ".join(folded(f"{name} should be {known}" for name, known in renamed.items())[:3])
+            message = f"{counted(renamed)} whose names are not those of {subject.family.name} checkpoints: {shown}"
             yield Finding(
                 "other-name",
                 "error",
                 message,
-                tuple(other),
+                tuple(renamed),
                 "Write a copy with the expected names: run this command with --fix OUT.",
             )
     yield from _missing(subject, pairs, spec, missing, numbers)
@@ -62,23 +62,23 @@ def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
     """Return the unmatched tensors that fit missing ones, each with the expected name."""
     ours = {name: subject.files.tensors[name].shape for name in pairs.extra}
     shapes = {name: pairs.declared[name].shape for name in pairs.missing}
-    # Layouts were tried when the names were bound: what is left may have another name.
+    # Layouts were tried when the names were bound, so unmatched tensors may have another name.
     return {name: theirs[0] for name, (theirs, how) in matched(ours, shapes, lambda *_: True).items() if not how}
 
 
-def _other_class(subject: Subject, pairs: Match, other: Mapping[str, str]) -> Iterator[Finding]:
+def _other_class(subject: Subject, pairs: Match, renamed: Mapping[str, str]) -> Iterator[Finding]:
     """Report a model whose config.json names a class with another head, or without one."""
     family = subject.family
     name = None if family is None else family.other_class(subject.files.config)
     if family is None or name is None:
         return
-    own = tuple(each for each in pairs.own_head(family) if each not in other)
-    if own:
+    head_tensors = tuple(tensor for tensor in pairs.own_head(family) if tensor not in renamed)
+    if head_tensors:
         message = (
             f"config.json names the class {name}, whose head is not a language model's: the shape of the head "
             "was not checked"
         )
-        yield Finding("other-head", "note", message, own)
+        yield Finding("other-head", "note", message, head_tensors)
     elif name.endswith("Model"):
         yield Finding("other-head", "note", f"config.json names the class {name}, which has no language model head")
     else:
@@ -104,10 +104,10 @@ def _missing(
             repair or remedy,
         )
     elif missing:
-        gone = (
+        missing_layers = (
             [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
         )
-        where = f", including all tensors of layer {number_ranges(gone)}" if gone else ""
+        where = f", including all tensors of layer {number_ranges(missing_layers)}" if missing_layers else ""
         message = f"missing: {counted(missing)} of the {len(pairs.declared):,} that {subject.says} requires{where}"
         has, repair = _in_source(subject, pairs, missing)
         remedy = repair or SAVE_AGAIN
@@ -142,27 +142,27 @@ def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str,
 def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:
     """Report tensors that have no place in the model."""
     layers = len(spec.blocks)
-    behind = tuple(name for name in extra if numbers.get(name, 0) >= layers)
-    if behind:
-        where = number_ranges(sorted({numbers[name] for name in behind}))
+    beyond = tuple(name for name in extra if numbers.get(name, 0) >= layers)
+    if beyond:
+        where = number_ranges(sorted({numbers[name] for name in beyond}))
         message = f"{subject.says} says {layers} layers, but there are tensors of layer {where}"
         yield Finding(
             "config-layers",
             "error",
             message,
-            behind,
+            beyond,
             f"Correct the number of layers in {subject.says}, or remove these tensors.",
         )
-    if left := tuple(name for name in extra if name not in behind):
-        what = (
+    if unexpected := tuple(name for name in extra if name not in beyond):
+        model = (
             "the model" if subject.family is None else f"the {subject.family.name} model that {subject.says} describes"
         )
-        message = f"{counted(left)} not part of {what}"
+        message = f"{counted(unexpected)} not part of {model}"
         yield Finding(
             "extra-tensor",
             "error",
             message,
-            left,
+            unexpected,
             f"Remove these tensors, or correct {subject.says} if they belong to the model.",
         )
 
@@ -170,8 +170,8 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
     """Report tensors that do not fit: shapes, dtypes, names that occur twice, copies with other values."""
     tensors = subject.files.tensors
-    for known in pairs.shaped:
-        name, leaf = pairs.found[known], pairs.declared[known]
+    for expected in pairs.shaped:
+        name, leaf = pairs.found[expected], pairs.declared[expected]
         rule = "config-vocabulary" if "embedding.weight" in leaf.shared else "shape"
         rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name == pairs.stands_in else (rule, "")
         message = f"has the shape {list(tensors[name].shape)}, but {subject.says} says {list(leaf.shape)}"
@@ -266,11 +266,11 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
         if match := LAYER.fullmatch(name):
             stacks[match["stack"]][int(match["index"])].add(match["inside"])
     if isinstance(subject.spec, ModelSpec) and not subject.quantised:
-        return  # held to its own tree, which says more
+        return  # check_tree compares these tensors with their own tree
     for stack, layers in stacks.items():
-        gone = sorted(set(range(max(layers) + 1)) - set(layers))
-        if gone and len(gone) < len(layers) > 2:
-            message = f"{stack} has layers {number_ranges(sorted(layers))}, but not {number_ranges(gone)}"
+        missing_layers = sorted(set(range(max(layers) + 1)) - set(layers))
+        if missing_layers and len(missing_layers) < len(layers) > 2:
+            message = f"{stack} has layers {number_ranges(sorted(layers))}, but not {number_ranges(missing_layers)}"
             yield Finding("layer-gap", "error", message, (), SAVE_AGAIN)
         kinds = Counter(frozenset(names) for names in layers.values())
         for number, names in layers.items():
@@ -280,13 +280,13 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
                 tensors = tuple(f"{stack}.{number}.{inside}" for inside in lacking)
                 message = f"layer {number} of {stack} lacks {counted(lacking)} that similar layers have"
                 yield Finding("layer-incomplete", "error", message, tensors, SAVE_AGAIN)
-    said = (
+    stated = (
         {key: files.config[key] for key in _LAYERS if type((files.config or {}).get(key)) is int}
         if files.config
         else {}
     )
     longest = max((max(layers) + 1 for layers in stacks.values()), default=0)
-    if said and longest and longest < min(said.values()):
-        (key, number), *_ = said.items()
+    if stated and longest and longest < min(stated.values()):
+        (key, number), *_ = stated.items()
         message = f"config.json: {key} is {number}, but the last layer is {longest - 1}"
         yield Finding("config-layers", "error", message, (), SAVE_AGAIN)

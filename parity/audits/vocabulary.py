@@ -26,8 +26,8 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
         except (OSError, ValueError):
             continue
         for key, value in given.items() if isinstance(given, dict) else ():
-            ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
-            if re.fullmatch(r"\w*_token_ids?", key) and any(each >= rows for each in ids):
+            ids = [id_ for id_ in (value if isinstance(value, list) else [value]) if type(id_) is int]
+            if re.fullmatch(r"\w*_token_ids?", key) and any(id_ >= rows for id_ in ids):
                 message = f"{name}: {key} is {max(ids):,}, but the embedding has {rows:,} rows"
                 if subject.family is not None and subject.family.token_ids.get(key) == value:
                     message += ", because the field is missing and transformers uses its default"
@@ -50,8 +50,8 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
 def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
     """Report a vocabulary with another size than the source's, in the tensors `names`, and the tokenizers' sizes."""
-    rows = [rows_of(each) for each in (source, subject)]
-    tokens = [tokens_of(each.files) for each in (source, subject)]
+    rows = [rows_of(side) for side in (source, subject)]
+    tokens = [tokens_of(side.files) for side in (source, subject)]
     message = f"the vocabulary has {rows[1]:,} rows, but {rows[0]:,} in the original model"
     if tokens[0] is None or tokens[1] is None:
         message += (
@@ -75,15 +75,15 @@ def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) 
 
 def resized(subject: Subject, source: Subject, names: Iterable[str]) -> list[str]:
     """Return the tensors whose shapes differ from the source's only in the size of the vocabulary."""
-    rows = [rows_of(each) for each in (source, subject)]
+    rows = [rows_of(side) for side in (source, subject)]
     if None in rows or rows[0] == rows[1]:
         return []
-    found = []
+    tensors = []
     for name in names:
-        theirs, ours = (each.files.tensors[name].shape for each in (source, subject))
+        theirs, ours = (side.files.tensors[name].shape for side in (source, subject))
         if len(theirs) == len(ours) and all(x == y or [x, y] == rows for x, y in zip(theirs, ours, strict=True)):
-            found.append(name)
-    return found
+            tensors.append(name)
+    return tensors
 
 
 def rows_of(subject: Subject) -> int | None:
@@ -102,8 +102,8 @@ def tokens_of(files: Scan) -> int | None:
         tokenizer = _json(files.folder / "tokenizer.json")
         vocab = tokenizer["model"]["vocab"]
         ids = list(range(len(vocab))) if isinstance(vocab, list) else list(vocab.values())
-        ids += [each["id"] for each in tokenizer.get("added_tokens") or ()]
-        return 1 + max(each for each in ids if type(each) is int)
+        ids += [token["id"] for token in tokenizer.get("added_tokens") or ()]
+        return 1 + max(id_ for id_ in ids if type(id_) is int)
     except (AttributeError, LookupError, OSError, TypeError, ValueError):
         return None
 

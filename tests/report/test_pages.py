@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from gptkit.errors import UsageError
 from gptkit.parity.bisect import Cause, Divergence, Part
 from gptkit.parity.compare import LogitDifference
-from gptkit.parity.port import Made, PortMatch, PortVerification
+from gptkit.parity.port import PortMistake, PortMatch, PortVerification
 from gptkit.parity.score import MistakeScore
 from gptkit.parity.stored import BytesVerdict
 from gptkit.parity.verify import Noise, Verification
@@ -276,7 +276,7 @@ def test_a_port_has_a_page_too() -> None:
     assert "not found among the mistakes tried" in text
     told = dataclasses.replace(
         result,
-        causes=(Made("RoPE on queries alone", False, 0.25, part="this place"),),
+        causes=(PortMistake("RoPE on queries alone", False, 0.25, part="this place"),),
         notes=(f"not probed: {ATTACK}",),
     )
     text = Parsed(render(port_page(told))).text
