@@ -63,11 +63,10 @@ class Part:
 
     @property
     def parts(self) -> bool:
-        """Return whether the two models differ here by more than rounding explains.
-
-        The difference of the two fp64 models includes a rounding to fp32 on each side (`noise`), because transformers
-        computes norms, softmax and rotary tables of an "fp64" model in fp32. After a swap the two sides may also round
-        differently, which doubles it. The mistakes of `mutations` make differences at least 30 times as large.
+        """Return whether the two models differ here by more than rounding explains. The difference of the two fp64
+        models includes a rounding to fp32 on each side (`noise`), because transformers computes norms, softmax and
+        rotary tables of an "fp64" model in fp32. After a swap the two sides may also round differently, which doubles
+        it. The mistakes of `mutations` make differences at least 30 times as large.
         """
         return not self.relative <= max(2 * self.noise, _FLOOR)
 
@@ -119,9 +118,8 @@ def _label(module: str) -> str:
 
 
 def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
-    """Return the places to compare, in the order of computation.
-
-    Components without a weight of their own are compared through the input of the next projection.
+    """Return the places to compare, in the order of computation. Components without a weight of their own are compared
+    through the input of the next projection.
     """
     known = {parameter.name: (place, parameter) for place, parameter in enumerate(spec.parameters())}
     moved = {
@@ -296,10 +294,8 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
 
 
 def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
-    """Return the rows of tokens without padding, (N, features), in fp64.
-
-    A value without a batch dimension (positions) is returned as it is. transformers' modules may flatten batch and
-    time.
+    """Return the rows of tokens without padding, (N, features), in fp64. A value without a batch dimension (positions)
+    is returned as it is. transformers' modules may flatten batch and time.
     """
     shape = batch.input_ids.shape
     if value.ndim and (value.shape[:2] == shape or value.shape[0] == shape[0] * shape[1]):

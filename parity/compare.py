@@ -68,9 +68,8 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
 
 
 def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.inf) -> float:
-    """Return the largest absolute difference over several sets of logits, or NaN if there is one.
-
-    The search stops at the first batch with a difference above `enough`, because most faults show on a few tokens.
+    """Return the largest absolute difference over several sets of logits, or NaN if there is one. The search stops at
+    the first batch with a difference above `enough`, because most faults show on a few tokens.
     """
     largest = 0.0
     for pair in zip(a, b, strict=True):
@@ -95,10 +94,8 @@ def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class PositionComparison:
-    """The comparison of two models at N positions.
-
-    Every field is (N,) in fp64, except `agree` (bool). If the vocabulary changed, only the tokens of both vocabularies
-    count.
+    """The comparison of two models at N positions. Every field is (N,) in fp64, except `agree` (bool). If the
+    vocabulary changed, only the tokens of both vocabularies count.
     """
 
     gap: Tensor  # the largest absolute difference of logits
@@ -117,10 +114,9 @@ def compare_heads(
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
 ) -> PositionComparison:
-    """Compare the logits that each model's head gives for its own states (N, hidden) after the last norm.
-
-    `tokens` are the ids to compare in the first and in the second vocabulary; by default all. `targets` (N,) are the
-    next tokens, as indices into the compared tokens, or -1. Raises GptkitError as `require_same_tokens`.
+    """Compare the logits that each model's head gives for its own states (N, hidden) after the last norm. `tokens` are
+    the ids to compare in the first and in the second vocabulary; by default all. `targets` (N,) are the next tokens, as
+    indices into the compared tokens, or -1. Raises GptkitError as `require_same_tokens`.
     """
     require_same_tokens(before, after, tokens)
     dtype, count = states[0].dtype, len(states[0])

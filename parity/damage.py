@@ -131,11 +131,10 @@ def damage(
     layers: _Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both models on `text` (token ids of the old vocabulary) or on the probe, and compare them.
-
-    `tokens` pairs the ids before and after a change of the vocabulary. `most` limits the tokens per sequence. `layers`
-    are the corresponding layers; by default those with equal numbers, if both models have as many. Raises GptkitError
-    as `require_same_tokens`.
+    """Run both models on `text` (token ids of the old vocabulary) or on the probe, and compare them. `tokens` pairs the
+    ids before and after a change of the vocabulary. `most` limits the tokens per sequence. `layers` are the
+    corresponding layers; by default those with equal numbers, if both models have as many. Raises GptkitError as
+    `require_same_tokens`.
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
@@ -195,9 +194,8 @@ _BLOCK = "whole block"
 
 
 class _Both:
-    """Both models, the batches that they run on, and the residual stream after each block, stored in files.
-
-    The batches have no padding and are named by number. There is one version in the old and one in the new vocabulary.
+    """Both models, the batches that they run on, and the residual stream after each block, stored in files. The batches
+    have no padding and are named by number. There is one version in the old and one in the new vocabulary.
     """
 
     def __init__(
@@ -258,9 +256,8 @@ class _Both:
         return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.targets)
 
     def stream(self, side: int, layer: int) -> Tensor:
-        """Return the residual stream after a layer, (N, hidden) in fp64 over all batches.
-
-        A model with several streams gives (N, streams, hidden).
+        """Return the residual stream after a layer, (N, hidden) in fp64 over all batches. A model with several streams
+        gives (N, streams, hidden).
         """
         outputs = (self.stored[side][n, layer] for n in range(len(self.batches)))
         return torch.cat([(output if output.ndim == 3 else output.movedim(0, 2)).flatten(0, 1) for output in outputs])
@@ -282,9 +279,8 @@ class _Both:
         return LayerDamage(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
     def own(self, pairs: _Pairs) -> dict[tuple[str, int | None], float]:
-        """Return how much each component of the changed model differs if it gets the original's hidden states.
-
-        The changed model runs with the input of each block replaced by the original's.
+        """Return how much each component of the changed model differs if it gets the original's hidden states. The
+        changed model runs with the input of each block replaced by the original's.
         """
         squares: dict[str, tuple[float, float]] = {}
         specs = [tree.spec for tree in self.trees]
@@ -333,10 +329,9 @@ class _Slice:
 
 
 def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Slice]:
-    """Yield the mixers of two corresponding blocks in the order of computation, and then the whole blocks.
-
-    Mixers of the same slot are compared. The remaining ones are paired in order, because a swap may replace an
-    attention by a recurrence.
+    """Yield the mixers of two corresponding blocks in the order of computation, and then the whole blocks. Mixers of
+    the same slot are compared. The remaining ones are paired in order, because a swap may replace an attention by a
+    recurrence.
     """
     slots, changed_slots = ([sublayer.mixer.slot for sublayer in block.sublayers] for block, _ in (before, after))
     partners = {slot: slot for slot in changed_slots if slot in slots}
@@ -372,9 +367,8 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
 
 
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
-    """Return why the hidden states of two trees cannot be compared number by number; None if they can.
-
-    `tables` is the relative difference of their embeddings.
+    """Return why the hidden states of two trees cannot be compared number by number; None if they can. `tables` is the
+    relative difference of their embeddings.
     """
     if tables is None:
         return f"the hidden sizes differ, {before.hidden_size} and {after.hidden_size}"

@@ -249,9 +249,8 @@ def _is_tied(side: TensorFiles) -> bool:
 
 
 def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
-    """Return the parameters of the files in the tree's order.
-
-    Tensors without a place in the tree follow, with the layer that their names state.
+    """Return the parameters of the files in the tree's order. Tensors without a place in the tree follow, with the
+    layer that their names state.
     """
     if not isinstance(checkpoint, Checkpoint):
         return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))

@@ -163,10 +163,9 @@ class Projection(_Products):
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
-    """Return the rank above rounding from the largest singular values in descending order and the squared norm.
-
-    `grids` is the narrowest dtype that can represent each side's values. If they differ, either the coarser side was
-    rounded, or both had this dtype before one changed; the remaining energy decides between the two.
+    """Return the rank above rounding from the largest singular values in descending order and the squared norm. `grids`
+    is the narrowest dtype that can represent each side's values. If they differ, either the coarser side was rounded,
+    or both had this dtype before one changed; the remaining energy decides between the two.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)
@@ -185,7 +184,6 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
 
 def _count(spectrum: Array, floor: float) -> int:
     """Return the number of singular values above the floor, without those that rounding of a strong change explains.
-
     That rounding depends on a change of rank 1 or 2, and leaves a few values up to twice the floor.
     """
     count = int((spectrum > max(floor, _RESOLUTION * float(spectrum.max(initial=0.0)))).sum())

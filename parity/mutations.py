@@ -63,10 +63,8 @@ def applicable(
 
 
 def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
-    """Return every mistake that a port may have made, by name.
-
-    These are the usual wrong values, mistakes of code, and mistakes of checkpoints in both directions. Of two with the
-    same effect the simpler one comes first.
+    """Return every mistake that a port may have made, by name. These are the usual wrong values, mistakes of code, and
+    mistakes of checkpoints in both directions. Of two with the same effect the simpler one comes first.
     """
     mistakes = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     mistakes += [(name, _slipped(name)) for name in _IN_PORTS]
@@ -237,9 +235,8 @@ _Fields = dict[type[Component], tuple[str, Any]]  # a field and a value by kind
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
-    """Return mistakes by name: every field that changes the function gets its default, and a bias is removed.
-
-    With `usual` the fields also get the common numbers and activations of other models.
+    """Return mistakes by name: every field that changes the function gets its default, and a bias is removed. With
+    `usual` the fields also get the common numbers and activations of other models.
     """
     mistaken: dict[str, _Fields] = {}
     for kind in KINDS.values():

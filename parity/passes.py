@@ -58,9 +58,8 @@ def ask(place: int, brought: Any = None) -> Any:
 def run_together(
     call: Callable[[ProbeBatch], Tensor], batches: Sequence[ProbeBatch], serve: _Serve | None = None
 ) -> list[Tensor]:
-    """Return the result of each batch's pass, without gradients.
-
-    An exception in one pass or in `serve` ends all passes.
+    """Return the result of each batch's pass, without gradients. An exception in one pass or in `serve` ends all
+    passes.
     """
     passes = [_Pass(call, batch) for batch in batches]
     try:

@@ -94,9 +94,8 @@ class PortVerification:
 
 
 def load_port(reference: str) -> nn.Module:
-    """Import `package.module:callable` from the working directory, call it, and return its torch module.
-
-    Raises UsageError if that fails.
+    """Import `package.module:callable` from the working directory, call it, and return its torch module. Raises
+    UsageError if that fails.
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
@@ -305,9 +304,8 @@ def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedMod
 
 
 def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool = True) -> Tensor:
-    """Return the logits at tokens without padding, (N, V), from any supported output of a port.
-
-    With `masked=False` the port gets no mask.
+    """Return the logits at tokens without padding, (N, V), from any supported output of a port. With `masked=False` the
+    port gets no mask.
     """
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
@@ -330,7 +328,6 @@ def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool 
 
 def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str, Tensor]:
     """Return the outputs and the first input of every module of the port, (N, features) in fp64 by name and side.
-
     Modules that return the port's own logits are left out, because they are only wrappers.
     """
     seen: dict[str, Tensor] = {}
@@ -354,9 +351,8 @@ def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str,
 def _matches(
     watched: Sequence[Tap], batch: ProbeBatch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[PortMatch]:
-    """Return the module of the port with the nearest output for each component of the reference.
-
-    Rounding is measured with both models in fp32.
+    """Return the module of the port with the nearest output for each component of the reference. Rounding is measured
+    with both models in fp32.
     """
     with quiet():
         narrow = _seen(reference[1], watched, False, batch)
@@ -402,9 +398,7 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> 
 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
     """Return the relative difference of each output (N, F') of the port from `wanted` (N, F), with its name and
-    columns.
-
-    The columns are the nearest run of F features, because a port may fuse q, k and v.
+    columns. The columns are the nearest run of F features, because a port may fuse q, k and v.
     """
     distances, width = [], wanted.shape[1]
     for name, value in outputs.items():

@@ -56,18 +56,16 @@ class Differing:
 
     @property
     def enough(self) -> float:
-        """Return the largest difference that may remain after a mistake that explains the port.
-
-        It is not zero, because a port's fp32 rotary tables round differently with the mistake than without it.
+        """Return the largest difference that may remain after a mistake that explains the port. It is not zero, because
+        a port's fp32 rotary tables round differently with the mistake than without it.
         """
         return max(self.allowed, _REST * largest_gap(self.exact, self.port))
 
 
 def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
-    """Return the mistake, or the two mistakes, that make the reference compute the port's logits.
-
-    If there is none, return the mistakes that explain the first difference. Reasons for mistakes that were not tried
-    are added to `notes`.
+    """Return the mistake, or the two mistakes, that make the reference compute the port's logits. If there is none,
+    return the mistakes that explain the first difference. Reasons for mistakes that were not tried are added to
+    `notes`.
     """
     bare = [batch.attention_mask is None for batch in port.batches]
     differ = [not largest_gap([a], [logits]) <= port.allowed for a, logits in zip(port.exact, port.port, strict=True)]
@@ -147,9 +145,8 @@ def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[st
 def _pairs(
     port: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
 ) -> Iterator[tuple[tuple[str, str], Mutant]]:
-    """Yield two mistakes at once: a first one that explains the place or comes near, and any other.
-
-    Where the second mistake cannot be made after the first, they are made in the other order.
+    """Yield two mistakes at once: a first one that explains the place or comes near, and any other. Where the second
+    mistake cannot be made after the first, they are made in the other order.
     """
     mistakes = dict(of_ports(port.spec))
     mutants = _mutants(port, [*mistakes.items()])

@@ -49,9 +49,8 @@ class ProbeBatch:
     token_types: Tensor | None = None  # the token types, (B, T), unless all are 0
 
     def valid(self, logits: Tensor) -> Tensor:
-        """Return the logits at tokens without padding, (N, V); at padding a model's logits mean nothing.
-
-        From a long row it returns evenly spaced positions, including the first and the last.
+        """Return the logits at tokens without padding, (N, V); at padding a model's logits mean nothing. From a long
+        row it returns evenly spaced positions, including the first and the last.
         """
         steps = logits.shape[1]
         indices = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
@@ -113,7 +112,6 @@ def probe(
     seed: int = 0,
 ) -> list[ProbeBatch]:
     """Return the batches for a tree, or for several trees with one vocabulary, with sequences past the limits of each.
-
     No sequence is longer than the trees, or a reference that supports `taken` tokens, can process. `long` adds
     sequences past windows and contexts of more than 1,024 tokens. `up_to` adds a sequence of this length and allows no
     longer one.
@@ -178,9 +176,8 @@ def text_batch(
 
 
 def one_function(a: ModelSpec, b: ModelSpec) -> bool:
-    """Return whether two trees compute one function if they have the same weights.
-
-    They may differ in rounding, in parts that depend only on the sequence length, and in the last digits of numbers.
+    """Return whether two trees compute one function if they have the same weights. They may differ in rounding, in
+    parts that depend only on the sequence length, and in the last digits of numbers.
     """
 
     def bare(node: Component, _: str) -> Any:
@@ -223,7 +220,6 @@ def whole_context(a: ModelSpec, b: ModelSpec, taken: int | None = None) -> int |
 
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
     """Return the longest sequence that a verdict covers (None for any), and the reasons why it covers no longer ones.
-
     `probed` is the length of the longest batch in tokens. `up_to` is the length that the user asked for.
     """
     if up_to is not None:
@@ -242,9 +238,8 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
 
 
 def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
-    """Return pairs of mixers with positions or windows: one of each tree, at the same place of a layer.
-
-    If the trees have different numbers of layers, pair every kind that only one tree has with every kind of the other.
+    """Return pairs of mixers with positions or windows: one of each tree, at the same place of a layer. If the trees
+    have different numbers of layers, pair every kind that only one tree has with every kind of the other.
     """
     if len(a.blocks) == len(b.blocks):
         alike = (zip_longest(*(block.sublayers for block in pair)) for pair in zip(a.blocks, b.blocks, strict=True))
@@ -318,10 +313,9 @@ class Scope:
         return replace(batch, input_ids=table[batch.input_ids])
 
     def windows(self, text: Sequence[int]) -> list[list[int]]:
-        """Return the text as pieces that overlap by one token, each one token longer than a model's input.
-
-        Each token except a piece's first is predicted from the previous ones. A piece ends before a token that one
-        vocabulary lacks.
+        """Return the text as pieces that overlap by one token, each one token longer than a model's input. Each token
+        except a piece's first is predicted from the previous ones. A piece ends before a token that one vocabulary
+        lacks.
         """
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]

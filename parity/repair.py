@@ -59,9 +59,8 @@ class Repair:
 
 
 class Repaired:
-    """A checkpoint's tree and weights in fp64, with a repair in the whole model or in one unit, read by name.
-
-    The changes of a repair are found by a run on the meta device, where tensors have shapes but need no memory.
+    """A checkpoint's tree and weights in fp64, with a repair in the whole model or in one unit, read by name. The
+    changes of a repair are found by a run on the meta device, where tensors have shapes but need no memory.
     """
 
     def __init__(
@@ -189,11 +188,10 @@ def diagnose(
     gaps: Sequence[Tensor] | None = None,
     asked: bool = False,
 ) -> Divergence | None:
-    """Return where the two sides differ first, and the likely causes.
-
-    Returns None, with a note, if the sides cannot be compared by component, or if they are large and `asked` is false.
-    `allowed` is the difference of logits that rounding explains; with None no cause is searched for. `gaps` is the
-    difference of the logits at each position, (N,) per batch: a large model is compared where it is largest.
+    """Return where the two sides differ first, and the likely causes. Returns None, with a note, if the sides cannot be
+    compared by component, or if they are large and `asked` is false. `allowed` is the difference of logits that
+    rounding explains; with None no cause is searched for. `gaps` is the difference of the logits at each position, (N,)
+    per batch: a large model is compared where it is largest.
     """
     source, target = both.source, both.target
     large = max(count(side.spec).total for side in (source, target)) > SMALL
@@ -221,9 +219,8 @@ def diagnose(
 
 
 def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | None, row: int) -> list[ProbeBatch]:
-    """Return the batches with the largest differences, and in them the positions with the largest differences.
-
-    The batches have up to `_TOKENS` tokens together. The positions fit into `_ROOM` bytes at `row` bytes per position.
+    """Return the batches with the largest differences, and in them the positions with the largest differences. The
+    batches have up to `_TOKENS` tokens together. The positions fit into `_ROOM` bytes at `row` bytes per position.
     `gaps` is the difference at each position, (N,) per batch; None if there is no difference.
     """
     if gaps is None:
@@ -249,10 +246,9 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 def _find_causes(
     both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
-    """Return the repairs that bring the candidate's logits closer, first those that restore parity.
-
-    Both sides have the same width and number of layers, and differ at `places`. `allowed` is the difference of logits
-    that rounding explains. With `few` only a few repairs are made in the whole model.
+    """Return the repairs that bring the candidate's logits closer, first those that restore parity. Both sides have the
+    same width and number of layers, and differ at `places`. `allowed` is the difference of logits that rounding
+    explains. With `few` only a few repairs are made in the whole model.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:

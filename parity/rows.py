@@ -44,7 +44,6 @@ def states(
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
     """Return the last norm's output, (B, T, hidden) per batch, computed with weights that are converted to `dtype`.
-
     `see` is called with the input and output of the modules in `seen` (paths in the decoder, such as "blocks.N").
     `feed` replaces the input of blocks. `progress` is called with the bytes of every weight that was read. Raises
     IndexError for a token id beyond the vocabulary, or for more tokens than the position table has rows.
@@ -95,9 +94,8 @@ def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
 def head_rows(
     tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield, for each of `columns` (token ids or a slice), a function from states (N, hidden) to their logits.
-
-    Use each function before you ask for the next one.
+    """Yield, for each of `columns` (token ids or a slice), a function from states (N, hidden) to their logits. Use each
+    function before you ask for the next one.
     """
     head = tree.spec.head
     if head is None:  # the hidden states are compared

@@ -59,9 +59,8 @@ _QUIET = 0.05
 def try_mistakes(
     source: Checkpoint, batches: Sequence[ProbeBatch], asked: bool, stream: bool, notes: list[str], up_to: int | None
 ) -> MistakeScore:
-    """Return the mistakes that the probe detects: in the model or, for a large one by default, in a small copy.
-
-    A note says so.
+    """Return the mistakes that the probe detects: in the model or, for a large one by default, in a small copy. A note
+    says so.
     """
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
@@ -93,11 +92,10 @@ def score(
     unprobed: Sequence[str] = (),
     up_to: int | None = None,
 ) -> MistakeScore:
-    """Make every applicable mistake in a tree with weights in fp64, and check whether the batches detect it.
-
-    Mistakes that they do not detect are made with random weights too, and then on inputs for this tree
-    (`_plain_inputs`). Only mistakes that show there are missed. `unprobed` mistakes are not counted. `up_to` is the
-    longest sequence that matters.
+    """Make every applicable mistake in a tree with weights in fp64, and check whether the batches detect it. Mistakes
+    that they do not detect are made with random weights too, and then on inputs for this tree (`_plain_inputs`). Only
+    mistakes that show there are missed. `unprobed` mistakes are not counted. `up_to` is the longest sequence that
+    matters.
     """
     caught, unseen, allowed = _caught(spec, weights, batches, lambda name: name not in unprobed)
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
@@ -157,9 +155,8 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
 
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], masked: bool = True) -> Iterator[Tensor]:
-    """Yield the logits at tokens without padding, (N, V) per batch, of a tree with these weights.
-
-    With `masked=False` padding counts as text.
+    """Yield the logits at tokens without padding, (N, V) per batch, of a tree with these weights. With `masked=False`
+    padding counts as text.
     """
     model = assigned(spec, weights)
     for batch in batches:
@@ -202,9 +199,8 @@ def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
 
 
 def _layers(spec: ModelSpec) -> list[Block]:
-    """Return two layers with the same mixers, whose tensors can be exchanged, and one layer of every other kind.
-
-    A different scale or eps makes no other kind (gpt2's scale by layer, RWKV's halved residual stream).
+    """Return two layers with the same mixers, whose tensors can be exchanged, and one layer of every other kind. A
+    different scale or eps makes no other kind (gpt2's scale by layer, RWKV's halved residual stream).
     """
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:

@@ -49,10 +49,9 @@ _KEPT_BYTES = 256 * 2**20
 
 @contextmanager
 def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Yield a folder that `AutoModelForCausalLM.from_pretrained` can load.
-
-    This is the checkpoint's own folder if possible, else a temporary folder with converted HF files. Raises
-    CannotExpress if no transformers class computes the tree.
+    """Yield a folder that `AutoModelForCausalLM.from_pretrained` can load. This is the checkpoint's own folder if
+    possible, else a temporary folder with converted HF files. Raises CannotExpress if no transformers class computes
+    the tree.
     """
     architecture = checkpoint.architecture
     if architecture is None:
@@ -92,9 +91,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype, inside a `with`.
-
-    transformers' XGLM creates the lowest number of fp64 in the default dtype, and fp32 cannot represent it.
+    """Set torch's default dtype, inside a `with`. transformers' XGLM creates the lowest number of fp64 in the default
+    dtype, and fp32 cannot represent it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -124,10 +122,9 @@ def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
 
 
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Return the transformers model in `folder` in eval mode, loaded with dtype=…
-
-    `model.to(dtype)` would round its rotary frequencies too. Raises CheckpointError if transformers initialised a
-    tensor at random or ignored one, and GptkitError if it cannot load the folder.
+    """Return the transformers model in `folder` in eval mode, loaded with dtype=… `model.to(dtype)` would round its
+    rotary frequencies too. Raises CheckpointError if transformers initialised a tensor at random or ignored one, and
+    GptkitError if it cannot load the folder.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if (model := own_reference(config, dtype, attention)) is not None:
@@ -208,10 +205,8 @@ def _compute_experts_plainly(model: Any) -> None:
 
 
 def begin_anew(model: Any, family: Architecture | None) -> None:
-    """Make every forward pass from the first token independent of previous ones.
-
-    Dynamic rotary scaling remembers the base of the longest sequence, in some models by kind of layer. A family
-    declares other state.
+    """Make every forward pass from the first token independent of previous ones. Dynamic rotary scaling remembers the
+    base of the longest sequence, in some models by kind of layer. A family declares other state.
     """
     if family is not None:
         family.prepare(model)
@@ -232,11 +227,9 @@ def begin_anew(model: Any, family: Architecture | None) -> None:
 
 
 class _Absent(Tensor):
-    """A parameter without values: only its shape can be used.
-
-    Without this class torch would compute some products with a tensor of the meta device from arbitrary memory. Its
-    `device` is the one of the later values, because transformers' Llama 4 moves token ids to it before it calls the
-    embedding.
+    """A parameter without values: only its shape can be used. Without this class torch would compute some products with
+    a tensor of the meta device from arbitrary memory. Its `device` is the one of the later values, because
+    transformers' Llama 4 moves token ids to it before it calls the embedding.
     """
 
     full_name: str
@@ -261,10 +254,8 @@ class _Absent(Tensor):
 
 
 class StreamedModel:
-    """A model whose units get their weights from `read` while they compute, or a complete model.
-
-    `read` returns the values of a parameter by name. `lent` names the module whose parameters a layer uses in addition
-    to its own.
+    """A model whose units get their weights from `read` while they compute, or a complete model. `read` returns the
+    values of a parameter by name. `lent` names the module whose parameters a layer uses in addition to its own.
     """
 
     def __init__(
@@ -380,9 +371,8 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> StreamedModel:
-    """Return transformers' model, which reads its weights from the checkpoint's files.
-
-    Raises CannotExpress if no transformers class computes this tree.
+    """Return transformers' model, which reads its weights from the checkpoint's files. Raises CannotExpress if no
+    transformers class computes this tree.
     """
     import transformers
 

@@ -60,7 +60,6 @@ class BytesVerdict:
 
 def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, _Rows]:
     """Compare all tensors that both checkpoints have, and their draft heads; or one checkpoint with its own round trip.
-
     Of tables of two lengths the common rows are compared. `required` states whether the trees need the same bytes.
     Raises CheckpointError if a gptkit folder does not match its manifest.
     """
@@ -145,10 +144,9 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[ProbeBatch], list[str]]:
-    """Return batches for the rows that no batch reads, and the rows that remain unread, in words.
-
-    If the same bytes are `required`, a few rows are enough to show the effect. `long` reads all rows. `up_to` is the
-    longest sequence that matters.
+    """Return batches for the rows that no batch reads, and the rows that remain unread, in words. If the same bytes are
+    `required`, a few rows are enough to show the effect. `long` reads all rows. `up_to` is the longest sequence that
+    matters.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     supported = None if source.architecture is None else source.architecture.takes(source.spec)
@@ -209,9 +207,8 @@ def _too_many(unread: np.ndarray, name: str) -> str:
 
 
 def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
-    """Return which rows of a table give the same logits in both models without their layers, (len(rows),) of bool.
-
-    A swap that changes a table changes the basis of the residual stream for every component. The last norm and the head
+    """Return which rows of a table give the same logits in both models without their layers, (len(rows),) of bool. A
+    swap that changes a table changes the basis of the residual stream for every component. The last norm and the head
     undo this, so that only rows with another change show. Each row is added to that of token 0, so that its size
     counts, in fp64. The allowed difference is the reference's rounding to fp32 for this row, or its median over all
     rows.

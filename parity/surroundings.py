@@ -60,10 +60,8 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
 
 
 def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
-    """Return the layer of A that equals each layer of B, by a row of the attention output.
-
-    This is for models with different numbers of layers. Returns None if no layer moved, or if layers are too similar to
-    decide.
+    """Return the layer of A that equals each layer of B, by a row of the attention output. This is for models with
+    different numbers of layers. Returns None if no layer moved, or if layers are too similar to decide.
     """
     if len(a.spec.blocks) == len(b.spec.blocks):
         return None
@@ -77,9 +75,8 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """Return the first row of the first matrix of each layer that writes to the residual stream, as fp64 bytes.
-
-    Returns an empty list if a layer has no such matrix.
+    """Return the first row of the first matrix of each layer that writes to the residual stream, as fp64 bytes. Returns
+    an empty list if a layer has no such matrix.
     """
     names: dict[int, str] = {}
     for parameter in checkpoint.spec.parameters():
@@ -105,10 +102,8 @@ def _words(value: Any) -> str:
 
 
 def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
-    """Return the differences of config.json and of the tokenizer's files.
-
-    Returns an empty list if one side has no such files. Of a file inside another format (a GGUF) only the tokens are
-    compared.
+    """Return the differences of config.json and of the tokenizer's files. Returns an empty list if one side has no such
+    files. Of a file inside another format (a GGUF) only the tokens are compared.
     """
     stored = all(side.format in ("hf", "local") for side in (a, b))
     try:

@@ -92,10 +92,9 @@ class TensorFigures:
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> TensorFigures:
-    """Compare B with A: arrays of one shape (or views of files) in carrier dtypes, with their stored dtypes.
-
-    `rank` also looks for the rank of the change. `pause` is called after each chunk with the number of bytes read, and
-    may raise an exception to stop.
+    """Compare B with A: arrays of one shape (or views of files) in carrier dtypes, with their stored dtypes. `rank`
+    also looks for the rank of the change. `pause` is called after each chunk with the number of bytes read, and may
+    raise an exception to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():

@@ -105,9 +105,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Verification(Shown):
-    """The result of `verify`.
-
-    Its `verdict` is "identical" (every bit of every logit), "equal" (within the rounding noise) or "different".
+    """The result of `verify`. Its `verdict` is "identical" (every bit of every logit), "equal" (within the rounding
+    noise) or "different".
     """
 
     model: str

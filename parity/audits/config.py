@@ -33,14 +33,10 @@ def check_config(subject: Subject) -> Iterator[Finding]:
         experts = [int(match[1]) for name in files.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))]
         stated_count = next((files.config[key] for key in _EXPERTS if type(files.config.get(key)) is int), None)
         if experts and stated_count is not None and max(experts) + 1 < stated_count:
-            message = f"config.json says {stated_count:,} experts, but the last expert among the tensor names is {max(experts)}"
-            yield Finding(
-                "config-experts",
-                "error",
-                message,
-                (),
-                f"Correct the number of experts in {CONFIG}, or add the tensors of the missing experts.",
-            )
+            last = f"the last expert among the tensor names is {max(experts)}"
+            message = f"config.json says {stated_count:,} experts, but {last}"
+            remedy = f"Correct the number of experts in {CONFIG}, or add the tensors of the missing experts."
+            yield Finding("config-experts", "error", message, (), remedy)
     stated = files.config.get("dtype") or files.config.get("torch_dtype")
     floats = {info.dtype for info in files.tensors.values() if info.dtype in FLOATS}
     if (
@@ -55,9 +51,8 @@ def check_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Return tensors with the names of quantised weights, in modules that also have a low-bit dtype.
-
-    Neither a name nor a dtype alone is enough.
+    """Return tensors with the names of quantised weights, in modules that also have a low-bit dtype. Neither a name nor
+    a dtype alone is enough.
     """
     low_bit_modules = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
     return (name for name in tensors if _QUANTISED.search(name) and _module(name) in low_bit_modules)

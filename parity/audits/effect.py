@@ -36,9 +36,8 @@ class Reweighed:
 
 
 def effect(source: Tree, tree: Tree) -> str:
-    """Return in words how much a tree's logits differ from the source's, over the tokens of both vocabularies.
-
-    Raises GptkitError if the logits cannot be computed.
+    """Return in words how much a tree's logits differ from the source's, over the tokens of both vocabularies. Raises
+    GptkitError if the logits cannot be computed.
     """
     common = min(source.spec.vocab_size, tree.spec.vocab_size)
     same = source.spec.vocab_size == tree.spec.vocab_size

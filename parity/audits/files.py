@@ -11,54 +11,32 @@ def check_files(subject: Subject) -> Iterator[Finding]:
     """Compare the weight files with one another and with their index."""
     files, (single, index) = subject.files, subject.files.own
     for name, why in files.broken.items():
-        yield Finding(
-            "broken-file",
-            "error",
-            why,
-            (),
-            f"Download {name} again, or save the model again with the program that wrote it.",
-        )
+        remedy = f"Download {name} again, or save the model again with the program that wrote it."
+        yield Finding("broken-file", "error", why, (), remedy)
     if files.index_error:
         yield Finding(
             "broken-index", "error", files.index_error, (), "Write a repaired copy: run this command with --fix OUT."
         )
     if files.stale_index:
         message = f"{files.stale_index}; programs read only {single}"
-        yield Finding(
-            "stale-index",
-            "warning",
-            message,
-            (),
-            f"Remove {index} if {single} is the current model, or {single} if it is not.",
-        )
+        remedy = f"Remove {index} if {single} is the current model, or {single} if it is not."
+        yield Finding("stale-index", "warning", message, (), remedy)
     if files.config_error:
+        message = files.config_error
         yield Finding(
-            "broken-config",
-            "error",
-            files.config_error,
-            (),
-            f"Correct {CONFIG}, or copy it again from the original model.",
+            "broken-config", "error", message, (), f"Correct {CONFIG}, or copy it again from the original model."
         )
     twice = [name for name, holders in files.holders.items() if len(holders) > 1]
     if twice:
         where = ", ".join(sorted({file for name in twice for file in files.holders[name]}))
-        yield Finding(
-            "duplicate-tensor",
-            "error",
-            f"the same tensors are in more than one file: {where}",
-            tuple(twice),
-            "Write a repaired copy: run this command with --fix OUT.",
-        )
+        message = f"the same tensors are in more than one file: {where}"
+        remedy = "Write a repaired copy: run this command with --fix OUT."
+        yield Finding("duplicate-tensor", "error", message, tuple(twice), remedy)
     weights = [*files.headers, *files.broken]
     if files.index is None:
         if files.opened is None and len(weights) > 1 and single not in weights:
-            yield Finding(
-                "no-index",
-                "error",
-                f"{len(weights)} weight files, but no {index}",
-                (),
-                "Write a repaired copy: run this command with --fix OUT.",
-            )
+            message = f"{len(weights)} weight files, but no {index}"
+            yield Finding("no-index", "error", message, (), "Write a repaired copy: run this command with --fix OUT.")
         return
     lost: dict[str, list[str]] = defaultdict(list)
     for name, file in files.index.items():
@@ -67,13 +45,8 @@ def check_files(subject: Subject) -> Iterator[Finding]:
     for file, names in lost.items():
         what = "does not contain" if file in files.headers else "is missing, and should contain"
         message = f"{file} {what} the tensors that {index} lists for it"
-        yield Finding(
-            "dangling-index",
-            "error",
-            message,
-            tuple(names),
-            f"Download {file} again, or save the model again with the program that wrote it.",
-        )
+        remedy = f"Download {file} again, or save the model again with the program that wrote it."
+        yield Finding("dangling-index", "error", message, tuple(names), remedy)
     listed = set(files.index.values())
     for file, header in files.headers.items():
         unlisted = tuple(name for name in header.tensors if name not in files.index)

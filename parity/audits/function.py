@@ -51,13 +51,8 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         measured += 1 if effect else 0
         effects = "; ".join([*words.values()][:_SHOWN]) or "it changes the meaning of other fields"
         effect = f". With only this field changed, {effect}" if effect else ""
-        yield Finding(
-            "function",
-            "warning",
-            f"{statement}: {effects}{effect}",
-            (),
-            "Restore the old value, unless the change is intended.",
-        )
+        remedy = "Restore the old value, unless the change is intended."
+        yield Finding("function", "warning", f"{statement}: {effects}{effect}", (), remedy)
     words = _words(theirs, ours)
     remaining = [text for name, text in words.items() if name not in named]
     if remaining:
@@ -214,13 +209,8 @@ def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
     opened = _opened(subject, source)
     if opened is None:
         message = "the effect on logits was not measured"
-        yield Finding(
-            "function-effect",
-            "note",
-            message,
-            (),
-            "To measure it, run this command with --values; both checkpoints must be local.",
-        )
+        remedy = "To measure it, run this command with --values; both checkpoints must be local."
+        yield Finding("function-effect", "note", message, (), remedy)
         return
     from .effect import effect  # here, because it imports torch
 

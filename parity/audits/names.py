@@ -11,7 +11,6 @@ _Names = Mapping[str, tuple[int, ...]]  # the shapes of tensors by name
 
 def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
     """Return, for each of our tensors with a different name in `theirs`, the matching names and how they are combined.
-
     A single tensor matches by shape and by the end of its name, if only one candidate fits and `same` accepts it.
     Otherwise stacked experts and joined projections of one module match by their total number of elements.
     """

@@ -20,10 +20,8 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def ask_program(subject: Subject) -> Iterator[Finding]:
-    """Report what the loading program does with the tensors.
-
-    transformers is asked with its own model class, without weights; llama.cpp by its tables of names; vLLM by its
-    source code.
+    """Report what the loading program does with the tensors. transformers is asked with its own model class, without
+    weights; llama.cpp by its tables of names; vLLM by its source code.
     """
     files = subject.files
     if subject.loader in ("llama.cpp", "vllm"):
@@ -120,11 +118,8 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
                 "no such parameters"
             )
             yield Finding("loader-ignores", "warning", message, unwritten)
-        yield Finding(
-            "loader-architecture",
-            "note",
-            f"llama.cpp can run this model as its architecture {expression.architecture.name}",
-        )
+        message = f"llama.cpp can run this model as its architecture {expression.architecture.name}"
+        yield Finding("loader-architecture", "note", message)
         return
     model_type = (files.config or {}).get("model_type")
     kind = next(
@@ -171,13 +166,9 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
         else None
     )
     if name is None:
-        yield Finding(
-            "loader-refuses",
-            "error",
-            f"{CONFIG} has no field architectures, by which vLLM chooses the model's class",
-            (),
-            f'Add it to {CONFIG}, for example: "architectures": ["LlamaForCausalLM"].',
-        )
+        message = f"{CONFIG} has no field architectures, by which vLLM chooses the model's class"
+        remedy = f'Add it to {CONFIG}, for example: "architectures": ["LlamaForCausalLM"].'
+        yield Finding("loader-refuses", "error", message, (), remedy)
         return
     reply_fields = Confined("transformers_process").ask(
         {"config": dict(config), "libraries": libraries(), "fields": True}
@@ -196,11 +187,8 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     if "refuses" in answer:
         yield Finding("loader-refuses", "error", f"{kind} does not accept this {CONFIG}: {answer['refuses']}")
     if "unread" in answer:
-        yield Finding(
-            "loader-unread",
-            "note",
-            f"not checked: gptkit does not understand the code of {kind}, which uses {answer['unread']}",
-        )
+        message = f"not checked: gptkit does not understand the code of {kind}, which uses {answer['unread']}"
+        yield Finding("loader-unread", "note", message)
     if loading.get("ignored"):
         message = f"{kind} has no parameters with these names, and ignores the tensors without a warning"
         yield Finding("loader-ignores", "warning", message, tuple(loading["ignored"]))

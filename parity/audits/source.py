@@ -89,13 +89,8 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
         changed = [name for name in alike if not _same(subject, name, name)]
         if changed:
             message = f"{counted(changed)} with other values than in the original model"
-            yield Finding(
-                "source-value",
-                "error",
-                message,
-                tuple(changed),
-                "To see how much they differ: gptkit diff ORIGINAL THIS",
-            )
+            remedy = "To see how much they differ: gptkit diff ORIGINAL THIS"
+            yield Finding("source-value", "error", message, tuple(changed), remedy)
 
 
 def _naming(subject: Subject) -> str:
@@ -126,23 +121,13 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
     lost = tuple(name for name in theirs if name not in ours and name not in required)
     if lost:
         message = f"missing: {counted(lost)} of the {len(theirs):,} in the original model (compared by name)"
-        yield Finding(
-            "lost-tensor",
-            "error",
-            message,
-            lost,
-            "Convert the original model again with the program that made this file.",
-        )
+        remedy = "Convert the original model again with the program that made this file."
+        yield Finding("lost-tensor", "error", message, lost, remedy)
     for name in theirs.keys() & ours.keys():
         if ours[name] != theirs[name]:
             message = f"has the shape {list(ours[name])}, but {list(theirs[name])} in the original model"
-            yield Finding(
-                "source-shape",
-                "error",
-                message,
-                (name,),
-                "Convert the original model again with the program that made this file.",
-            )
+            remedy = "Convert the original model again with the program that made this file."
+            yield Finding("source-shape", "error", message, (name,), remedy)
     if subject.values:
         both = [name for name in theirs if ours.get(name) == theirs[name]]
         if changed := tuple(name for name in both if not _equal(sides, name)):

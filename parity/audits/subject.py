@@ -107,9 +107,8 @@ class Subject:
 
     @cached_property
     def described(self) -> tuple[ModelSpec, Origin, bool] | GptkitError | None:
-        """Return the tree as `load` reads it, its origin, and whether the tensors have the names of its family.
-
-        Returns an error if the tree cannot be read, and None for an unknown family.
+        """Return the tree as `load` reads it, its origin, and whether the tensors have the names of its family. Returns
+        an error if the tree cannot be read, and None for an unknown family.
         """
         files = self.files
         try:
@@ -129,9 +128,8 @@ class Subject:
 
     @cached_property
     def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
-        """Return the tree, the shapes and the dropped tensors that a GGUF's metadata declare.
-
-        Returns None for other files and unknown architectures. Raises InvalidInput, CannotExpress.
+        """Return the tree, the shapes and the dropped tensors that a GGUF's metadata declare. Returns None for other
+        files and unknown architectures. Raises InvalidInput, CannotExpress.
         """
         if self.files.format != "gguf" or self.files.broken:
             return None
@@ -158,9 +156,8 @@ class Subject:
 
     @cached_property
     def match(self) -> Match | GptkitError | None:
-        """Return how the tensors fit the tree, as `load` pairs them.
-
-        Returns None without a tree, and for tensors that encode others (GGUF, quantised weights).
+        """Return how the tensors fit the tree, as `load` pairs them. Returns None without a tree, and for tensors that
+        encode others (GGUF, quantised weights).
         """
         spec, family, weights = self.spec, self.family, self.files.raw
         if not isinstance(spec, ModelSpec) or self.files.format == "gguf" or self.quantised:

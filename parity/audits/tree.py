@@ -46,13 +46,8 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
         if renamed:
             shown = "; ".join(folded(f"{name} should be {known}" for name, known in renamed.items())[:3])
             message = f"{counted(renamed)} whose names are not those of {subject.family.name} checkpoints: {shown}"
-            yield Finding(
-                "other-name",
-                "error",
-                message,
-                tuple(renamed),
-                "Write a copy with the expected names: run this command with --fix OUT.",
-            )
+            remedy = "Write a copy with the expected names: run this command with --fix OUT."
+            yield Finding("other-name", "error", message, tuple(renamed), remedy)
     yield from _missing(subject, pairs, spec, missing, numbers)
     yield from _extra(subject, spec, extra, numbers)
     yield from _odd(subject, pairs)
@@ -96,13 +91,8 @@ def _missing(
             "of the head."
         )
         has, repair = _in_source(subject, pairs, missing)
-        yield Finding(
-            "missing-tensor",
-            "error",
-            (f"the tensor of the language model head is missing{has}"),
-            tuple(missing),
-            repair or remedy,
-        )
+        message = f"the tensor of the language model head is missing{has}"
+        yield Finding("missing-tensor", "error", message, tuple(missing), repair or remedy)
     elif missing:
         missing_layers = (
             [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
@@ -115,9 +105,8 @@ def _missing(
 
 
 def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str, str]:
-    """Note the missing tensors that the source has with the required shape.
-
-    Return words for the message, and a remedy if the source has all of them and --fix can rewrite the checkpoint.
+    """Note the missing tensors that the source has with the required shape. Return words for the message, and a remedy
+    if the source has all of them and --fix can rewrite the checkpoint.
     """
     if subject.source is None:
         return "", ""
@@ -146,25 +135,15 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
     if beyond:
         where = number_ranges(sorted({numbers[name] for name in beyond}))
         message = f"{subject.says} says {layers} layers, but there are tensors of layer {where}"
-        yield Finding(
-            "config-layers",
-            "error",
-            message,
-            beyond,
-            f"Correct the number of layers in {subject.says}, or remove these tensors.",
-        )
+        remedy = f"Correct the number of layers in {subject.says}, or remove these tensors."
+        yield Finding("config-layers", "error", message, beyond, remedy)
     if unexpected := tuple(name for name in extra if name not in beyond):
         model = (
             "the model" if subject.family is None else f"the {subject.family.name} model that {subject.says} describes"
         )
         message = f"{counted(unexpected)} not part of {model}"
-        yield Finding(
-            "extra-tensor",
-            "error",
-            message,
-            unexpected,
-            f"Remove these tensors, or correct {subject.says} if they belong to the model.",
-        )
+        remedy = f"Remove these tensors, or correct {subject.says} if they belong to the model."
+        yield Finding("extra-tensor", "error", message, unexpected, remedy)
 
 
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
@@ -181,13 +160,8 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
     if typed := tuple(name for name in pairs.typed if name not in pairs.carried.get("scales", {}).values()):
         kinds = ", ".join(sorted({tensors[name].dtype for name in typed}))
         message = f"weights are stored as {kinds}, but {subject.says} has no quantization_config"
-        yield Finding(
-            "dtype",
-            "error",
-            message,
-            typed,
-            "Add the quantization_config of the quantised model, or store the weights as bfloat16 or float32.",
-        )
+        remedy = "Add the quantization_config of the quantised model, or store the weights as bfloat16 or float32."
+        yield Finding("dtype", "error", message, typed, remedy)
     if pairs.untied:
         message = f"{subject.says} ties the head to the embedding, but the files have a head with other values"
         remedy = 'Set "tie_word_embeddings": false if the head should not be tied, or remove the head.'
@@ -202,13 +176,8 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
         message = (
             "transformers would load these stored values, which differ from the values that follow from config.json"
         )
-        yield Finding(
-            "altered-tensor",
-            "error",
-            message,
-            tuple(pairs.altered),
-            "Remove these tensors if they were left over from another model.",
-        )
+        remedy = "Remove these tensors if they were left over from another model."
+        yield Finding("altered-tensor", "error", message, tuple(pairs.altered), remedy)
     if pairs.parted:
         message = "several layers share these weights, but their stored copies have different values"
         yield Finding("altered-tensor", "error", message, tuple(pairs.parted), SAVE_AGAIN)
@@ -249,13 +218,8 @@ def check_gguf(subject: Subject) -> Iterator[Finding]:
             message = (
                 f"{name}_token_id in the GGUF metadata is {max(ids):,}, but the embedding has {spec.vocab_size:,} rows"
             )
-            yield Finding(
-                "special-token",
-                "error",
-                message,
-                (),
-                f"Set it to a token id below {spec.vocab_size} (llama.cpp's gguf_set_metadata.py).",
-            )
+            remedy = f"Set it to a token id below {spec.vocab_size} (llama.cpp's gguf_set_metadata.py)."
+            yield Finding("special-token", "error", message, (), remedy)
 
 
 def check_layers(subject: Subject) -> Iterator[Finding]:

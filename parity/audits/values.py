@@ -55,13 +55,8 @@ def check_values(subject: Subject) -> Iterator[Finding]:
         layers = {match["index"] for name in names if (match := LAYER.fullmatch(name))}
         if len(names) > 1 and layers:
             message = "these tensors have exactly the same values"
-            yield Finding(
-                "repeated-tensor",
-                "warning",
-                message,
-                tuple(names),
-                "Check whether one of these tensors was written in place of another by mistake.",
-            )
+            remedy = "Check whether one of these tensors was written in place of another by mistake."
+            yield Finding("repeated-tensor", "warning", message, tuple(names), remedy)
 
 
 def _look(array: np.ndarray[Any, Any], dtype: str) -> tuple[list[str], str]:

@@ -39,13 +39,8 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
     tokens = tokens_of(files)
     if tokens is not None and tokens > rows:
         message = f"tokenizer.json has ids up to {tokens - 1:,}, but the embedding has {rows:,} rows"
-        yield Finding(
-            "tokenizer-vocabulary",
-            "error",
-            message,
-            (),
-            f"Copy the tokenizer that belongs to this model, or add rows: gptkit swap MODEL OUT --vocab {tokens}",
-        )
+        remedy = f"Copy the tokenizer that belongs to this model, or add rows: gptkit swap MODEL OUT --vocab {tokens}"
+        yield Finding("tokenizer-vocabulary", "error", message, (), remedy)
 
 
 def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
