@@ -26,8 +26,7 @@ from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, TensorFigures, compare_tensors, same_bytes
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
-"""Tensors whose rows have names (a token's id, a position). Their common rows are compared even if their sizes differ.
-"""
+"""Tensors whose rows have names (token ids, positions), so that common rows are compared if their sizes differ."""
 _SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
 _MAPPED_BYTES = 32 * 2**20
 """Bytes read from mapped files after which their pages are released."""
@@ -66,8 +65,7 @@ def diff(
     if not all(isinstance(side, Checkpoint) for side in sides):  # then only names can be compared
         pairs = zip((a, b), sides, strict=True)
         sides = [
-            _by_names(open_tensors(reference, **options) if isinstance(side, Checkpoint) else side)
-            for reference, side in pairs
+            _by_names(open_tensors(path, **options) if isinstance(side, Checkpoint) else side) for path, side in pairs
         ]
     first, second = sides
     compared = _Comparison(first, second, rank, progress, workers or available_cores()).run()
@@ -249,9 +247,7 @@ def _is_tied(side: TensorFiles) -> bool:
 
 
 def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
-    """Return the parameters of the files in the tree's order. Tensors without a place in the tree follow, with the
-    layer that their names state.
-    """
+    """Return the parameters in the tree's order, and then tensors without a place, with the layer in their name."""
     if not isinstance(checkpoint, Checkpoint):
         return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))
     missing = set(checkpoint.missing)

@@ -42,9 +42,7 @@ class Mutation:
     name: str  # the mistake in words
     repair: str  # the repair in words, for a diagnosis
     apply: Apply
-    undo: Apply | None = (
-        None  # None if making the mistake again undoes it, or if only the reference has the lost values
-    )
+    undo: Apply | None = None  # None if `apply` undoes itself, or if only the reference has the lost values
     in_code: bool = False  # whether no checkpoint can contain it, so that there is nothing to repair in one
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -109,9 +107,7 @@ def _projections(first: str, second: str) -> Apply:
 def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield the first two norms before sublayers of each layer that has two."""
     for layer, block in enumerate(spec.blocks):
-        norms = [
-            f"blocks.{layer}.{sublayer.mixer.slot}_norm" for sublayer in block.sublayers if sublayer.norm is not None
-        ]
+        norms = [f"blocks.{layer}.{part.mixer.slot}_norm" for part in block.sublayers if part.norm is not None]
         if len(norms) > 1:
             yield norms[0], norms[1]
 
@@ -200,9 +196,7 @@ _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm",
 
 
 def _other_kinds(back: bool) -> Apply:
-    """Give each attention the window and positions of the previous one, and the first those of the last; or the
-    reverse.
-    """
+    """Give each attention the window and positions of the previous layer, or of the next one with `back`."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         attending = {layer: block.mixer("attention") for layer, block in enumerate(spec.blocks)}
@@ -219,10 +213,9 @@ def _other_kinds(back: bool) -> Apply:
             new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
             if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
                 return None
-            new_mixers = dict(zip(attending, new, strict=True))
+            changed = dict(zip(attending, new, strict=True))
             blocks = (
-                block.replaced(attention=new_mixers[i]) if i in new_mixers else block
-                for i, block in enumerate(spec.blocks)
+                block.replaced(attention=changed[i]) if i in changed else block for i, block in enumerate(spec.blocks)
             )
             return replace(spec, blocks=tuple(blocks)), dict(weights)
         except ConfigError:  # the positions of one kind need another head width than the other kind has
@@ -240,11 +233,9 @@ def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
     """
     mistaken: dict[str, _Fields] = {}
     for kind in KINDS.values():
-        words_by_field = {
-            name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()
-        }
+        slips = {name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()}
         defaults = {name: False if name == "bias" else value for name, value in kind.choices().items()}
-        mistakes = [(words_by_field[name], name, value) for name, value in defaults.items()]
+        mistakes = [(slips[name], name, value) for name, value in defaults.items()]
         if usual:
             mistakes = [(words.format(v), name, v) for name, (words, values) in kind.usual.items() for v in values]
         for words, name, value in mistakes:
@@ -254,15 +245,9 @@ def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
 
 def forgotten() -> list[Mutation]:
     """Return the mistakes of forgotten fields, except those in `MUTATIONS`."""
-    known, fields_by_words = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
-    names = {
-        words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in fields_by_words.items()
-    }
-    return [
-        Mutation(w, f"the reference's {names[w]}", _valued(fields_by_words[w]))
-        for w in fields_by_words
-        if w not in known
-    ]
+    known, mistaken = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
+    names = {words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in mistaken.items()}
+    return [Mutation(w, f"the reference's {names[w]}", _valued(mistaken[w])) for w in mistaken if w not in known]
 
 
 def _declared(spec: ModelSpec) -> list[Mutation]:

@@ -92,11 +92,7 @@ class Repaired:
             return to_float64(*side.tensor(name)), "F64"
         unit, changed = unit_of(name), self._changed
         # A tensor may get values of other changed tensors: those of its layer, or all if there are few.
-        group = (
-            changed
-            if len(changed) <= _FEW
-            else {changed_name for changed_name in changed if unit_of(changed_name) == unit}
-        )
+        group = changed if len(changed) <= _FEW else {member for member in changed if unit_of(member) == unit}
         if self._made[0] != group:
             real = {member: torch.from_numpy(to_float64(*self.target.tensor(member))) for member in group}
             mutant = self.repair.apply(self.target.spec, {**self._shapes, **real})
@@ -294,9 +290,7 @@ def _find_causes(
     helps.sort(key=lambda pair: not pair[0])
     before, causes = remaining(), list[Cause]()
     where = f" in layer {unit}" if isinstance(unit, int) else ""
-    for restores, repair in helps[
-        : _TRIED if few else None
-    ]:  # in all layers, and if that does not restore parity, in this unit
+    for restores, repair in helps[: _TRIED if few else None]:  # in all layers, and then in this unit
         gap = remaining(repair)
         if gap <= allowed or gap < before / 10:
             causes.append(Cause(repair.words, gap <= allowed, gap))
@@ -322,9 +316,7 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
     if spec.tied and candidate.head is not None and not candidate.head.tied and not candidate.head.bias:
         yield Repair("tying the head to the embedding", tie)
     shapes = {parameter.name: parameter.shape for parameter in candidate.parameters()}
-    reshaped = frozenset(
-        parameter.name for parameter in spec.parameters() if shapes.get(parameter.name) != parameter.shape
-    )
+    reshaped = frozenset(tensor.name for tensor in spec.parameters() if shapes.get(tensor.name) != tensor.shape)
     if len(reshaped) > len(shapes) / 2:
         return
     if spec != candidate:  # tensors that the candidate lacks come from the reference

@@ -69,15 +69,13 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
     places = {row: layer for layer, row in enumerate(ours)}
     if not ours or not theirs or len(places) < len(ours) or len(set(theirs)) < len(theirs) // 2:
         return None
-    layers_ = [places.get(row) for row in theirs]
-    moved = any(layer not in (None, index) for index, layer in enumerate(layers_))
-    return layers_ if moved else None
+    layers = [places.get(row) for row in theirs]
+    moved = any(layer not in (None, index) for index, layer in enumerate(layers))
+    return layers if moved else None
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """Return the first row of the first matrix of each layer that writes to the residual stream, as fp64 bytes. Returns
-    an empty list if a layer has no such matrix.
-    """
+    """Return, as fp64 bytes, a row of each layer's first output projection; nothing if a layer has none."""
     names: dict[int, str] = {}
     for parameter in checkpoint.spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
@@ -117,19 +115,15 @@ def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
                 changes.append(FileChange(name, "b" if name not in ours else "a"))
             continue
         x, y = ours[name], theirs[name]
-        differences = what_differs(name, x, y)
-        if differences or (differences is not None and stored):
-            changes.append(FileChange(name, None, differences))
+        words = what_differs(name, x, y)
+        if words or (words is not None and stored):
+            changes.append(FileChange(name, None, words))
     return changes
 
 
 def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
     """Return the small files of a checkpoint by name, without licences; those of a GGUF come from its metadata."""
-    paths = {
-        companion.name: companion.path
-        for companion in companions_in(checkpoint.folder)
-        if not is_licence(companion.name)
-    }
+    paths = {file.name: file.path for file in companions_in(checkpoint.folder) if not is_licence(file.name)}
     stored = checkpoint.format in ("hf", "local")
     texts = {name: bytes_of(path) for name, path in paths.items()} if stored else dict(checkpoint.texts)
     config = checkpoint.origin.config_text
