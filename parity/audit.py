@@ -31,7 +31,7 @@ from .audits.vocabulary import check_vocabulary
 MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
 """The rules among `READ` whose faults `fix` always repairs. It repairs "missing-tensor" only from a source."""
 _LOADERS = ("transformers", "llama.cpp", "vllm")
-"""The programs that `loader` may name. gptkit uses their own code to find out what they would do."""
+"""The programs that `loader` may name. gptkit uses their own code to find out what would happen."""
 
 
 def fix(
@@ -46,7 +46,7 @@ def fix(
     """Write a repaired copy of a checkpoint. The repairs lose nothing: names, the index, shards that no index lists,
     tensors that are stored twice, and missing tensors that `source` stores under the same name with the required shape.
 
-    The copy is published as every conversion is. Returns the audit of the copy. The rule "taken-from-source" names the
+    The copy appears only when it is complete. Returns the audit of the copy. The rule "taken-from-source" names the
     tensors that come from the source. If `load` would still refuse the copy, nothing is written, and the audit of `new`
     is returned, with a finding of the rule "not-fixed" first.
 
@@ -117,7 +117,7 @@ def audit(
     allow_pickle: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
-    """Find what is wrong with a checkpoint of safetensors files, a GGUF or pickles, of whatever family.
+    """Find the faults of a checkpoint of any family, in safetensors files, a GGUF or pickles.
 
     Args:
         new: the checkpoint: a folder, a file, or a repository on the hub.

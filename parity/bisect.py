@@ -215,7 +215,7 @@ class KeptStates:
     """Tensors in fp64 by key, in a temporary file, because a large model's need 100 MB per row."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by whoever holds this)
+        self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by the caller)
         self._at: dict[_Key, tuple[int, torch.Size]] = {}
         self.close = self._file.close
 

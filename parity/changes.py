@@ -45,8 +45,8 @@ class TensorDiff:
     shape_b: tuple[int, ...] | None
     dtype_a: str | None
     dtype_b: str | None
-    figures: TensorFigures | None = None
-    quantised: tuple[Literal["a", "b"], ...] = ()
+    figures: TensorFigures | None = None  # over the common rows of tables; None if nothing can be compared
+    quantised: tuple[Literal["a", "b"], ...] = ()  # the sides with few-bit blocks, whose rounding hides the rank
 
     @property
     def module(self) -> str:

@@ -1,6 +1,6 @@
 """Compare two sets of logits: whole, or (`compare_heads`) a part of the vocabulary at a time.
 
-`compare_heads` never holds the logits of the whole vocabulary in memory.
+`compare_heads` never has the logits of the whole vocabulary in memory.
 """
 
 import math

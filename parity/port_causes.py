@@ -20,7 +20,7 @@ from .score import run_tree
 
 PADDING = "padding ignored (attention_mask has no effect)"
 PLACE, BARE, SAME = "this place", "every probe without padding", "that the mask changes nothing in yours"
-"""What a mistake explains, where it does not explain the whole difference."""
+"""The part of the difference that a mistake explains, if it does not explain all of it."""
 _SHOWN = 3  # the number of reported mistakes that explain the place, but not the rest
 _REST = 1e-5  # the share of the difference that may remain after a mistake that explains it
 _NEAREST = 6

@@ -22,7 +22,7 @@ from ..modules.registry import module_of
 
 EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
 """The tensors of which one input reads only some rows. Every logit depends on all rows of a head."""
-ENCODER = "encoder."  # what the names of an encoder's tensors begin with
+ENCODER = "encoder."  # the prefix of the names of an encoder's tensors
 AFFORDABLE = 1024
 """The longest window or context, in tokens, that is probed by default, because the cost of attention is quadratic."""
 LONG = 200  # the minimum length of the longest batch, if the tree supports it: distant positions, many keys
@@ -88,7 +88,7 @@ def limits(*specs: ModelSpec) -> list[_Limit]:
 
 
 def longest(*specs: ModelSpec, taken: int | None = None) -> int | None:
-    """Return the most tokens that all of the trees and a reference that takes `taken` can take; None for any number."""
+    """Return the longest sequence that all trees, and a reference limited to `taken`, support; None for no limit."""
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     return min(tables if taken is None else [*tables, taken], default=None)
 

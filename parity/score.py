@@ -59,9 +59,7 @@ _QUIET = 0.05
 def try_mistakes(
     source: Checkpoint, batches: Sequence[ProbeBatch], asked: bool, stream: bool, notes: list[str], up_to: int | None
 ) -> MistakeScore:
-    """Return the mistakes that the probe detects: in the model or, for a large one by default, in a small copy. A note
-    says so.
-    """
+    """Return the mistakes that the probe detects: in the model or, for a large one by default, in a small copy."""
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     hint = "" if stream else "; --mutations makes them in the model itself"
@@ -78,7 +76,7 @@ def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def unprobed(spec: ModelSpec, batches: Sequence[ProbeBatch]) -> list[str]:
-    """Return the mistakes that only show beyond the longest sequence of the probe, as a note says."""
+    """Return the mistakes that only show beyond the longest sequence of the probe."""
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     beyond = {limit.name for limit in limits(spec) if tokens <= limit.tokens}
     shows = {"window": "window ignored", "original context": "rope scaling dropped"}

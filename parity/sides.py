@@ -163,18 +163,18 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         missing_parts = {name.partition(".")[0] for name in info["missing_keys"]}
         if missing_parts <= {*family.optional}:
             info["missing_keys"] = leave_out(model, missing_parts)
-    for kind, what in (
+    for kind, problem in (
         ("missing_keys", "initialised tensors at random because they are missing"),
         ("mismatched_keys", "initialised tensors at random because their shapes differ"),
         ("unexpected_keys", "ignored tensors"),
     ):
         if info.get(kind):
             names = ", ".join(str(name) for name in list(info[kind])[:5])
-            raise CheckpointError(f"transformers {what}: {names}")
+            raise CheckpointError(f"transformers {problem}: {names}")
     _compute_experts_plainly(model)
     begin_anew(model, family)
-    # from_pretrained leaves parameters where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products
-    # sum in another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
+    # from_pretrained maps parameters at any multiple of 8 bytes, where fp32 products sum in another order than at
+    # torch's multiples of 64 (up to 1e-5 in logits). Copies avoid this difference, which is one of files, not of models.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model.eval()

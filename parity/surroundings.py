@@ -152,21 +152,21 @@ def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
     return (_vocabularies if name == "tokenizer.json" else _keys)(data_x, data_y)
 
 
-def _keys(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
+def _keys(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
     """Return the keys that differ, with short values."""
 
     def short(data: dict[str, Any], key: str) -> str:
         text = json.dumps(data[key], ensure_ascii=False) if key in data else "absent"
         return text if len(text) <= 40 else text[:37] + "…"
 
-    keys = [key for key in {**one, **other} if key not in one or key not in other or one[key] != other[key]]
+    keys = [key for key in {**data_a, **data_b} if key not in data_a or key not in data_b or data_a[key] != data_b[key]]
     spellings = []
     for names, meaning in _SPELLINGS:
-        if meaning(one) == meaning(other) and any(key in names for key in keys):
-            ours, theirs = (" and ".join(key for key in names if key in side) or "nothing" for side in (one, other))
+        if meaning(data_a) == meaning(data_b) and any(key in names for key in keys):
+            ours, theirs = (" and ".join(key for key in names if key in side) or "nothing" for side in (data_a, data_b))
             spellings.append(f"{ours} → {theirs}: another spelling of the same values")
             keys = [key for key in keys if key not in names]
-    return (*(f"{key}: {short(one, key)} → {short(other, key)}" for key in keys), *spellings)
+    return (*(f"{key}: {short(data_a, key)} → {short(data_b, key)}" for key in keys), *spellings)
 
 
 def _rope(config: dict[str, Any]) -> Any:
@@ -188,16 +188,16 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any]], Any]], ...] 
     (_ROPE, _rope),
     (("torch_dtype", "dtype"), lambda config: config.get("dtype") or config.get("torch_dtype")),
 )
-"""Keys of a config.json that transformers 4 and 5 spell differently, and what they mean in one spelling."""
+"""Keys of a config.json that transformers 4 and 5 spell differently, with a function for their common meaning."""
 
 
-def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
+def _vocabularies(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
     """Return the tokens that came, went, or have another id, whether merges are equal, and which other parts differ."""
-    x, y = _tokens(one), _tokens(other)
+    x, y = _tokens(data_a), _tokens(data_b)
     if x is None or y is None:
         return ()
-    merges = _merges(one) == _merges(other)
-    parts = _other_parts(one, other, x == y)
+    merges = _merges(data_a) == _merges(data_b)
+    parts = _other_parts(data_a, data_b, x == y)
     other_parts = [f"other parts that differ: {', '.join(parts)}"] if parts else []
     if x == y:
         agree = "token ids agree: the vocabulary and the merges are equal"
@@ -215,11 +215,11 @@ def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]
     return (*lines, "the merges are equal" if merges else "the merges differ", *other_parts)
 
 
-def _other_parts(one: dict[str, Any], other: dict[str, Any], same_ids: bool) -> list[str]:
+def _other_parts(data_a: dict[str, Any], data_b: dict[str, Any], same_ids: bool) -> list[str]:
     """Return the parts of a tokenizer.json that differ, besides token ids and merges."""
     known = {"model", "version"} if same_ids else {"model", "version", "added_tokens"}  # version: of the file's format
-    parts = [key for key in {**one, **other} if key not in known and one.get(key) != other.get(key)]
-    models = [data["model"] if isinstance(data.get("model"), dict) else {} for data in (one, other)]
+    parts = [key for key in {**data_a, **data_b} if key not in known and data_a.get(key) != data_b.get(key)]
+    models = [data["model"] if isinstance(data.get("model"), dict) else {} for data in (data_a, data_b)]
     scored = same_ids and isinstance(models[0].get("vocab"), list)  # a list has a score for every token
     known = {"merges"} if scored else {"merges", "vocab"}
     keys = [key for key in {**models[0], **models[1]} if key not in known]

@@ -163,7 +163,7 @@ class _Sums:
         self.pair, self.figures = pair, TensorFigures(int(pair.a.size), rows_all=pair.rows_all)
         self.marks = np.zeros(pair.rows_all, bool)
         self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
-        floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # integers: fp64 holds them
+        floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # fp64 can represent the integers
         self.grids = tuple([*(g for g in FLOATS if EPS[g] > EPS[stored]), stored] for stored in floats)
         sides: tuple[Literal["a", "b"], ...] = ("a", "b")
         self.roundings = [(grid, side) for grid in FLOATS[:-1] for side in sides]

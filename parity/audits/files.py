@@ -43,8 +43,8 @@ def check_files(subject: Subject) -> Iterator[Finding]:
         if file not in files.broken and name not in getattr(files.headers.get(file), "tensors", ()):
             lost[file].append(name)
     for file, names in lost.items():
-        what = "does not contain" if file in files.headers else "is missing, and should contain"
-        message = f"{file} {what} the tensors that {index} lists for it"
+        problem = "does not contain" if file in files.headers else "is missing, and should contain"
+        message = f"{file} {problem} the tensors that {index} lists for it"
         remedy = f"Download {file} again, or save the model again with the program that wrote it."
         yield Finding("dangling-index", "error", message, tuple(names), remedy)
     listed = set(files.index.values())

@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 def compare_function(subject: Subject) -> Iterator[Finding]:
-    """Report each field of config.json that changes what the model computes, in words, and its effect on logits."""
+    """Report each field of config.json that changes the model's function, in words, and its effect on logits."""
     source = subject.origin
     if source is None:
         return
@@ -111,7 +111,7 @@ def _parts(config: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
-    """Return what two trees compute differently, by aspect, in words."""
+    """Return the differences of two trees in words, by aspect."""
     if without_rounding(a) == without_rounding(b):
         return {}
     changed: dict[str, str] = {}

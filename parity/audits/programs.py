@@ -20,7 +20,7 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def ask_program(subject: Subject) -> Iterator[Finding]:
-    """Report what the loading program does with the tensors. transformers is asked with its own model class, without
+    """Report how the loading program treats the tensors. transformers is asked with its own model class, without
     weights; llama.cpp by its tables of names; vLLM by its source code.
     """
     files = subject.files
@@ -148,7 +148,7 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
 
 
 def _for_vllm(subject: Subject) -> Iterator[Finding]:
-    """Report what vLLM does with the tensors, by its models' source code, which runs without the rest of vLLM."""
+    """Report how vLLM treats the tensors. Its models' source code is read without the rest of vLLM."""
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
         why = "this check reads the source code of vLLM's models, and the vllm package is not installed"
