@@ -174,7 +174,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     _compute_experts_plainly(model)
     begin_anew(model, family)
     # from_pretrained maps parameters at any multiple of 8 bytes, where fp32 products sum in another order than at
-    # torch's multiples of 64 (up to 1e-5 in logits). Copies avoid this difference, which is one of files, not of models.
+    # torch's multiples of 64 (up to 1e-5 in logits). Copies avoid this difference of files, not of models.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model.eval()

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from gptkit.errors import UsageError
 from gptkit.parity.bisect import Cause, Divergence, Part
 from gptkit.parity.compare import LogitDifference
-from gptkit.parity.port import PortMistake, PortMatch, PortVerification
+from gptkit.parity.port import PortMatch, PortMistake, PortVerification
 from gptkit.parity.score import MistakeScore
 from gptkit.parity.stored import BytesVerdict
 from gptkit.parity.verify import Noise, Verification
