@@ -86,22 +86,22 @@ def fix(
         message += f" (it could repair {' and '.join(repairable)})" if repairable else ""
         message += f", so gptkit could still not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
-    other = scan(options["source"], **more) if before.in_source else None
-    if other is not None and not other.fetched:
-        hint = f"Download it (hf download {other.reference} --local-dir FOLDER), and pass --source FOLDER."
+    source = scan(options["source"], **more) if before.in_source else None
+    if source is not None and not source.fetched:
+        hint = f"Download it (hf download {source.reference} --local-dir FOLDER), and pass --source FOLDER."
         raise InvalidInput(
-            f"{other.reference} has {counted(before.in_source)} that {files.reference} lacks, but it is on the hub, "
+            f"{source.reference} has {counted(before.in_source)} that {files.reference} lacks, but it is on the hub, "
             "and its weights are not available locally. Nothing was written.",
             hint,
         )
     names = {name: before.names.get(name, name) for name in files.tensors}
-    rewrite(files, names, out, force, other=other, from_other=before.in_source)
+    rewrite(files, names, out, force, other=source, from_other=before.in_source)
     after = audit(out, **more, **options)
-    if other is None:
+    if source is None:
         return after
     verb, dtypes = "was" if len(before.in_source) == 1 else "were", {info.dtype for info in files.tensors.values()}
-    message = f"{counted(before.in_source)} {verb} missing and {verb} copied from {other.reference}"
-    if new_dtypes := sorted({other.tensors[name].dtype for name in before.in_source} - dtypes):
+    message = f"{counted(before.in_source)} {verb} missing and {verb} copied from {source.reference}"
+    if new_dtypes := sorted({source.tensors[name].dtype for name in before.in_source} - dtypes):
         message += f" in the dtype {' or '.join(new_dtypes)}, which no other tensor here has"
     note = Finding("taken-from-source", "note", message, before.in_source)
     return replace(after, findings=(*after.findings, note))

@@ -237,8 +237,8 @@ class Diff(Shown):
             return None
         figures = [tensor.figures for tensor in low if tensor.figures is not None]
         ranks = [figure.rank.rank for figure in figures if figure.rank is not None]
-        apart = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
-        alone = not apart and self.counts["changed"] == len(matrices)
+        unmatched = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
+        alone = not unmatched and self.counts["changed"] == len(matrices)
         modules = tuple(dict.fromkeys(tensor.module for tensor in low))
         return _LowRankChange(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 

@@ -152,14 +152,14 @@ def damage(
         reason = _other_basis(before.spec, after.spec, tables)
         if reason is not None:
             notes.append(f"components were not run on the original's hidden states: {reason}")
-        apart = {} if reason is not None or not pairs else {("embedding", None): tables or 0.0, **both.own(pairs)}
+        differences = {} if reason is not None or not pairs else {("embedding", None): tables or 0.0, **both.own(pairs)}
     return Damage(
         on=both.on,
         dtype=str(both.dtype).removeprefix("torch."),
         total=_bin(0, int(positions.max()), positions >= 0, total, targets),
         bins=tuple(_bin(*edges, both.within(edges), total, targets) for edges in both.edges),
         layers=by_layer,
-        places=tuple(Place(*place, gap, not gap <= _FLOORS[both.dtype]) for place, gap in apart.items()),
+        places=tuple(Place(*place, gap, not gap <= _FLOORS[both.dtype]) for place, gap in differences.items()),
         notes=tuple(notes),
     )
 

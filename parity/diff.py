@@ -160,12 +160,12 @@ class _Comparison:
         tensors = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
         compared = []
         for name in dict.fromkeys(names):
-            here, there = (tensors[side].get(name) for side in (0, 1))
-            if name == "head.weight" and (here is None or there is None):
-                tied = _is_tied(self.sides[0 if here is None else 1])
-                embedding = tensors[0 if here is None else 1].get("embedding.weight") if tied else None
-                here, there = here or embedding, there or embedding
-            compared.append(self._tensor_diff(name, self._figures(name, here, there)))
+            tensor_a, tensor_b = (tensors[side].get(name) for side in (0, 1))
+            if name == "head.weight" and (tensor_a is None or tensor_b is None):
+                tied = _is_tied(self.sides[0 if tensor_a is None else 1])
+                embedding = tensors[0 if tensor_a is None else 1].get("embedding.weight") if tied else None
+                tensor_a, tensor_b = tensor_a or embedding, tensor_b or embedding
+            compared.append(self._tensor_diff(name, self._figures(name, tensor_a, tensor_b)))
         return compared
 
     def _is_same_leaf(self, job: _DiffJob) -> bool:

@@ -210,8 +210,8 @@ def _other_kinds(back: bool) -> Apply:
         names = [name for name in _OF_KINDS if hasattr(mixers[0], name)]
         fields = [{name: getattr(source, name) for name in names} for source in sources]
         try:
-            new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
-            if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
+            new = [replace(mixer, **values) for mixer, values in zip(mixers, fields, strict=True)]
+            if any(mixer.weights() != other.weights() for mixer, other in zip(mixers, new, strict=True)):
                 return None
             changed = dict(zip(attending, new, strict=True))
             blocks = (
@@ -389,9 +389,9 @@ def _once(make: Callable[[str], Apply], name: str, repair: str) -> Mutation:
     return Mutation(name, repair, make(name))
 
 
-def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
+def _both_ways(name: str, repair: str, inverse: str = "") -> Mutation:
     """Return a mutation with a declared slip, whose inverse is a slip too."""
-    return Mutation(name, repair, _slipped(name), _slipped(other or name + _BACK))
+    return Mutation(name, repair, _slipped(name), _slipped(inverse or name + _BACK))
 
 
 def _reordered(name: str, repair: str, disorder: str = "", back: bool = False) -> Mutation:

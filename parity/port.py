@@ -187,7 +187,7 @@ def verify_port(
         port64 = copy.deepcopy(port).double()
         takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
     supported = None if architecture is None else architecture.takes(spec)
-    probes = probe(spec, long=long, taken=supported)
+    probes = probe(spec, long=long, supported=supported)
     sound = [batch for batch in probes if computed_rightly(architecture, batch)]
     notes = [f"left out, because transformers' class computes it wrongly: {b.name}" for b in probes if b not in sound]
     left_out = tuple(batch.name for batch in sound if not takes_mask and batch.attention_mask is not None)
@@ -249,7 +249,7 @@ def verify_port(
     if not differs and mutations is not False:
         say("mistakes on purpose")
         score = try_mistakes(source, batches, mutations is True, False, notes, None)
-    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, taken=supported), long)]
+    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, supported=supported), long)]
     notes += [f"not tested on texts longer than the {limit}; --long does this" for limit in beyond]
     reference_name = "transformers" if architecture is not None else "gptkit's own modules"
     matched = () if place is None else place.matches

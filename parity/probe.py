@@ -87,10 +87,10 @@ def limits(*specs: ModelSpec) -> list[_Limit]:
     return sorted(_Limit(size, name) for size, name in sizes if size is not None)
 
 
-def longest(*specs: ModelSpec, taken: int | None = None) -> int | None:
-    """Return the longest sequence that all trees, and a reference limited to `taken`, support; None for no limit."""
+def longest(*specs: ModelSpec, supported: int | None = None) -> int | None:
+    """Return the longest sequence of all trees and of a reference that supports `supported`; None for no limit."""
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
-    return min(tables if taken is None else [*tables, taken], default=None)
+    return min(tables if supported is None else [*tables, supported], default=None)
 
 
 def passed(limit: _Limit, most: int | None, long: bool) -> bool:
@@ -108,16 +108,16 @@ def probe(
     *others: ModelSpec,
     long: bool = False,
     up_to: int | None = None,
-    taken: int | None = None,
+    supported: int | None = None,
     seed: int = 0,
 ) -> list[ProbeBatch]:
     """Return the batches for a tree, or for several trees with one vocabulary, with sequences past the limits of each.
-    No sequence is longer than the trees, or a reference that supports `taken` tokens, can process. `long` adds
+    No sequence is longer than the trees, or a reference for `supported` tokens, can process. `long` adds
     sequences past windows and contexts of more than 1,024 tokens. `up_to` adds a sequence of this length and allows no
     longer one.
     """
     generator = torch.Generator().manual_seed(seed)
-    most = min(longest(spec, *others, taken=taken) or 10**9, up_to or 10**9)
+    most = min(longest(spec, *others, supported=supported) or 10**9, up_to or 10**9)
 
     def tokens(batch: int, length: int) -> Tensor:
         return torch.randint(vocabulary(spec), (batch, min(length, most)), generator=generator)
@@ -154,7 +154,7 @@ def probe(
 
 
 def text_batch(
-    name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, taken: int | None = None
+    name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, supported: int | None = None
 ) -> ProbeBatch:
     """Return a prompt as a batch. Raise UsageError if it is empty, too long, or has an unknown token id."""
     if not ids:
@@ -163,7 +163,7 @@ def text_batch(
         raise UsageError(
             f"the prompt {shown(name, 40)} has token id {max(ids)}, but the vocabulary has {vocabulary(spec)} tokens"
         )
-    most = longest(spec, *others, taken=taken)
+    most = longest(spec, *others, supported=supported)
     if most is not None and len(ids) > most:
         raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, but the model supports at most {most}")
     return ProbeBatch(name, torch.tensor([list(ids)]))
@@ -210,12 +210,12 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
     return sorted(differing)
 
 
-def whole_context(a: ModelSpec, b: ModelSpec, taken: int | None = None) -> int | None:
+def whole_context(a: ModelSpec, b: ModelSpec, supported: int | None = None) -> int | None:
     """Return the length of the longest supported context, if the trees count positions differently; else None."""
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):
         return None
-    return min(max(known), longest(a, b, taken=taken) or max(known))
+    return min(max(known), longest(a, b, supported=supported) or max(known))
 
 
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
@@ -264,8 +264,8 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
     for length in sorted({1, *contexts, *(context + 1 for context in contexts), 4 * max(contexts, default=1)}):
         # One side may have more pairs, for weights that the other side does not have.
         turned = [turn(rotary, length, torch.float64) for turn, rotary in zip(turns, (a, b), strict=True)]
-        few, many = sorted(turned, key=len)
-        if not bool(((few[:, None] - many).abs().amin(dim=1) <= _NEAR * few).all()):
+        fewer, more = sorted(turned, key=len)
+        if not bool(((fewer[:, None] - more).abs().amin(dim=1) <= _NEAR * fewer).all()):
             return alike
         alike = length
     return None

@@ -113,15 +113,15 @@ def unit_of(name: str) -> _Unit:
     return "back" if name.startswith(("final_norm", "head", "pooler")) else "front"
 
 
-def _within(own: ModelSpec, other: ModelSpec, unit: _Unit) -> ModelSpec:
+def _within(tree: ModelSpec, source: ModelSpec, unit: _Unit) -> ModelSpec:
     """Return a tree with one unit of another tree."""
     change = msgspec.structs.replace
     if unit == "front":
         front = ("embedding", "token_types", "positions", "first_norm")
-        return change(own, **{name: getattr(other, name) for name in front})
+        return change(tree, **{name: getattr(source, name) for name in front})
     if unit == "back":
-        return change(own, final_norm=other.final_norm, head=other.head, pooler=other.pooler)
-    return change(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
+        return change(tree, final_norm=source.final_norm, head=source.head, pooler=source.pooler)
+    return change(tree, blocks=(*tree.blocks[:unit], source.blocks[unit], *tree.blocks[unit + 1 :]))
 
 
 _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the batch

@@ -98,8 +98,8 @@ def score(
     caught, unseen, allowed = _caught(spec, weights, batches, lambda name: name not in unprobed)
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
     if len(by_chance) < len(unseen):
-        rest = [name for name in unseen if name not in by_chance]
-        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, _CLEAR)
+        remaining = [name for name in unseen if name not in by_chance]
+        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), remaining, _CLEAR)
     invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
     return MistakeScore(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
@@ -177,8 +177,8 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     blocks = _layers(spec)
     mixers = [mixer for block in blocks if (mixer := block.mixer("attention")) is not None]
     square = not mixers or _written_from(mixers[0]) == spec.hidden_size
-    few = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
-    width = max(few, default=min(spec.hidden_size, _WIDTH))
+    widths = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
+    width = max(widths, default=min(spec.hidden_size, _WIDTH))
     copy = replace(spec, blocks=tuple(blocks)).small(width if square else min(width, 2 * _WIDTH) + 16)
     return _cut(copy, min(spec.vocab_size, _TOKENS), tokens, len(blocks))
 

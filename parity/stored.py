@@ -150,7 +150,7 @@ def rows_to_probe(
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     supported = None if source.architecture is None else source.architecture.takes(source.spec)
-    most = longest(source.spec, target.spec, taken=supported)
+    most = longest(source.spec, target.spec, supported=supported)
     # Only tokens whose own logits are compared count, because a row shows less through attention alone.
     ids = torch.cat([batch.valid(batch.input_ids[..., None]).flatten() for batch in batches]).numpy()
     embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)
@@ -219,13 +219,13 @@ def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: 
     columns = torch.linspace(0, outputs - 1, min(_COLUMNS, outputs)).round().long()
     gaps, noise = [], []
     for start in range(0, len(rows), _PIECE):
-        here = torch.from_numpy(rows[start : start + _PIECE])
-        exact, rounded, other = (
-            _front_to_back(checkpoint, name, here, columns, dtype)
+        piece = torch.from_numpy(rows[start : start + _PIECE])
+        exact, rounded, candidate = (
+            _front_to_back(checkpoint, name, piece, columns, dtype)
             for checkpoint, dtype in ((source, torch.float64), (source, torch.float32), (target, torch.float64))
         )
         noise.append((exact - rounded).abs().amax(dim=1))
-        gaps.append((exact - other).abs().amax(dim=1))
+        gaps.append((exact - candidate).abs().amax(dim=1))
     rounding = torch.cat(noise)
     allowed = _TIMES * rounding.maximum(rounding.nanmedian())  # the noise of one row does not excuse other rows
     return ((torch.cat(gaps) <= allowed) & rounding.isfinite()).numpy()
@@ -235,16 +235,16 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
     """Return the logits (N, columns) of a tree without its layers, for rows (N,) of one of its tables."""
     spec, indices, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
 
-    def read(name: str, taken: Tensor) -> Tensor:
+    def read(name: str, ids: Tensor) -> Tensor:
         """Read some rows of a table, or all of a norm or a projection."""
         array, stored = checkpoint.tensor(name)
         return torch.from_numpy(
-            to_float64(array if "norm" in name or "projection" in name else array[taken.numpy()], stored)
+            to_float64(array if "norm" in name or "projection" in name else array[ids.numpy()], stored)
         )
 
-    def embedded(taken: Tensor) -> Tensor:
-        small_module = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(taken)))
-        vectors: Tensor = filled(small_module, partial(read, taken=taken), dtype, "embedding")(torch.arange(len(taken)))
+    def embedded(ids: Tensor) -> Tensor:
+        small_module = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(ids)))
+        vectors: Tensor = filled(small_module, partial(read, ids=ids), dtype, "embedding")(torch.arange(len(ids)))
         return vectors
 
     with torch.inference_mode():
@@ -253,8 +253,8 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
             x = x + embedded(rows)
         if spec.positions is not None and spec.positions.shapes():
             small_module = partial(PositionsModule, replace(spec.positions, length=len(rows), offset=0))
-            taken = rows if name == POSITIONS else first
-            x = x + filled(small_module, partial(read, taken=taken), dtype, "positions")(indices, dtype)
+            ids = rows if name == POSITIONS else first
+            x = x + filled(small_module, partial(read, ids=ids), dtype, "positions")(indices, dtype)
         if spec.first_norm is not None:
             make: Callable[[], Any] = partial(build_module, spec.first_norm)
             x = filled(make, partial(tensor_of, checkpoint), dtype, "first_norm")(x)

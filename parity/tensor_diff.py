@@ -210,9 +210,10 @@ class _Sums:
         """Return both with 0 where one of them is not finite, and count these values and their changes."""
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
-        good, fine, known = np.isfinite(x), np.isfinite(y), self.figures.not_finite
-        self.figures.not_finite = known[0] + int(np.count_nonzero(~good)), known[1] + int(np.count_nonzero(~fine))
-        both = good & fine
+        finite_x, finite_y, known = np.isfinite(x), np.isfinite(y), self.figures.not_finite
+        counts = (int(np.count_nonzero(~finite)) for finite in (finite_x, finite_y))
+        self.figures.not_finite = known[0] + next(counts), known[1] + next(counts)
+        both = finite_x & finite_y
         changed = ~both & (x != y) & ~(np.isnan(x) & np.isnan(y))
         self.figures.changed += int(np.count_nonzero(changed))
         self._mark(rows, changed)
@@ -307,11 +308,10 @@ def _on(values: Array, grid: str) -> Array:
     return np.where(np.isnan(narrow), narrow, rounded.view(np.float32)).astype(np.float64)
 
 
-def _rounds(values: Array, grid: str, other: Array) -> bool:
+def _rounds(values: Array, grid: str, rounded: Array) -> bool:
     """Return whether `other` is `values` rounded to `grid` (NaN equals NaN); a few values are compared first."""
-    return all(
-        np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in ((values[:1, :64], other[:1, :64]), (values, other))
-    )
+    pairs = ((values[:1, :64], rounded[:1, :64]), (values, rounded))
+    return all(np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in pairs)
 
 
 def runs(marks: Array) -> tuple[tuple[int, int], ...]:

@@ -316,7 +316,7 @@ class _Run:
         _require_finite(bare, f"transformers' logits of {self.both.source.reference}", dtype_name)
         # transformers' eager Bloom gives NaN in fp64 for a padded row that attends to no token.
         finite = [bool(torch.isfinite(logits).all()) for logits in reference]
-        left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
+        left_out = [batch.name for batch, is_finite in zip(batches, finite, strict=True) if not is_finite]
         self.notes.extend(
             f"left out, because transformers' own logits are not finite there: {name}" for name in left_out
         )
@@ -421,7 +421,7 @@ def _batches(
     """Return the batches of the probe and of the prompts, and notes for the user."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
     supported = None if source.architecture is None else source.architecture.takes(source.spec)
-    table = longest(*specs, taken=supported)
+    table = longest(*specs, supported=supported)
     if up_to is not None and not 1 <= up_to <= (table or up_to):
         raise UsageError(
             f"--up-to {up_to}: {'the models do not' if len(specs) > 1 else 'the model does not'} support this length",
@@ -432,7 +432,7 @@ def _batches(
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer, which --prompt needs", "Leave --prompt out.")
     batches = []
-    for batch in probe(*specs, long=long, up_to=up_to, taken=supported):
+    for batch in probe(*specs, long=long, up_to=up_to, supported=supported):
         if computed_rightly(source.architecture, batch):
             batches.append(batch)
         else:
@@ -440,7 +440,7 @@ def _batches(
     length = whole_context(specs[0], specs[-1], supported) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]
-        batches.append(text_batch("the whole context", ids, *specs, taken=supported))
+        batches.append(text_batch("the whole context", ids, *specs, supported=supported))
     if tokenizer is None:
         notes.append("the model has no tokenizer: the test prompts are arbitrary token ids")
     else:
@@ -449,7 +449,7 @@ def _batches(
             if not prompts:  # our own prompts are cut to the model's vocabulary and length
                 ids = [token for token in ids if token < source.spec.vocab_size][:length_limit]
             if ids or prompts:
-                batches.append(text_batch(text, ids, *specs, taken=supported))
+                batches.append(text_batch(text, ids, *specs, supported=supported))
     for limit in limits(*specs):
         if up_to is None and not passed(limit, table, long):
             possible = table is None or limit.beyond <= table

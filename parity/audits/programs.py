@@ -215,8 +215,8 @@ def _installed(package: str) -> str | None:
 
 def _vllm_knows(config: Mapping[str, Any], name: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
     """Report an architecture for which vLLM has no class, and a quantisation that it does not support."""
-    given = config.get("quantization_config")
-    method = given.get("quant_method") if isinstance(given, dict) else None
+    quantisation = config.get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     if method is not None and method not in answer["quantisations"]:
         yield Finding("loader-refuses", "error", f"vLLM does not support weights quantised by {shown(method, 40)}")
     if answer["module"] == "transformers":

@@ -18,7 +18,7 @@ READ = frozenset(
 
 def check_reader(subject: Subject) -> Iterator[Finding]:
     """Open the checkpoint as `load` does, and report why it refuses where no other rule has."""
-    if any(each.rule in READ and each.severity == "error" for each in subject.findings):
+    if any(finding.rule in READ and finding.severity == "error" for finding in subject.findings):
         return
     error = subject.checkpoint
     if isinstance(error, UnknownFamily | Quantised):

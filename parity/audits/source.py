@@ -29,13 +29,13 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
         return
     ours, theirs = subject.files.tensors, subject.source.tensors
 
-    def same(name: str, other: str) -> bool:
-        return not subject.values or _same(subject, name, other)
+    def same(name: str, source_name: str) -> bool:
+        return not subject.values or _same(subject, name, source_name)
 
     shapes = [{name: info.shape for name, info in side.items()} for side in (ours, theirs)]
     moved = matched(shapes[0], shapes[1], same)
-    whole = [name for names, _ in moved.values() for name in names]
-    missing = [name for name in theirs if name not in ours and name not in whole]
+    source_names = [name for names, _ in moved.values() for name in names]
+    missing = [name for name in theirs if name not in ours and name not in source_names]
     extra = [name for name in ours if name not in theirs and name not in moved]
     both = [name for name in theirs if name in ours]
     if not both and not moved:
@@ -148,10 +148,10 @@ def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
     return equal
 
 
-def _same(subject: Subject, name: str, other: str) -> bool:
+def _same(subject: Subject, name: str, source_name: str) -> bool:
     """Return whether a tensor has the same bytes as a tensor of the source."""
     assert subject.source is not None
-    x, y = (side.weights.read(tensor).reshape(-1) for side, tensor in ((subject.files, name), (subject.source, other)))
+    x, y = (side.weights.read(key).reshape(-1) for side, key in ((subject.files, name), (subject.source, source_name)))
     equal = all(
         np.array_equal(x[at : at + _PART].view(np.uint8), y[at : at + _PART].view(np.uint8))
         for at in range(0, x.size, _PART)

@@ -238,7 +238,7 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
             yield Finding("layer-gap", "error", message, (), SAVE_AGAIN)
         kinds = Counter(frozenset(names) for names in layers.values())
         for number, names in layers.items():
-            whole = [kind for kind, many in kinds.items() if names < kind and many >= _FEW * kinds[frozenset(names)]]
+            whole = [kind for kind, count in kinds.items() if names < kind and count >= _FEW * kinds[frozenset(names)]]
             if whole:
                 lacking = sorted(min(whole, key=len) - names)
                 tensors = tuple(f"{stack}.{number}.{inside}" for inside in lacking)

@@ -22,10 +22,10 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
         return
     for name in (CONFIG, "generation_config.json"):
         try:
-            given = config if name == CONFIG else _json(files.folder / name)
+            data = config if name == CONFIG else _json(files.folder / name)
         except (OSError, ValueError):
             continue
-        for key, value in given.items() if isinstance(given, dict) else ():
+        for key, value in data.items() if isinstance(data, dict) else ():
             ids = [id_ for id_ in (value if isinstance(value, list) else [value]) if type(id_) is int]
             if re.fullmatch(r"\w*_token_ids?", key) and any(id_ >= rows for id_ in ids):
                 message = f"{name}: {key} is {max(ids):,}, but the embedding has {rows:,} rows"
