@@ -63,8 +63,8 @@ class Part:
 
     @property
     def parts(self) -> bool:
-        """Return whether the two models differ here by more than rounding explains. The difference of the two fp64
-        models includes a rounding to fp32 on each side (`noise`), because transformers computes norms, softmax and
+        """Return whether the two models differ here by more than rounding explains. The difference of two fp64 models
+        includes a rounding to fp32 on each side (`noise`). The reason is that transformers computes norms, softmax and
         rotary tables of an "fp64" model in fp32. After a swap the two sides may also round differently, which doubles
         it. The mistakes of `mutations` make differences at least 30 times as large.
         """

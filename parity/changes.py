@@ -56,12 +56,12 @@ class TensorDiff:
 
     @property
     def everywhere(self) -> str:
-        """Return the name with a star instead of the layer."""
+        """Return the tensor's name with a star instead of the layer."""
         return self.name if self.layer is None else re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.name, count=1)
 
     @property
     def part(self) -> str:
-        """Return the name of its group over all layers: the module, with ".bias" for a bias."""
+        """Return the name of the tensor's group over all layers: the module, with ".bias" for a bias."""
         return f"{self.module}.bias" if self.name.endswith(".bias") else self.module
 
     @property

@@ -5,9 +5,9 @@ columns, and Q an orthonormal basis of Y. A second pass computes ΔQ, whose larg
 narrow matrix ΔᵀΔ itself is summed. The memory is always smaller than the matrix.
 
 Rounding has full rank: a rank-8 update of bf16 weights has 8 singular values above a floor of all the others. Stored
-values have errors of up to half an ulp, so the floor is that of independent entries with variance ulp²/12. The largest
-singular value of such a matrix is about the norm of its largest row plus that of its largest column (Bandeira, van
-Handel 1408.6185). Only singular values above it count.
+values have errors of up to half an ulp, so the floor is that of independent entries with variance ulp²/12. Its
+largest singular value is about its largest row norm plus its largest column norm (Bandeira, van Handel 1408.6185). Only
+singular values above it count.
 """
 
 import math
@@ -140,7 +140,7 @@ class Sketch(_Products):
         return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
     def surely_more(self, floor: Floor, dtype: str) -> bool:
-        """Return whether the change has more than LIMIT directions above rounding, and no few dominate it."""
+        """Return whether more than LIMIT directions are above rounding, and a few of them cannot explain the change."""
         if self.direct or self.width <= LIMIT:
             return False
         values = np.linalg.svd(self.total, compute_uv=False)

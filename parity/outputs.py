@@ -24,8 +24,8 @@ def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
     Without a head, return the hidden states concatenated with the text's pooled vector, or with its first token's state
     if there is no pooler: (B, T, 2 · hidden).
 
-    A model with an encoder reads the batch as its source, and the reversed batch as the decoder's text, so that every
-    logit depends on both texts. Token ids are reduced modulo the size of each vocabulary.
+    A model with an encoder reads the batch as its source, and the reversed batch as the decoder's text. So every logit
+    depends on both texts. Token ids are reduced modulo the size of each vocabulary.
     """
     given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     reversed_ids = batch.input_ids.flip(-1)

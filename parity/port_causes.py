@@ -120,7 +120,7 @@ class _CauseJudge:
         return largest_gap(self.wanted, self.logits(spec, weights))
 
     def record(self, names: Sequence[str], mutant: Mutant) -> PortMistake:
-        """Return the record of mistakes that explain the port on the inputs that can show them."""
+        """Return the record of some mistakes, with the remaining difference on these inputs."""
         difference = self.difference(*mutant)
         explains = difference <= self.enough
         return PortMistake(names[0], explains, difference, ", ".join(names[1:]), "" if explains else BARE)
@@ -145,8 +145,8 @@ def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[st
 def _pairs(
     port: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
 ) -> Iterator[tuple[tuple[str, str], Mutant]]:
-    """Yield two mistakes at once: a first one that explains the place or comes near, and any other. Where the second
-    mistake cannot be made after the first, they are made in the other order.
+    """Yield two mistakes at once: a first one that explains the place or comes near, and any other. The order is
+    reversed if the second mistake cannot be made after the first.
     """
     mistakes = dict(of_ports(port.spec))
     mutants = _mutants(port, [*mistakes.items()])

@@ -3,7 +3,7 @@
 gptkit first tries every mutation of `parity.mutations`, the reference's fields and the reference's values on one unit:
 the first one that differs, with the reference's input. This needs the memory and the time of one unit. Repairs that
 help there are made in the whole model, in all layers or in that layer alone. Those that restore the logits are
-reported. A repair is applied while weights are read, so that it works for a model in memory and for one that runs a
+reported. Repairs are applied while weights are read, so that they work for models in memory and for one that runs a
 layer at a time.
 """
 

@@ -145,7 +145,9 @@ def _caught(
 
 
 def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random values as large as trained ones: a fresh initialisation hides norms (1) and biases (0)."""
+    """Return random values of the size of trained ones. With initial values, norms (1) and biases (0) would hide
+    mistakes.
+    """
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
     if tensor.ndim == 1:
         return 1 + 0.3 * noise if name.endswith(("norm.weight", "scale.weight")) else 0.3 * noise

@@ -205,7 +205,7 @@ def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> st
 
 
 def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
-    """Report how much the logits of the two models differ."""
+    """Report how much the logits of the two models differ, with all of their changes."""
     opened = _opened(subject, source)
     if opened is None:
         message = "the effect on logits was not measured"

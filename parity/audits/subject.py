@@ -184,7 +184,7 @@ class Subject:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | GptkitError:
-        """Return the checkpoint that `load` opens, or its error."""
+        """Return the checkpoint that `load` opens, or the error that it raises."""
         try:
             return open_scanned(self.files, allow_pickle=self.opening["allow_pickle"])
         except GptkitError as error:
