@@ -540,7 +540,7 @@ def test_a_swapped_model_alone_has_no_reference(tmp_path: Path) -> None:
 def test_nothing_compared_is_no_pass(
     empty: list[str], stream: bool, pair: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = [module.Batch(name, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1)) for name in empty]
+    batches = [module.ProbeBatch(name, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1)) for name in empty]
     monkeypatch.setattr(module, "probe", lambda *specs, **options: batches)
     with pytest.raises(GptkitError, match="no logits to compare"):
         verify(pair("llama")[0], stream=stream)
