@@ -132,7 +132,7 @@ def test_a_weight_that_is_used_without_its_module_is_refused_by_name(how):
     if how == "dtype and shape alone":
         assert stream.run(batches)[0].tolist() == torch.full((2, 8), 16.0).tolist()
         return
-    with pytest.raises(GptkitError, match=r"uses spare\.weight without calling"):
+    with pytest.raises(GptkitError, match=r"uses the weights of spare\.weight without calling"):
         stream.run(batches)
 
 

@@ -532,7 +532,7 @@ def test_a_swapped_model_alone_has_no_reference(tmp_path: Path) -> None:
     with pytest.raises(CannotExpress) as caught:
         verify(tmp_path / "rms")
     assert "RMSNorm" in caught.value.message
-    assert caught.value.hint == "compare it with its original: gptkit verify ORIGINAL THIS"
+    assert caught.value.hint == "To compare it with its original: gptkit verify ORIGINAL THIS"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -542,7 +542,7 @@ def test_nothing_compared_is_no_pass(
 ) -> None:
     batches = [module.ProbeBatch(name, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1)) for name in empty]
     monkeypatch.setattr(module, "probe", lambda *specs, **options: batches)
-    with pytest.raises(GptkitError, match="no logits to compare"):
+    with pytest.raises(GptkitError, match="nothing was compared|no logits to compare"):
         verify(pair("llama")[0], stream=stream)
 
 
