@@ -199,7 +199,7 @@ def test_tokens_that_are_kept_are_compared_under_both_ids(name: str) -> None:
 
 def test_vocabularies_of_different_sizes_need_a_promise() -> None:
     before = held("llama")
-    with pytest.raises(GptkitError, match="97 tokens before, 40 after"):
+    with pytest.raises(GptkitError, match="97 tokens in the first model, 40 in the second"):
         measure(before, fewer_tokens(before, list(range(40))))
 
 
