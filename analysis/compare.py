@@ -1,7 +1,7 @@
-"""compare: what differs between models, as a table of components with the costs below. No weights, no torch.
+"""The `compare` command: the differences between models, as a table of aspects and costs. No weights, no torch.
 
-A row is an aspect (see `aspects`) or a cost (see `costs`), with a cell a model. Costs are told at one context and in
-one dtype, or they would say more about these than about the models.
+A row is an aspect (see `aspects`) or a cost (see `costs`), with a cell for each model. All costs are at the same
+context and dtype, so that they differ only because the models differ.
 """
 
 import json
@@ -23,27 +23,25 @@ from .sizes import itemsize
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A model by the name it was given, its family ("" for a tree that never had one), its tree and its costs, and the
-    bytes of its weights.
-    """
+    """One of the models of a comparison."""
 
-    name: str
-    family: str
+    name: str  # as the user gave it
+    family: str  # "" for a tree without a family
     spec: ModelSpec
     costs: Costs
-    weights: int
+    weights: int  # bytes
     revision: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def sees(self) -> bool:
-        """Whether its table of positions is long enough for the context of its costs."""
+        """Return whether its table of positions is long enough for the context of its costs."""
         return self.spec.positions is None or self.costs.context <= self.spec.positions.length
 
 
 @dataclass(frozen=True)
 class AspectRow:
-    """An aspect with a cell a model: in words, and as plain JSON values. `differs` is told from the data."""
+    """An aspect with a cell for each model, in words and as plain JSON values."""
 
     name: str
     words: tuple[str, ...]
@@ -52,21 +50,21 @@ class AspectRow:
 
     @property
     def differs(self) -> bool:
-        return len({json.dumps(each, sort_keys=True) for each in self.data}) > 1
+        return len({json.dumps(cell, sort_keys=True) for cell in self.data}) > 1
 
 
 @dataclass(frozen=True)
 class Comparison(Shown):
-    """Models side by side: their aspects, always all of them, and at what their costs were counted.
-
-    context: tokens in sight, for FLOPs and the cache; dtype: of weights; cached: of the cache.
-    """
+    """A comparison of models: all their aspects, and their costs at one context and dtype."""
 
     models: tuple[ComparedModel, ...]
     rows: tuple[AspectRow, ...]
     context: int
+    """The number of tokens for FLOPs and the cache."""
     dtype: str
+    """The dtype of the weights."""
     cached: str
+    """The dtype of the cache."""
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -76,21 +74,21 @@ class Comparison(Shown):
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Notes for a person: on the table, and on each model."""
+        """Return the notes on the table and on each model, in sentences."""
         return (*self.notes, *(f"{model.name}: {note}" for model in self.models for note in model.notes))
 
     def shown(self, *, everything: bool = False, only_differences: bool = False) -> tuple[AspectRow, ...]:
-        """The rows for a person: those of interest and those that differ, or all of them, or only those that differ."""
+        """Return the rows to print: all without details that are equal, or with `everything`, or only differences."""
         if only_differences:
             return tuple(row for row in self.rows if row.differs)
         return tuple(row for row in self.rows if everything or row.differs or not row.detail)
 
     def costs(self) -> dict[str, tuple[int | None, ...]]:
-        """Each cost by its name, a figure a model, None where its table of positions is shorter than the context.
+        """Return the costs by name, with a figure for each model.
 
-        parameters: all of them; active: those that a token meets, where that is not all of them in every model;
-        weights: bytes; KV per token: bytes that one leaves in the cache; KV at the context: bytes, which windows make
-        fewer; FLOPs: of the forward pass, a token that sees the context.
+        A figure is None if the model's table of positions is shorter than the context. The active parameters, which one
+        token uses, are left out if they are all parameters of every model. Weights and cache are in bytes. FLOPs are of
+        the forward pass of one token after the context.
         """
         names = {
             "parameters": "parameters",
@@ -101,8 +99,10 @@ class Comparison(Shown):
             "flops_a_token": "FLOPs per token",
         }
         figures = [self._costs(model) for model in self.models]
-        found = {title: tuple(each[name] for each in figures) for name, title in names.items()}
-        return found if found["active"] != found["parameters"] else {k: v for k, v in found.items() if k != "active"}
+        costs = {title: tuple(of_model[name] for of_model in figures) for name, title in names.items()}
+        if costs["active"] == costs["parameters"]:
+            del costs["active"]
+        return costs
 
     def _costs(self, model: ComparedModel) -> dict[str, int | None]:
         size, figures = itemsize(self.cached), model.costs
@@ -116,7 +116,7 @@ class Comparison(Shown):
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values: every aspect as words and as data, costs as integers."""
+        """Return plain JSON values: every aspect as words and as data, and costs as integers."""
         models = [
             {
                 "model": model.name,
@@ -128,9 +128,9 @@ class Comparison(Shown):
             }
             for index, model in enumerate(self.models)
         ]
-        told = {"schema_version": 1, "context": self.context, "dtype": self.dtype, "cache_dtype": self.cached}
+        head = {"schema_version": 1, "context": self.context, "dtype": self.dtype, "cache_dtype": self.cached}
         differ = [row.name for row in self.rows if row.differs]
-        return {**told, "models": models, "differs": differ, "notes": list(self.notes)}
+        return {**head, "models": models, "differs": differ, "notes": list(self.notes)}
 
 
 def compare(
@@ -162,32 +162,33 @@ def compare(
 
 
 def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
-    """Models that are known already, in the dtype and at the context of `asked`."""
-    length = common_context([each.spec for each in models]) if asked.context is None else asked.context
+    """Return the comparison of counted models, in the dtype and at the context of `asked`."""
+    length = common_context([model.spec for model in models]) if asked.context is None else asked.context
     dtype = asked.dtype or "bfloat16"
     compared = []
-    for each in models:
-        figures, weights = costs(each.spec, length), weighed(each.spec, dtype, each.family).total
-        compared.append(ComparedModel(each.name, each.family, each.spec, figures, weights, each.revision, each.notes))
-    by_model = [{each.name: each for each in aspects(model.spec)} for model in compared]
-    names = dict.fromkeys(name for each in by_model for name in each)
-    family = AspectRow("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
-    rows = (family, *(_row([each.get(name, Aspect(name, "–", None)) for each in by_model]) for name in names))
-    notes = []  # what the figures do not say by themselves
+    for counted in models:
+        name, family, spec = counted.name, counted.family, counted.spec
+        figures, weights = costs(spec, length), weighed(spec, dtype, family).total
+        compared.append(ComparedModel(name, family, spec, figures, weights, counted.revision, counted.notes))
+    by_model = [{aspect.name: aspect for aspect in aspects(model.spec)} for model in compared]
+    names = dict.fromkeys(name for described in by_model for name in described)
+    families = AspectRow("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
+    rows = (families, *(_row([cells.get(name, Aspect(name, "–", None)) for cells in by_model]) for name in names))
+    notes = []
     for model in compared:
-        own = model.spec.context_length
+        stated = model.spec.context_length
         if not model.sees and model.spec.positions is not None:
             notes.append(f"{model.name} has {model.spec.positions.length:,} positions, fewer than {length:,} tokens.")
-        elif own is not None and length > own:
-            notes.append(f"{model.name} has a context of {own:,} tokens, less than {length:,}.")
+        elif stated is not None and length > stated:
+            notes.append(f"{model.name} has a context of {stated:,} tokens, less than {length:,}.")
     return Comparison(tuple(compared), rows, length, dtype, asked.cached, tuple(dict.fromkeys(notes)))
 
 
 def _row(cells: Sequence[Aspect]) -> AspectRow:
-    """One aspect of all models. Where values that differ have the same words, they are numbered."""
+    """Return one aspect of all models. Different values with the same words get numbers."""
     data = [json.dumps(cell.data, sort_keys=True) for cell in cells]
     words = []
-    for cell, own in zip(cells, data, strict=True):
+    for cell, value in zip(cells, data, strict=True):
         same = list(dict.fromkeys(d for d, other in zip(data, cells, strict=True) if other.words == cell.words))
-        words.append(cell.words if len(same) == 1 else f"{cell.words} #{same.index(own) + 1}")
+        words.append(cell.words if len(same) == 1 else f"{cell.words} #{same.index(value) + 1}")
     return AspectRow(cells[0].name, tuple(words), tuple(cell.data for cell in cells), cells[0].detail)

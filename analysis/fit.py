@@ -1,7 +1,7 @@
-"""What of a model fits in a memory: in which formats, and up to which context. From shapes alone, no torch.
+"""The weight formats, contexts and batches of a model that fit in a given memory. From shapes alone, no torch.
 
-Weights, the cache and activations at the worst moment of reading a whole context at once, as `memory` counts them. What
-a runtime and its allocator take is not counted: half a gigabyte to two.
+Weights, the cache and the largest activations of a prefill are counted as in `memory`. The memory of a runtime and its
+allocator, half a gigabyte to two, is not included.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ from .parallel import split
 from .sizes import MOST
 
 _SPREAD = ("bfloat16", "int8", "int4")
-"""Dtypes of weights that are split over several GPUs; files of GGUF are not laid out for that."""
+"""The dtypes of weights that can be split over several GPUs. GGUF files cannot be split."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,19 @@ class Fit(Record):
 
 @dataclass(frozen=True)
 class Fits(Record):
-    """What fits in `nbytes`: a row a dtype.
-
-    batch: sequences for which the longest context is told; context: tokens for which the most sequences are. own: the
-    context that the tree is for, which no longest context goes beyond; None where it does not say.
-    """
+    """The contexts and batches that fit in a memory, by dtype of the weights."""
 
     JSON = "bytes=nbytes batch context dtypes"
 
-    nbytes: int
-    batch: int
-    context: int
-    own: int | None
-    rows: tuple[Fit, ...]
+    nbytes: int  # the memory of one GPU
+    batch: int  # the number of sequences for `Fit.context`
+    context: int  # the number of tokens for `Fit.batch`
+    own: int | None  # the context that the model states; `Fit.context` is never longer
+    rows: tuple[Fit, ...]  # one for each dtype
 
     @property
     def dtypes(self) -> dict[str, Fit]:
-        return {each.dtype: each for each in self.rows}
+        return {row.dtype: row for row in self.rows}
 
 
 def fit(
@@ -72,32 +68,32 @@ def fit(
     tp: int = 1,
     pp: int = 1,
 ) -> Fits:
-    """What fits in a memory of so many bytes, or on the fullest of tp x pp GPUs of so many.
+    """Return the contexts and batches that fit in `nbytes`, or on the fullest of tp x pp GPUs with `nbytes`.
 
     Args:
         spec: the tree.
-        nbytes: of one GPU.
-        family: whose tree it is, for formats of GGUF.
-        dtype: of the weights; in each of the formats that people run models in where it is not given.
+        nbytes: the memory of one GPU.
+        family: the family of the tree, which GGUF formats depend on.
+        dtype: the dtype of the weights; by default bfloat16 and all usual quantised formats.
         computed: the dtype of activations.
-        cache_dtype: of keys and values in the cache; that of activations where it is not given.
-        context: tokens, for the most sequences.
-        batch: sequences, for the longest context.
-        tp: GPUs that share every layer; see `parallel`.
-        pp: stages of layers.
+        cache_dtype: the dtype of the cache; by default that of activations.
+        context: the number of tokens per sequence for which to report the largest batch.
+        batch: the number of sequences for which to report the longest context.
+        tp: the number of GPUs that share every layer; see `parallel`.
+        pp: the number of stages of layers.
 
     Raises:
-        UsageError: as `parallel.split`.
+        UsageError: the same as in `parallel.split`.
     """
 
     @cache
-    def beside(tokens: int, sequences: int) -> tuple[int, ...]:
-        """Of each stage what is there beside the weights."""
-        found = split(spec, tp, pp, computed=computed, cache_dtype=cache_dtype, context=tokens, batch=sequences)
-        return tuple(stage.cache + stage.activations for stage in found.stages)
+    def besides_weights(tokens: int, sequences: int) -> tuple[int, ...]:
+        """Return the bytes of cache and activations in each stage."""
+        stages = split(spec, tp, pp, computed=computed, cache_dtype=cache_dtype, context=tokens, batch=sequences).stages
+        return tuple(stage.cache + stage.activations for stage in stages)
 
-    own = stated_context(spec)
-    longest = own if spec.positions is None else spec.positions.length
+    stated = stated_context(spec)
+    longest = stated if spec.positions is None else spec.positions.length
     rows = []
     for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else _SPREAD:
         try:
@@ -108,17 +104,19 @@ def fit(
             weights = tuple(stage.weight for stage in split(spec, tp, pp, dtype=name, context=1).stages)
 
         def is_room(tokens: int, sequences: int, weights: tuple[int, ...] = weights) -> bool:
-            return all(held + more <= nbytes for held, more in zip(weights, beside(tokens, sequences), strict=True))
+            return _most_bytes(weights, besides_weights(tokens, sequences)) <= nbytes
 
         tokens = _most(lambda tokens: is_room(tokens, batch), longest or MOST)
         sequences = _most(lambda sequences: is_room(context, sequences), MOST)
-        left = None
-        if sequences:
-            left = nbytes - max(held + more for held, more in zip(weights, beside(context, sequences), strict=True))
-        rows.append(Fit(name, max(weights), tokens, sequences, left))
-    return Fits(nbytes, batch, context, own, tuple(rows))
+        free = nbytes - _most_bytes(weights, besides_weights(context, sequences)) if sequences else None
+        rows.append(Fit(name, max(weights), tokens, sequences, free))
+    return Fits(nbytes, batch, context, stated, tuple(rows))
+
+
+def _most_bytes(weights: tuple[int, ...], others: tuple[int, ...]) -> int:
+    return max(weight + other for weight, other in zip(weights, others, strict=True))
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to a limit for which something holds that holds for all smaller ones; 0 for none."""
+    """Return the largest number up to `limit` that fits, or 0. All smaller numbers must fit too."""
     return limit if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))

@@ -1,10 +1,9 @@
-"""What a tree needs in memory, to run and to be trained, from its shapes alone. No torch, no weights.
+"""The memory that a tree needs for inference and training, computed from its shapes alone. No torch, no weights.
 
-Bytes of tensors: what kernels need inside, what an allocator leaves between tensors and what a runtime has loaded
-(hundreds of megabytes of CUDA's) come on top. The tests hold activations to what torch keeps, and the worst moment to
-what is alive in a run of gptkit's modules, whose operations are transformers' own but for a gated product. gptkit makes
-that in place of the gate where no gradient is asked for; transformers holds one tensor of the feed-forward's width more
-at that moment, a tenth to a fifth of activations and cache.
+Only tensors are counted. Memory inside of kernels, gaps of the allocator, and the runtime (hundreds of megabytes for
+CUDA) come on top. Tests compare the saved activations with torch, and the peak with a run of gptkit's modules. These
+have the same operations as transformers, except that gptkit computes a gated product in place without gradients.
+transformers then needs one more tensor of the feed-forward width, a tenth to a fifth of activations and cache.
 """
 
 from collections.abc import Mapping
@@ -27,12 +26,7 @@ _WINDOWED = (
 
 @dataclass(frozen=True)
 class Memory(Record):
-    """Bytes to run a model on `batch` sequences of `context` tokens.
-
-    weights: all of them, a tied head once. cache: keys and values after `context` tokens. activations: what is alive
-    beside both at the worst moment of reading the context at once, logits among it, and what lies beyond windows, which
-    goes with the next step. assumed: what was, a sentence each.
-    """
+    """The bytes for running a model on `batch` sequences of `context` tokens."""
 
     JSON = "context batch dtype weights cache activations total assumed"
 
@@ -40,9 +34,13 @@ class Memory(Record):
     batch: int
     dtype: str
     weights: int
+    """The weights, with a tied head counted once."""
     cache: int
+    """The keys and values after `context` tokens."""
     activations: int
+    """The largest sum of other tensors during a prefill, including logits, and keys and values beyond windows."""
     assumed: tuple[str, ...]
+    """The assumptions, in sentences."""
 
     @property
     def total(self) -> int:
@@ -51,18 +49,10 @@ class Memory(Record):
 
 @dataclass(frozen=True)
 class TrainingMemory(Record):
-    """Bytes to train a model with Adam on `batch` sequences of `context` tokens a step.
+    """The bytes for training a model with Adam on `batch` sequences of `context` tokens per step.
 
-    weights, gradients: in the dtype that is computed in. moments: Adam's two, in fp32. master: the weights in fp32 that
-    the optimiser adds to, where computing is in a narrower dtype; 0 otherwise. activations: what is alive of the
-    forward pass as the backward pass begins: by component what autograd keeps (`analysis.activations`), and under
-    "logits" these themselves and their gradient, twice in fp32. checkpointed: the same where layers keep their inputs
-    alone and are run again one at a time, at its worst moment. assumed: what was, a sentence each.
-
-    Of `ranks` processes that share out weights, gradients and moments (FSDP2, ZeRO-3), this is one: the states are its
-    share, `batch` is what it computes itself, and gathered is what it holds whole beside its share at the worst moment.
-
-    The total is that of a step which finds gradients there: every step but the first where they are accumulated.
+    With several `ranks` (FSDP2, ZeRO-3), they are the bytes of one process: its share of the states, and the
+    activations for its own `batch`. The total includes gradients that exist before the step, as when they accumulate.
     """
 
     JSON = (
@@ -77,12 +67,19 @@ class TrainingMemory(Record):
     weights: int
     gradients: int
     moments: int
+    """Adam's two moments, in fp32."""
     master: int
+    """The optimiser's fp32 weights, if `dtype` is narrower; otherwise 0."""
     by_component: Mapping[str, int]
+    """The activations that autograd saves (`analysis.activations`). "logits" also has their gradient, twice in fp32."""
     checkpointed_by_component: Mapping[str, int]
+    """The most activations with checkpointing: layers save only their inputs, and are computed again one at a time."""
     assumed: tuple[str, ...]
+    """The assumptions, in sentences."""
     ranks: int = 1
+    """The number of processes that shard weights, gradients and moments."""
     gathered: int = 0
+    """The most unsharded weights and gradients that a process has at once, besides its share."""
 
     @property
     def total(self) -> int:
@@ -94,7 +91,7 @@ class TrainingMemory(Record):
 
     @property
     def states(self) -> int:
-        """What does not depend on the batch."""
+        """Return the bytes that do not depend on the batch."""
         return self.weights + self.gradients + self.moments + self.master + self.gathered
 
     @property
@@ -115,15 +112,15 @@ def memory(
     cache_dtype: str | None = None,
     logits: Logits = "last",
 ) -> Memory:
-    """Bytes to run a tree, by default at its own context.
+    """Return the memory for running a tree, by default at its own context.
 
     Args:
         spec: the tree.
-        dtype: of the weights. Activations are in it too, or in bf16 where it is a type of one byte.
-        context: tokens of each sequence, all read at once.
-        batch: sequences.
-        cache_dtype: of keys and values in the cache; that of activations where it is not given.
-        logits: of the last token alone, as generating needs, or of all.
+        dtype: the dtype of the weights, and of activations. These are in bf16 if it has only one byte.
+        context: the number of tokens of each sequence, all read in one forward pass.
+        batch: the number of sequences.
+        cache_dtype: the dtype of the cache; by default that of activations.
+        logits: "last" for the last token's logits, as generation needs, or "all".
 
     Raises:
         UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
@@ -138,8 +135,8 @@ def memory(
         f"the whole context in one forward pass, logits of {'the last token' if logits == 'last' else 'every token'}",
         *(_WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
     )
-    beside = beside_weights(spec, computed, length, batch, cache_dtype, logits)
-    return Memory(length, batch, name, weights, *beside, assumed)
+    others = beside_weights(spec, computed, length, batch, cache_dtype, logits)
+    return Memory(length, batch, name, weights, *others, assumed)
 
 
 def beside_weights(
@@ -151,10 +148,10 @@ def beside_weights(
     logits: Logits = "last",
     ends: bool = True,
 ) -> tuple[int, int]:
-    """Bytes of the cache, and of activations at the worst moment; see `memory` and, of `ends`, `prefill.peak`."""
-    there = cache_bytes(spec, context, computed, batch).held  # in the dtype in which it is made
-    worst = peak(spec, Pass(context, batch, itemsize(computed)), logits, ends)
-    return cache_bytes(spec, context, cache_dtype or computed, batch).held, worst - there
+    """Return the bytes of the cache and of activations; see `memory`, and `prefill.peak` for `ends`."""
+    computed_cache = cache_bytes(spec, context, computed, batch).held  # before the conversion to the cache's dtype
+    most = peak(spec, Pass(context, batch, itemsize(computed)), logits, ends)
+    return cache_bytes(spec, context, cache_dtype or computed, batch).held, most - computed_cache
 
 
 def training_memory(
@@ -166,19 +163,19 @@ def training_memory(
     attention: Kernel = "sdpa",
     ranks: int = 1,
 ) -> TrainingMemory:
-    """Bytes to train a tree with Adam, by default at its own context.
+    """Return the memory for training a tree with Adam, by default at its own context.
 
     Args:
         spec: the tree.
-        dtype: computed in: weights, gradients and activations. Below fp32 the optimiser keeps fp32 weights (mixed
+        dtype: the dtype of weights, gradients and activations. Below fp32, the optimiser has fp32 weights too (mixed
             precision, Micikevicius et al. 1710.03740; 16 bytes a parameter in ZeRO, 1910.02054, section 3.1).
-        context: tokens of each sequence.
-        batch: sequences a step; of several processes those of each.
-        attention: "sdpa", fused kernels that keep no scores (2205.14135), or "eager", which keep them.
-        ranks: processes that share out weights, gradients and moments.
+        context: the number of tokens of each sequence.
+        batch: the number of sequences per step and process.
+        attention: "sdpa" for fused kernels, which save no scores (2205.14135), or "eager".
+        ranks: the number of processes that shard weights, gradients and moments.
 
     Raises:
-        UsageError: as `memory`; a dtype of one byte.
+        UsageError: the same as in `memory`, or a dtype of one byte.
     """
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
@@ -190,9 +187,9 @@ def training_memory(
         raise UsageError(f"training cannot compute in {name}", "Choose bfloat16, float16 or float32.")
     wide, run = max(size, FLOAT), Pass(length, batch, size, attention)
     logits = run.rows * spec.vocab_size * (size + 2 * FLOAT)
-    # The loss and the logits are gone when the first layer is run again: whichever is more.
+    # The loss and logits are freed before the first layer is computed again, so only the larger of both counts.
     checkpointed = {**kept_by_checkpointing(spec, run), "logits": logits}
-    gone = ("layer",) if checkpointed["loss"] + logits >= checkpointed["layer"] else ("loss", "logits")
+    freed = ("layer",) if checkpointed["loss"] + logits >= checkpointed["layer"] else ("loss", "logits")
     share = -(-parameters // ranks)
     return TrainingMemory(
         context=length,
@@ -203,7 +200,7 @@ def training_memory(
         moments=2 * share * wide,
         master=share * wide if size < wide else 0,
         by_component={**kept(spec, run), "logits": logits},
-        checkpointed_by_component={name: size for name, size in checkpointed.items() if name not in gone},
+        checkpointed_by_component={name: size for name, size in checkpointed.items() if name not in freed},
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", a second copy of the weights in float{8 * wide}" if size < wide else ""),
@@ -217,8 +214,9 @@ def training_memory(
 
 
 def _gathered(spec: ModelSpec) -> int:
-    """Parameters and gradients that a process has whole as it goes back: of two layers, the one that computes and the
-    one that is fetched, weights and of one its gradients; of what stands around the layers both.
+    """Return the count of unsharded weights and gradients of one process in the backward pass.
+
+    They are the weights of the current and the next layer, one layer's gradients, and both for all other parameters.
     """
     counted = count(spec)
     layers = [layer.total for layer in counted.by_layer]
@@ -226,15 +224,15 @@ def _gathered(spec: ModelSpec) -> int:
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
-    """In words, which attention keeps its scores: where they are told, memory grows with the context's square."""
+    """Return words for the attention. If it stores scores, memory grows with the square of the context."""
     by_block = {block: ways(spec.block_operations(block), kernel) for block in set(spec.blocks)}
-    found = [by_block[block] for block in spec.blocks]
-    unfused = sum(bool(each - {"fused"}) for each in found)
-    if not any(found):
+    by_layer = [by_block[block] for block in spec.blocks]
+    unfused = sum(bool(kinds - {"fused"}) for kinds in by_layer)
+    if not any(by_layer):
         return "no attention"
     if kernel == "eager":
         return "attention that stores its scores"
-    where = "" if unfused == len(found) else f" in {unfused} of {len(found)} layers"
+    where = "" if unfused == len(by_layer) else f" in {unfused} of {len(by_layer)} layers"
     return (
         f"attention that stores its scores{where}, because no fused kernel supports it"
         if unfused

@@ -1,8 +1,7 @@
-"""A model of a family that gptkit does not know, as what it is: tensors of some names and shapes. No torch.
+"""A model of an unknown family, as a list of tensor names and shapes. This file needs no torch.
 
-The names come from the headers of its weight files, or where there is a config.json alone from transformers' class of
-that name, which a process of its own makes without weights. What they tell is counted; nothing is guessed of what the
-tensors compute, so that no other figure is told.
+The names come from the headers of its weight files. If there is only a config.json, a separate process builds
+transformers' class without weights. gptkit counts these tensors, but reports no figure that depends on their use.
 """
 
 import re
@@ -23,16 +22,12 @@ from .parameters import LayerCount, TensorCount
 from .tensors import TensorGroup, braces
 
 LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?[^.]+)\.(?P<index>[0-9]+)\.(?P<inside>.+)")
-"""A name within a numbered layer: `model.layers.3.mlp.up_proj.weight`, by the first number in it."""
+"""A name within a layer, whose number is the first in the name: `model.layers.3.mlp.up_proj.weight`."""
 
 
 @dataclass(frozen=True)
 class Named(Record):
-    """A model by the names and shapes of its tensors. model_type: config.json's, "" without one. source: where the
-    names come from, in words. parameters: by their own names, each in a component and layer that its name tells:
-    layers are numbered through, stack by stack. config: its config.json; cache: what that says of the key-value cache
-    (`kept`), at the contexts that were asked for.
-    """
+    """A model of an unknown family, by the names and shapes of its tensors."""
 
     JSON = (
         "by_names=source model_type total=count.total active=unknown embedding_positions_head=unknown"
@@ -40,42 +35,42 @@ class Named(Record):
         " by_layer=count.numbered_layers"
     )
 
-    model_type: str
-    source: str
-    parameters: tuple[Parameter, ...]
+    model_type: str  # config.json's, or "" without one
+    source: str  # the origin of the names, in words
+    parameters: tuple[Parameter, ...]  # with components and layers from their names; layers count through all stacks
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    cache: tuple[CacheSize, ...] = ()
+    cache: tuple[CacheSize, ...] = ()  # the KV cache at the wanted contexts, from config.json (`kept`)
 
     unknown: ClassVar[None] = None
-    """What names do not tell."""
+    """The value of figures that names do not determine."""
 
     @cached_property
     def count(self) -> TensorCount:
         by_component: Counter[str] = Counter()
         places: dict[int | None, Counter[str]] = {}
-        for each in self.parameters:
-            by_component[each.component] += each.count
-            places.setdefault(each.layer, Counter())[each.component] += each.count
+        for parameter in self.parameters:
+            by_component[parameter.component] += parameter.count
+            places.setdefault(parameter.layer, Counter())[parameter.component] += parameter.count
         outside = dict(places.pop(None, {}))
         layers = [LayerCount(dict(places[layer])) for layer in sorted(places, key=lambda layer: layer or 0)]
         return TensorCount(by_component.total(), dict(by_component), layers, outside)
 
     def refusal(self, model: str) -> UsageError:
-        """The error for what needs to know what the tensors compute, to be raised by the caller."""
+        """Return the error for a request that needs the use of the tensors. The caller raises it."""
         kind = f" {shown(self.model_type)}" if self.model_type else ""
         message = f"gptkit does not support the model family{kind} of {model}, so it can only count tensors by name"
         return UsageError(message, f"To draft a definition of the family: gptkit draft {model} --out definition.py")
 
     def groups(self) -> list[TensorGroup]:
-        """Its tensors, those that differ by numbers in their names alone folded."""
-        found: dict[tuple[str, Shape, str], list[list[int]]] = {}
-        for each in self.parameters:
-            parts = each.name.split(".")
+        """Return the tensors in groups of names that differ only by numbers."""
+        numbers_of: dict[tuple[str, Shape, str], list[list[int]]] = {}
+        for parameter in self.parameters:
+            parts = parameter.name.split(".")
             numbers = [int(part) for part in parts if part.isdecimal()]
             pattern = ".".join("*" if part.isdecimal() else part for part in parts)
-            found.setdefault((pattern, each.shape, each.component), []).append(numbers)
+            numbers_of.setdefault((pattern, parameter.shape, parameter.component), []).append(numbers)
         groups = []
-        for (pattern, shape, component), places in found.items():
+        for (pattern, shape, component), places in numbers_of.items():
             words = iter([braces(sorted(set(numbers))) for numbers in zip(*places, strict=True)])
             name = ".".join(next(words) if part == "*" else part for part in pattern.split("."))
             groups.append(TensorGroup(name, shape, component, len(places)))
@@ -83,11 +78,11 @@ class Named(Record):
 
 
 def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
-    """Tensors in components and layers that follow from their names.
+    """Return tensors with the components and layers that follow from their names.
 
-    A layer is what has a first number in common, `decoder.layers.3`; its number here is its place among all of the
-    model's. The component is the name's first part within it that is no number and numbers nothing itself (`mlp` of
-    `mlp.experts.7.up_proj.weight`); outside of layers the first part behind what all stacks begin with.
+    A layer has all names up to the same first number, such as `decoder.layers.3`. Layers count through all stacks. The
+    component is the first part of the name within the layer that is no number and has no number after it: `mlp` of
+    `mlp.experts.7.up_proj.weight`. Outside of layers, it is the first part after the common prefix of all stacks.
     """
     listed = list(shapes)
     places = [LAYER.fullmatch(name) for name, _ in listed]
@@ -100,8 +95,8 @@ def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
     at = {layer: number for number, layer in enumerate(layers)}
     paths = [stack.split(".")[:-1] for stack in stacks]
     alike = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
-    root = [level[0] for level in alike]  # what all stacks lie in
-    found = []
+    root = [level[0] for level in alike]  # the common prefix of all stacks
+    parameters = []
     for (name, shape), place in zip(listed, places, strict=True):
         if place:
             layer, parts = at[place["stack"], int(place["index"])], place["inside"].split(".")
@@ -111,15 +106,15 @@ def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
         following = [*parts[1:], ""]
         pairs = zip(parts, following, strict=True)
         words = [one for one, after in pairs if not one.isdecimal() and not after.isdecimal()]
-        found.append(Parameter(name, shape, (words or parts)[0], layer))
-    return tuple(found)
+        parameters.append(Parameter(name, shape, (words or parts)[0], layer))
+    return tuple(parameters)
 
 
 def by_class(config: Mapping[str, object], unknown: UnknownFamily) -> tuple[str, tuple[Parameter, ...]]:
-    """What transformers' class makes of a config.json: the class' name, and its parameters, a shared one once.
+    """Return the name and the parameters of transformers' class for a config.json, shared parameters once.
 
     Raises:
-        UnknownFamily: transformers makes no model of it either, or takes too long.
+        UnknownFamily: transformers cannot build the model either, or takes too long.
     """
     for name, value in config.items():
         if "layers" in name and type(value) is int and value > MAX_LAYERS:
@@ -133,5 +128,5 @@ def by_class(config: Mapping[str, object], unknown: UnknownFamily) -> tuple[str,
         raise UnknownFamily(
             f"{unknown.message}, and transformers could not build the model: {words:.300}", unknown.hint
         )
-    found = answer["answer"]
-    return found["class"], by_names((name, tuple(shape)) for name, shape in found["parameters"])
+    model = answer["answer"]
+    return model["class"], by_names((name, tuple(shape)) for name, shape in model["parameters"])

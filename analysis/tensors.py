@@ -1,4 +1,4 @@
-"""Every tensor of a tree by its shared name, and the same list with what is alike folded together. No torch."""
+"""The tensors of a tree by shared name, with equal tensors of several layers grouped. This file needs no torch."""
 
 import math
 from collections import Counter
@@ -11,55 +11,55 @@ from ..components import Block, ModelSpec, Parameter, Shape
 from ..components.ranges import number_runs, range_label
 
 _MOST_RANGES = 4
-"""Ranges of layers that a folded name lists; more of them are told by the first, the last and how many there are."""
+"""The most ranges of layers in a group's name. Of more, it has the first two, an ellipsis and the last."""
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one place and shape in several layers (and experts), as one.
+    """The tensors that have the same place and shape in several layers and experts."""
 
-    name: with the layers and experts in braces, "blocks.{0–31}.attention.q_proj.weight". shape: of each.
-    number: how many there are. parameters: of all of them together. nbytes: likewise, 0 where nobody asked.
-    """
-
-    name: str
-    shape: Shape
+    name: str  # with layers and experts in braces: "blocks.{0–31}.attention.q_proj.weight"
+    shape: Shape  # of one tensor
     component: str
-    number: int
-    nbytes: int = 0
+    number: int  # the number of tensors
+    nbytes: int = 0  # the bytes of all tensors, or 0 if they were not counted
 
     @property
     def parameters(self) -> int:
+        """Return the parameters of all tensors."""
         return self.number * math.prod(self.shape)
 
 
 def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> list[TensorGroup]:
-    """The tree's tensors, each once, in order: alike ones folded. Their parameters sum to the tree's. `size` gives a
-    tensor's bytes, which those that are folded may differ in.
+    """Return the tree's tensors in groups, in order. Every tensor is in one group.
+
+    `size` returns the bytes of a tensor. Tensors of one group may differ in bytes.
     """
     nbytes: Counter[tuple[int | None, str, Shape]] = Counter()
-    for each in spec.parameters() if size is not None else ():
-        nbytes[each.layer, _place(each)[0], each.shape] += 0 if size is None else size(each)
+    for tensor in spec.parameters() if size is not None else ():
+        nbytes[tensor.layer, _place(tensor)[0], tensor.shape] += 0 if size is None else size(tensor)
     layers: dict[Block, list[int]] = {}
     for index, block in enumerate(spec.blocks):
         layers.setdefault(block, []).append(index)
-    experts: Counter[tuple[int | None, str, Shape, str]] = Counter()  # of a kind of layer, folded into the first
-    for each in msgspec.structs.replace(spec, blocks=tuple(layers)).parameters():
-        place, is_expert = _place(each)
-        experts[each.layer, place, each.shape, each.component] += is_expert
+    experts: Counter[tuple[int | None, str, Shape, str]] = Counter()  # of the first layer with each block
+    for tensor in msgspec.structs.replace(spec, blocks=tuple(layers)).parameters():
+        place, is_expert = _place(tensor)
+        experts[tensor.layer, place, tensor.shape, tensor.component] += is_expert
     kinds = list(layers.values())
-    found: dict[tuple[str, Shape, str, int], list[int]] = {}
+    layers_of_group: dict[tuple[str, Shape, str, int], list[int]] = {}
     for (kind, place, shape, component), number in experts.items():
-        found.setdefault((place, shape, component, number), []).extend(() if kind is None else kinds[kind])
+        key = (place, shape, component, number)
+        layers_of_group.setdefault(key, []).extend(() if kind is None else kinds[kind])
     groups = []
-    for (place, shape, component, copies), there in found.items():
-        number, held = max(len(there), 1) * max(copies, 1), sum(nbytes[each, place, shape] for each in there or (None,))
-        groups.append(TensorGroup(_named(place, there, copies), shape, component, number, held))
+    for (place, shape, component, copies), indices in layers_of_group.items():
+        number = max(len(indices), 1) * max(copies, 1)
+        total = sum(nbytes[layer, place, shape] for layer in indices or (None,))
+        groups.append(TensorGroup(_named(place, indices, copies), shape, component, number, total))
     return groups
 
 
 def _place(parameter: Parameter) -> tuple[str, bool]:
-    """A tensor's name within its layer, an expert's with a star for its number; and whether it is an expert's."""
+    """Return a tensor's name within its layer, with a star for an expert's number, and whether it is an expert's."""
     place = parameter.name if parameter.layer is None else parameter.name.split(".", 2)[2]
     before, is_expert, after = place.partition(".experts.")
     return (f"{before}.experts.*.{after.partition('.')[2]}", True) if is_expert else (place, False)
@@ -72,7 +72,7 @@ def _named(place: str, layers: list[int], experts: int) -> str:
 
 
 def braces(indices: Iterable[int]) -> str:
-    """Numbers in order, as a folded name has them: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
+    """Return sorted numbers as text for a group's name: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
     listed = list(indices)
     ranges = [range_label(*run) for run in number_runs(listed)]
     if len(ranges) > _MOST_RANGES:
