@@ -1,12 +1,12 @@
-"""What a swap is: from a tree with weights to a tree with weights, and for each new tensor how it is made of old ones.
+"""The definition of a swap: a change from one model to another, with a recipe for each new tensor.
 
-Nothing is computed before the result is written, one tensor at a time. A tensor that is *computed* is computed in fp64
-and rounded once, when it is stored; one whose values are only *moved* (copied, repeated, padded with zeros) keeps its
-dtype and every bit. A tree after a swap is again a tree with weights, so swaps chain without a file between them.
+Nothing is computed before the result is written, one tensor at a time. A *computed* tensor is computed in fp64 and
+rounded once, when it is stored. A *moved* tensor has only copied, repeated or zero-padded values, and keeps its dtype
+and every bit. The model after a swap is again a model with weights, so swaps chain without a file between them.
 
-A swap declares what it guarantees:
+A swap declares its guarantee:
 
-exact        the same function; what is left is rounding, and is measured from the files that were written
+exact        the same function up to rounding, which is measured from the written files
 approximate  the best closed form there is; the damage is measured and reported
 retrained    useless before training
 """
@@ -30,17 +30,17 @@ from ..converter.weights import Tree
 from ..errors import GptkitError, InvalidInput
 
 Guarantee = Literal["exact", "approximate", "retrained"]
-ORDER: tuple[Guarantee, ...] = get_args(Guarantee)  # the best first
+ORDER: tuple[Guarantee, ...] = get_args(Guarantee)  # the strongest first
 Wide = NDArray[np.float64]
-_KEPT_BYTES = 64 * 2**20
-"""Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
+_CACHED_BYTES = 64 * 2**20
+"""The size of the cache of computed tensors in each step: the next step reads most of them more than once."""
 
 
 _T = TypeVar("_T")
 
 
 def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
-    """What a chain of swaps guarantees."""
+    """Return the guarantee of a chain of swaps."""
     return max(guarantees, key=ORDER.index, default="exact")
 
 
@@ -48,21 +48,21 @@ def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 
 
 class Model(Tree, Protocol):
-    """A tree whose tensors swaps are made of. reference: what messages call it."""
+    """A model whose tensors swaps read. `reference` is its name in messages."""
 
     reference: str
 
     def dtype(self, name: str) -> str:
-        """The dtype that a tensor is stored in, or would be."""
+        """Return the dtype in which a tensor is stored, or would be."""
         ...
 
     def wide(self, name: str) -> Wide:
-        """In fp64, before any rounding for storage. Raises InvalidInput where it holds NaN or infinity."""
+        """Return a tensor in fp64, before any rounding for storage. Raises InvalidInput for NaN or infinity."""
         ...
 
 
 class Stored:
-    """The tensors of an opened checkpoint."""
+    """A model whose tensors come from an opened checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.spec, self.reference = checkpoint, checkpoint.spec, checkpoint.reference
@@ -86,7 +86,7 @@ class Stored:
 
 
 class Read:
-    """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
+    """The facts about a model, which are read from its weights (`facts.WeightFacts`)."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -96,11 +96,11 @@ class Read:
         return {parameter.name for parameter in self.model.spec.parameters()}
 
     def filled(self, value: float, *names: str) -> bool:
-        there = [name for name in names if name in self._names]
-        return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in there), False, True)
+        present = [name for name in names if name in self._names]
+        return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in present), False, True)
 
-    def same(self, one: str, other: str) -> bool:
-        return self.ask(lambda model: not any(differing(model, one, other)), False, True)
+    def same(self, first: str, second: str) -> bool:
+        return self.ask(lambda model: not any(differing(model, first, second)), False, True)
 
     def zero(self, *names: str) -> bool:
         return self.filled(0.0, *names)
@@ -118,13 +118,14 @@ class Read:
 _ROWS = 4096  # rows of two tensors that are compared at once
 
 
-def differing(model: Model, one: str, other: str) -> Iterator[int]:
-    """In how many rows two tensors differ in value, some rows after the other; by their stored bits where both are
-    stored alike. What an earlier step computes is compared before it is rounded for storage.
+def differing(model: Model, first: str, second: str) -> Iterator[int]:
+    """Yield the numbers of rows in which two tensors differ in value, for some rows at a time.
+
+    Tensors of one dtype are compared by their stored bits, except computed ones, which are not rounded yet.
     """
-    computed = isinstance(model, SwappedModel) and (model.computed(one) or model.computed(other))
-    stored = model.dtype(one) == model.dtype(other) and not computed
-    a, b = (model.tensor(name)[0] if stored else model.wide(name) for name in (one, other))
+    computed = isinstance(model, SwappedModel) and (model.computed(first) or model.computed(second))
+    stored = model.dtype(first) == model.dtype(second) and not computed
+    a, b = (model.tensor(name)[0] if stored else model.wide(name) for name in (first, second))
     if a.shape != b.shape:
         yield max(len(a), len(b))
         return
@@ -133,7 +134,7 @@ def differing(model: Model, one: str, other: str) -> Iterator[int]:
 
 
 def origin_of(model: Model) -> tuple[Origin, bool]:
-    """Where a tree came from, and whether the files beside it are its own (those beside a GGUF may be anybody's)."""
+    """Return the origin of a model, and whether the files in its folder are its own, unlike those near a GGUF."""
     while isinstance(model, SwappedModel):
         model = model.before
     if not isinstance(model, Stored):
@@ -141,20 +142,22 @@ def origin_of(model: Model) -> tuple[Origin, bool]:
     return model.checkpoint.origin, model.checkpoint.format in ("hf", "local", "dcp")
 
 
-# --- what a swap says -------------------------------------------------------------------------------------------------
+# --- the result of a swap ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that is computed in fp64 from the tensors of the old tree."""
+    """A tensor that is computed in fp64 from the tensors of the old model."""
 
     make: Callable[[Model], Wide]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor whose values are those of old ones, moved: `move` gets their arrays in a common carrier dtype, in which
-    a zero is 0, and gives the new one. Without `move` it is the old tensor under another name.
+    """A tensor whose values are moved from old tensors.
+
+    `move` gets their arrays in a common dtype, in which a zero is 0, and returns the new array. Without `move`, the old
+    tensor gets another name.
     """
 
     sources: tuple[str, ...] | str
@@ -167,9 +170,9 @@ class Moved:
 
 @dataclass(frozen=True)
 class Filled:
-    """A new tensor of values that every floating point dtype has (0, 1, -1, ½), stored as the tensor `like` is.
+    """A new tensor of values that every floating point dtype has (0, 1, -1, ½), in the dtype of the tensor `like`.
 
-    `value` is one number, or a function that makes all of them.
+    `value` is one number, or a function that returns all of them.
     """
 
     shape: tuple[int, ...]
@@ -177,7 +180,7 @@ class Filled:
     like: str
 
     def wide(self) -> Wide:
-        """The values."""
+        """Return the values."""
         return self.value() if callable(self.value) else np.full(self.shape, self.value)
 
 
@@ -186,69 +189,61 @@ Tensor = Computed | Moved | Filled
 
 @dataclass(frozen=True)
 class Promise:
-    """What of the logits a swap says something about, where that is not all of them.
+    """The part of the logits that a swap makes a promise about; all of them by default."""
 
-    tokens: (ids in the old vocabulary, the same tokens' ids in the new one), where not all are kept as they were.
-    length: only sequences of up to this many tokens.
-    """
-
-    tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    length: int | None = None
+    tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # old and new ids of the kept tokens; None: all
+    length: int | None = None  # the largest length of a sequence; None: any
 
     def then(self, later: Promise) -> Promise:
-        """The promise of one swap and another after it."""
+        """Return the promise of this swap and a later one together."""
         lengths = [length for length in (self.length, later.length) if length is not None]
         tokens = self.tokens or later.tokens
         if self.tokens is not None and later.tokens is not None:
             renamed = dict(zip(*later.tokens, strict=True))
-            kept = [(old, renamed[new]) for old, new in zip(*self.tokens, strict=True) if new in renamed]
-            tokens = (tuple(old for old, _ in kept), tuple(new for _, new in kept))
+            pairs = [(old, renamed[new]) for old, new in zip(*self.tokens, strict=True) if new in renamed]
+            tokens = (tuple(old for old, _ in pairs), tuple(new for _, new in pairs))
         return Promise(tokens, min(lengths, default=None))
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """A tree and how its tensors are made; names that `tensors` does not have are copied under their own.
-
-    summary: what was done, for the record that the output carries, JSON values. notes: what a person should know.
-    texts: files of the tokenizer that change with it, by name; None removes one. against: of the tree before, the tree
-    that the new one equals, where that is another (a base model with its adapter, say).
-    """
+    """A new model, and recipes for its tensors. Tensors without a recipe are copied under their own names."""
 
     spec: ModelSpec
     guarantee: Guarantee
     tensors: Mapping[str, Tensor]
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)  # the record that the output stores, JSON values
+    notes: tuple[str, ...] = ()  # for the user
     promise: Promise = Promise()
-    texts: Mapping[str, bytes | None] = field(default_factory=dict)
+    texts: Mapping[str, bytes | None] = field(default_factory=dict)  # changed tokenizer files by name; None removes one
     against: Callable[[Model], Model] | None = None
+    """Returns the model that the new one equals if that is not the old one, such as a base model with its adapter."""
 
 
 class SwappedModel:
-    """The tree after a swap, its tensors made of the tree's before when they are asked for.
+    """The model after a swap. Its tensors are made from those of the old model on demand.
 
-    `stored` is the dtype that computed tensors are stored in.
+    `stored` is the dtype of computed tensors.
     """
 
     def __init__(self, before: Model, swapped: Swapped, stored: str = "F64") -> None:
         self.before, self.swapped, self.spec, self.stored = before, swapped, swapped.spec, stored
         self.reference, self.release = before.reference, before.release
-        self._made: OrderedDict[str, Wide] = OrderedDict()
+        self._cache: OrderedDict[str, Wide] = OrderedDict()
         known = {parameter.name for parameter in before.spec.parameters()}
-        lost = [p.name for p in self.spec.parameters() if p.name not in swapped.tensors and p.name not in known]
-        if lost:
-            raise AssertionError(f"nothing says how these are made: {lost[:4]}")
+        missing = [p.name for p in self.spec.parameters() if p.name not in swapped.tensors and p.name not in known]
+        if missing:
+            raise AssertionError(f"nothing says how these are made: {missing[:4]}")
         self._shapes = {parameter.name: parameter.shape for parameter in self.spec.parameters()}
 
     def _how(self, name: str) -> Tensor:
         return self.swapped.tensors.get(name) or Moved(name)
 
     def computed(self, name: str) -> bool:
-        """Whether this swap, or one before it, computes the tensor rather than moves it."""
+        """Return whether this swap or an earlier one computes the tensor, rather than moving it."""
         how = self._how(name)
         if isinstance(how, Moved):
-            return isinstance(self.before, SwappedModel) and any(self.before.computed(each) for each in how.names)
+            return isinstance(self.before, SwappedModel) and any(self.before.computed(source) for source in how.names)
         return isinstance(how, Computed)
 
     def dtype(self, name: str) -> str:
@@ -256,7 +251,7 @@ class SwappedModel:
         if isinstance(how, Computed):
             return self.stored
         names = how.names if isinstance(how, Moved) else (how.like,)
-        return widest([self.before.dtype(each) for each in names])
+        return widest([self.before.dtype(source) for source in names])
 
     def tensor(self, name: str) -> tuple[Array, str]:
         how, dtype = self._how(name), self.dtype(name)
@@ -264,16 +259,16 @@ class SwappedModel:
             return from_float64(self.wide(name), dtype), dtype
         if isinstance(how, Filled):
             return from_float64(how.wide(), dtype), dtype
-        arrays = [cast(*self.before.tensor(each), dtype) for each in how.names]
+        arrays = [cast(*self.before.tensor(source), dtype) for source in how.names]
         return self._checked(name, arrays[0] if how.move is None else how.move(*arrays)), dtype
 
     def wide(self, name: str) -> Wide:
-        if name in self._made:
-            self._made.move_to_end(name)
-            return self._made[name]
+        if name in self._cache:
+            self._cache.move_to_end(name)
+            return self._cache[name]
         how = self._how(name)
         if isinstance(how, Moved):
-            arrays = [self.before.wide(each) for each in how.names]
+            arrays = [self.before.wide(source) for source in how.names]
             return self._checked(name, arrays[0] if how.move is None else how.move(*arrays))
         if isinstance(how, Filled):
             return how.wide()
@@ -284,9 +279,9 @@ class SwappedModel:
                 f"{self.reference}: after the swap, {name} would have {bad:,} values that are not finite"
             )
         values.flags.writeable = False
-        self._made[name] = values
-        while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > _KEPT_BYTES:
-            self._made.popitem(last=False)
+        self._cache[name] = values
+        while len(self._cache) > 1 and sum(array.nbytes for array in self._cache.values()) > _CACHED_BYTES:
+            self._cache.popitem(last=False)
         return values
 
     def _checked(self, name: str, array: Array) -> Array:
@@ -298,7 +293,7 @@ class SwappedModel:
 
 
 class Exactly:
-    """A tree whose computed tensors are read as they were computed, in fp64, before any rounding for storage."""
+    """A model whose computed tensors are read in fp64, before any rounding for storage."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.spec, self.release = model, model.spec, model.release
@@ -310,35 +305,35 @@ class Exactly:
 # --- entries of tensors along an axis ---------------------------------------------------------------------------------
 
 
-Index = NDArray[np.int64]  # for each new entry the old one that it takes, or -1 for zero
+Index = NDArray[np.int64]  # for each new entry the old one, or -1 for zero
 
 
 def gather(array: Array, index: Index, axis: int) -> Array:
-    """The entries of `array` along `axis` that `index` names, zeros where it is -1."""
-    found = np.take(array, np.maximum(index, 0), axis=axis)
-    found[(slice(None),) * axis + (index < 0,)] = 0
-    return found
+    """Return the entries of `array` along `axis` that `index` names, and zeros for -1."""
+    entries = np.take(array, np.maximum(index, 0), axis=axis)
+    entries[(slice(None),) * axis + (index < 0,)] = 0
+    return entries
 
 
 def taken(name: str, index: Index, axis: int = 0) -> Moved:
-    """A tensor with the entries along one axis that `index` names: every bit of them is kept."""
+    """Return a tensor with the entries along one axis that `index` names. It keeps every bit."""
     return Moved(name, lambda array: gather(array, index, axis))
 
 
 def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
-    """The same, multiplied; moved alone where the factor is 1."""
+    """Return the same as `taken`, multiplied by a factor; a factor of 1 only moves the values."""
     if factor == 1.0:
         return taken(name, index, axis)
     return Computed(lambda model: gather(model.wide(name), index, axis) * factor)
 
 
 def padded(old: int, new: int, repeat: bool = False) -> Index:
-    """`old` entries and then as many as make `new` of them: zeros, or the old ones again from the first."""
+    """Return the index of `old` entries that are padded to `new` with zeros, or with the old entries again."""
     index = np.arange(new)
     return index % old if repeat else np.where(index < old, index, -1)
 
 
 def by_head(heads: Index, within: Index, size: int) -> Index:
-    """The entries of heads of `size` side by side: for each new head the old one, and `within` it (-1: zero)."""
+    """Return the index for heads of `size` entries: `heads` names the old heads, `within` their entries (-1: zero)."""
     index = heads[:, None] * size + within[None, :]
     return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)

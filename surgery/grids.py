@@ -11,16 +11,12 @@ from .base import Wide
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that the elements of a weight [out, in] may have: whole numbers of steps from a zero.
+    """The values that the elements of a weight [out, in] may have: integer steps from a zero point."""
 
-    step, zero: (out, groups), of every group of neighbouring inputs in a row. low, high: the least and the largest
-    number of steps.
-    """
-
-    step: Wide
-    zero: Wide
-    low: int
-    high: int
+    step: Wide  # (out, groups), for every group of neighbouring inputs in a row
+    zero: Wide  # (out, groups)
+    low: int  # the least number of steps
+    high: int  # the largest number of steps
 
     def column(self, values: Wide, number: int, width: int) -> Wide:
         """Return the nearest values of the grid to those of input `number` (out,), of a weight of `width` inputs."""
@@ -32,5 +28,5 @@ class Grid:
         """Return the nearest weight [out, in] on the grid."""
         groups = weight.reshape(*self.step.shape, -1)
         step, zero = self.step[..., None], self.zero[..., None]
-        found = np.clip(np.rint((groups - zero) / step), self.low, self.high) * step + zero
-        return np.asarray(found.reshape(weight.shape))
+        rounded = np.clip(np.rint((groups - zero) / step), self.low, self.high) * step + zero
+        return np.asarray(rounded.reshape(weight.shape))

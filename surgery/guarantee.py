@@ -1,4 +1,4 @@
-"""What a swap guarantees, held against the files that were written."""
+"""The measurement of a swap's guarantee from the written files."""
 
 import math
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from ..parity.probe import SMALL
 from ..parity.verify import require_finite_weights, verify
 from .base import Exactly, Stored
 from .chain import Chain, chain
-from .fits.calibration import Text
+from .fits.calibration import CalibrationText
 from .measure import Measurement, measure
 
 EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows
 _REPORT = "Please report this. With --as local, gptkit writes the model in its own format instead."
 
 
-def hold_to_transformers(folder: Path) -> None:
-    """Raise GptkitError where transformers does not compute from the files what gptkit does."""
+def require_transformers(folder: Path) -> None:
+    """Raise GptkitError if transformers computes different logits from the files than gptkit."""
     checkpoint = open_checkpoint(folder)
     large = count(checkpoint.spec).total > SMALL
-    found = verify(folder, mutations=False, bisected=False, stream=large, dtype=HF_NAMES[checkpoint.dtype])
-    if not found.passed:
-        worst = max(prompt.maximum for prompt in found.prompts)
+    verification = verify(folder, mutations=False, bisected=False, stream=large, dtype=HF_NAMES[checkpoint.dtype])
+    if not verification.passed:
+        worst = max(prompt.maximum for prompt in verification.prompts)
         raise GptkitError(
-            f"transformers computes different logits from these files than gptkit ({found.verdict}), by "
+            f"transformers computes different logits from these files than gptkit ({verification.verdict}), by "
             f"up to {worst:.1e}. Nothing was"
             " written.",
             _REPORT,
@@ -38,48 +38,49 @@ def hold_to_transformers(folder: Path) -> None:
 def measured_from_files(
     source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None
 ) -> Measurement:
-    """The logits of the written files against the original's, on the probe and on a text, where there is one. Raises
-    GptkitError where the chain is called exact and is not, and InvalidInput where there are logits that are no numbers.
+    """Compare the logits of the written files with the original's, on the probe and on a text, if there is one.
+
+    Raises GptkitError if the chain is called exact and is not, and InvalidInput for logits that are not finite.
     """
     written = Stored(open_checkpoint(folder))
-    found = measure(done.against, written, promise=done.promise, text=text)
-    if not all(math.isfinite(value) for value in (*found.maximum.values(), found.kl)):
-        require_finite_weights(source)  # which blames the weights, if the source has such
+    measurement = measure(done.against, written, promise=done.promise, text=text)
+    if not all(math.isfinite(value) for value in (*measurement.maximum.values(), measurement.kl)):
+        require_finite_weights(source)  # raises an error about the weights, if they are not finite
         raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
     if done.guarantee == "exact":
         names = [parameter.name for parameter in done.spec.parameters()]
         rounds = any(done.computed(name) or written.dtype(name) != done.models[-1].dtype(name) for name in names)
-        _hold_to_exact(done, stored, found, rounds)
-    elif done.steps and done.steps[-1].option == "as":  # into a family's own form, of what approximate ones made
+        _require_exact(done, stored, measurement, rounds)
+    elif done.steps and done.steps[-1].option == "as":  # approximate steps, then a family's form
         before, after = (Exactly(model) for model in done.models[-2:])
         error = measure(before, after, dtypes=("float32",)).relative["float32"]
         if not error <= EXACT_FP32:
-            told = f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed."
-            raise GptkitError(f"{told} Nothing was written.", _REPORT)
-    return found
+            reason = f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed."
+            raise GptkitError(f"{reason} Nothing was written.", _REPORT)
+    return measurement
 
 
-def each_alone(done: Chain, text: Text | None) -> tuple[Measurement, ...]:
-    """What every step costs by itself, in fp64 and before any rounding: the tree after it against the tree before."""
-    found = []
+def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement, ...]:
+    """Measure the cost of every step alone, in fp64 and before rounding: the model after it against the one before."""
+    measurements = []
     for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
         against = Exactly(before if swapped.against is None else swapped.against(before))
         ids = None if text is None else text.held_out
-        found.append(measure(against, Exactly(after), promise=swapped.promise, text=ids, dtypes=("float64",)))
+        measurements.append(measure(against, Exactly(after), promise=swapped.promise, text=ids, dtypes=("float64",)))
         text = None if text is None else text.renamed(swapped.promise)
-    return tuple(found)
+    return tuple(measurements)
 
 
-def _hold_to_exact(done: Chain, stored: str, found: Measurement, rounds: bool) -> None:
-    """Raise GptkitError where an exact swap is not.
+def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: bool) -> None:
+    """Raise GptkitError if an exact swap is not exact.
 
-    The files say so themselves where they hold all that was computed. Where storing rounds, exactness in fp64 is that
-    of the tensors before, and fp32 files must still be right to fp32.
+    If the files store all computed values, they prove it. If storing them rounds, fp64 exactness is measured on the
+    tensors before rounding, and fp32 files must still be exact in fp32.
 
-    A model whose stream has a large mean, or whose layers amplify, may itself round by more than the fp32 bound. The
-    bound stays: what is called exact is exact to it, and the message says that fp32 is what failed.
+    A model with a large mean in its residual stream, or with amplifying layers, may exceed the fp32 bound by its own
+    rounding. The bound applies all the same, and the message names fp32.
     """
-    errors = dict(found.relative)
+    errors = dict(measurement.relative)
     if stored != "F64" and rounds:
         exactly = measure(done.against, Exactly(done.models[-1]), promise=done.promise, dtypes=("float64",))
         errors["float64"] = exactly.relative["float64"]
@@ -95,8 +96,8 @@ def _hold_to_exact(done: Chain, stored: str, found: Measurement, rounds: bool) -
             )
 
 
-def plain_form(source: Checkpoint, done: Chain, text: Text | None) -> Measurement | None:
-    """What the same steps cost in fp32 with the plain form of those that were fitted; None where there is no such."""
+def plain_form(source: Checkpoint, done: Chain, text: CalibrationText | None) -> Measurement | None:
+    """Measure the cost in fp32 of the same steps with plain forms of the fitted ones. Return None if there are none."""
     if text is None or not done.calibration:
         return None
     steps = [

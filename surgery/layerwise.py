@@ -1,9 +1,9 @@
-"""What swaps ask of a tree and its layers, and a tree with some of them changed.
+"""Queries about a model and its layers, and models with some layers changed.
 
-Who reads the residual stream, and who writes into it, is told by the roles of parameters. A reader is a linear map on a
-norm's output, its weight [out, hidden]; a writer's output is added to the stream, its weight [hidden, out of the
-component]. The tables of tokens and positions write too, by rows [vocabulary, hidden]; the head reads behind the last
-norm, and where it is tied the token table does both.
+The roles of parameters tell which linears read the residual stream and which write into it. A reader is a linear map on
+a norm's output, with the weight [out, hidden]. A writer's output is added to the stream, with the weight [hidden,
+inputs]. The tables of tokens and positions also write, by rows [vocabulary, hidden]. The head reads the output of the
+last norm; a tied token table does both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,45 +30,45 @@ from .base import Guarantee, Index, Model, Wide
 
 Dense = FeedForward | GatedFeedForward
 _FEW = 4
-"""Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
-hundredths of a nat, and its neighbours make up for little of it: beyond this the model is to be trained."""
+"""A lossy change in up to one of 4 layers is approximate. A changed layer costs some hundredths of a nat, and its
+neighbours compensate for little of it. With more changed layers, the model has to be trained."""
 
 
 def in_words(layers: Sequence[int]) -> str:
-    """Layers in a message: "layer 3", "layers 0, 1, 2, 3, 4 and 8 others"."""
+    """Name layers in a message: "layer 3", "layers 0, 1, 2, 3, 4 and 8 others"."""
     few = layers[:5] if len(layers) > 6 else layers
-    more = f" and {len(layers) - len(few)} others" if len(few) < len(layers) else ""
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, few))}{more}"
+    rest = f" and {len(layers) - len(few)} others" if len(few) < len(layers) else ""
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, few))}{rest}"
 
 
 def one_or_all(numbers: Iterable[int]) -> int | list[int]:
-    """What layers have, for a record: one number, or where they differ all of them in order."""
-    found = sorted(set(numbers))
-    return found[0] if len(found) == 1 else found
+    """Return a number for a record if all layers have the same one, else all different ones in order."""
+    different = sorted(set(numbers))
+    return different[0] if len(different) == 1 else different
 
 
 def guarantee_of(changed: int, layers: int) -> Guarantee:
-    """What a lossy change of so many layers, each for itself harmless, leaves of a model."""
+    """Return the guarantee of a lossy change in `changed` layers if one changed layer is harmless."""
     return "exact" if not changed else "approximate" if changed <= max(1, layers // _FEW) else "retrained"
 
 
-# --- what stands in a layer -------------------------------------------------------------------------------------------
+# --- the parts of a layer ---------------------------------------------------------------------------------------------
 
 
 def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
-    """The tensors of a component's parts ("q_proj"), weight and bias; of all its parts, where none is named."""
-    own = list(record.shapes())
-    return [f"{path}.{name}" for part in parts or [""] for name in own if not part or name.startswith(f"{part}.")]
+    """Return the names of the weight and bias of a component's parts ("q_proj"), or of all its parts."""
+    shapes = list(record.shapes())
+    return [f"{path}.{name}" for part in parts or [""] for name in shapes if not part or name.startswith(f"{part}.")]
 
 
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
-    """The refusal of a component that a swap does not know, by its class."""
-    found = "nothing" if component is None else type(component).__name__
-    return SwapRefused(f"{where} has {found}, but this swap needs {expected}")
+    """Return the refusal of a component that a swap does not support, with the name of its class."""
+    actual = "nothing" if component is None else type(component).__name__
+    return SwapRefused(f"{where} has {actual}, but this swap needs {expected}")
 
 
 def unnormed(path: str, mixer: Component) -> None:
-    """Raise SwapRefused where a mixer norms all that its output projection reads, for a swap that changes that."""
+    """Raise SwapRefused if a mixer has a norm or gate over all inputs of its output projection."""
     for name in ("mixed_norm", "inner_norm", "sparsity"):
         if getattr(mixer, name, None) is not None:
             raise SwapRefused(f"{path} has {name} before its output projection, which this swap does not support")
@@ -77,73 +77,67 @@ def unnormed(path: str, mixer: Component) -> None:
 
 
 def unclipped(path: str, attention: Attention) -> None:
-    """Raise SwapRefused where an attention clips queries, keys and values, for a swap that makes them larger, or moves
-    what is added to them.
-    """
+    """Raise SwapRefused if an attention clips queries, keys and values, which scaling or moving would change."""
     if attention.clip is not None:
         raise SwapRefused(
             f"{path} clips queries, keys and values at {attention.clip:g}, which this swap does not support"
         )
 
 
-def weighed(path: str, norm: Norm | None, *more: str) -> None:
-    """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight;
-    `more` are other gains that the swap knows.
-    """
-    if norm is not None and norm.gain not in ("weight", *more):
+def weighed(path: str, norm: Norm | None, *supported: str) -> None:
+    """Raise SwapRefused if a norm does not multiply by its plain weight. `supported` names other allowed gains."""
+    if norm is not None and norm.gain not in ("weight", *supported):
         raise SwapRefused(
             f"{path} multiplies by {norm.gain}, but this swap supports only norms that multiply by their weight"
         )
 
 
 def regained(norm: Norm, name: str, change: Callable[[Wide], Wide]) -> Callable[[Model], Wide]:
-    """A norm's tensor after a change of what it multiplies by, or of its bias."""
+    """Return a function that computes a norm's tensor after a change of its gain, or of its bias."""
     if name.endswith(".bias"):
         return lambda model: change(model.wide(name))
     return lambda model: np.asarray(norm.weight_of(change(norm.factor(model.wide(name)))))
 
 
 def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:
-    """The attentions of these layers, each of which has key-value heads. Raises SwapRefused where one is latent:
-    "layer 3 has latent attention", and what `latent` says of it; `hint` says what would be possible there.
+    """Return the attentions of these layers, each with key-value heads.
+
+    Raises SwapRefused for latent attention: "layer 3 has latent attention", then the text `latent` and the hint.
     """
-    found = {}
+    attentions_by_layer = {}
     for layer in layers:
         attention: Any = spec.blocks[layer].attention
         if not hasattr(attention, "kv_heads"):
             raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
         unnormed(f"blocks.{layer}.attention", attention)
-        found[layer] = attention
-    return found
+        attentions_by_layer[layer] = attention
+    return attentions_by_layer
 
 
 # --- a tree with some layers changed ----------------------------------------------------------------------------------
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
-    """The tree with some of its blocks exchanged, and other fields of its own."""
+    """Return the model with some blocks and other fields replaced."""
     blocks = tuple(changed.get(layer, block) for layer, block in enumerate(spec.blocks))
     return replace(spec, blocks=blocks, **fields)
 
 
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
-    """The tree with the attention, or the feed-forward, of some layers exchanged, and other fields of its own."""
+    """Return the model with the attention or the feed-forward of some layers, and other fields, replaced."""
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
 
 class _Linear(NamedTuple):
-    """A linear of a block: its path in the tree, the shared names of its weight and of its bias, whether it has one or
-    not, whether its record has a field for one, of a reader the path of the norm that it reads, and what its mixer is
-    called in the block.
-    """
+    """A linear of a block."""
 
     path: str
-    weight: str
-    bias_name: str
+    weight: str  # the shared name of the weight
+    bias_name: str  # the shared name of the bias, even if there is none
     bias: bool
-    may_have_bias: bool
-    norm: str
-    slot: str
+    may_have_bias: bool  # whether its record has a field for a bias
+    norm: str  # the path of the norm before a reader
+    slot: str  # the name of its mixer in the block
 
     @property
     def names(self) -> list[str]:
@@ -152,23 +146,23 @@ class _Linear(NamedTuple):
 
 
 def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
-    """The linears of a block with these roles, of any mixer, in the order of its sub-layers."""
+    """Yield the linears of a block with these roles, of any mixer, in the order of its sub-layers."""
     first = ""
     for sublayer in block.sublayers:
         slot = sublayer.mixer.slot
         norm = f"{path}.{slot}_norm" if sublayer.norm is not None else first
         first = first or norm
         for inner, node in walk(sublayer.mixer, f"{path}.{slot}"):
-            own = node.weights()
-            for name, weight in own.items():
-                if weight.role in wanted and len(weight.shape) > 1:  # a sink of a head is inside too, and no linear
-                    at, bias = f"{inner}.{name.removesuffix('.weight')}", name.replace(".weight", ".bias")
-                    flags = bias in own, weight.role != "router"
-                    yield _Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
+            weights = node.weights()
+            for name, weight in weights.items():
+                if weight.role in wanted and len(weight.shape) > 1:  # a head's sink is no linear
+                    linear, bias = f"{inner}.{name.removesuffix('.weight')}", name.replace(".weight", ".bias")
+                    flags = bias in weights, weight.role != "router"
+                    yield _Linear(linear, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
 
 
 def _known_by_linears(block: Block, path: str) -> None:
-    """Refuse mixers that multiply the stream's columns themselves, of which whoever asks for linears knows nothing."""
+    """Raise SwapRefused for mixers that multiply columns of the residual stream themselves, without a linear."""
     for sublayer in block.sublayers:
         for name, weight in sublayer.mixer.weights().items():
             if weight.role == "columns":
@@ -177,43 +171,44 @@ def _known_by_linears(block: Block, path: str) -> None:
 
 
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:
-    """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
+    """Return the linears of a block at `path` ("blocks.3") that read the residual stream, each after a norm."""
     _known_by_linears(block, path)
     return tuple(linears(block, path, "reads", "router"))
 
 
 def writers(block: Block, path: str) -> tuple[_Linear, ...]:
-    """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
+    """Return the linears of a block whose outputs are added to the residual stream. Outputs of experts are weighted
+    first.
+    """
     return tuple(linears(block, path, "writes"))
 
 
 def written_biases(block: Block, path: str) -> list[str]:
-    """The biases of the norms on what a block's mixers give: added to the stream where the mixers give nothing."""
-    named = ((f"{path}.{each.mixer.slot}_output_norm.bias", each.output_norm) for each in block.sublayers)
-    return [name for name, norm in named if norm is not None and "bias" in norm.shapes()]
+    """Return the biases of the norms after a block's mixers, which are added even to outputs of zeros."""
+    output_norms = (
+        (f"{path}.{sublayer.mixer.slot}_output_norm.bias", sublayer.output_norm) for sublayer in block.sublayers
+    )
+    return [name for name, norm in output_norms if norm is not None and "bias" in norm.shapes()]
 
 
 class Inner(NamedTuple):
-    """A feed-forward or an expert: its path, record and layer; the linears that read its input, of which the first is
-    what is activated; the tensors with a row a unit (up) and with a column a unit (down), the name of the bias behind
-    it, whether there is one or not, and how many units there are.
-    """
+    """A feed-forward or an expert."""
 
     path: str
     record: FeedForward | GatedFeedForward
     layer: int
-    inputs: list[str]
-    up: list[str]
-    down: str
-    down_bias: str
+    inputs: list[str]  # the linears that read its input; the first one's output is activated
+    up: list[str]  # the tensors with a row for each unit
+    down: str  # the tensor with a column for each unit
+    down_bias: str  # the name of the output bias, even if there is none
     units: int
 
 
 def experts(block: Block, layer: int) -> Iterator[Inner]:
-    """The feed-forwards of a block, one or as many as there are experts.
+    """Yield the feed-forwards of a block: one, or one for each expert.
 
     Raises:
-        SwapRefused: a shared expert stands beside them, or a gate has limits, of which swaps of units know nothing.
+        SwapRefused: There is a shared expert, or a gate has limits. Swaps of units do not support them.
     """
     mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
     if getattr(mixer, "shared", None) is not None:
@@ -224,22 +219,22 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
     for field in ("limit", "up_shift"):
         if getattr(inner, field, None):
             raise SwapRefused(f"{whole} has {field}, which this swap does not support")
-    found = mixer.children() if hasattr(mixer, "expert") else ()  # others have norms inside
-    inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in found]
-    for path, record in inside or [(whole, mixer)]:
+    named_experts = mixer.children() if hasattr(mixer, "expert") else ()  # other mixtures have norms inside
+    nested: list[Any] = [(f"{whole}.{name}", expert) for name, expert in named_experts]
+    for path, record in nested or [(whole, mixer)]:
         unnormed(path, record)
-        inputs = [name.removesuffix(".weight") for name, each in record.weights().items() if each.role == "reads"]
+        inputs = [name.removesuffix(".weight") for name, weight in record.weights().items() if weight.role == "reads"]
         names = tensors_of(path, record, *inputs), f"{path}.down_proj.weight", f"{path}.down_proj.bias"
         yield Inner(path, record, layer, inputs, *names, record.intermediate_size)
 
 
 def largest(score: Wide, size: int) -> Index:
-    """The units of the largest scores, in order."""
+    """Return the units with the largest scores, in order."""
     return np.sort(np.argsort(-score, kind="stable")[:size])
 
 
 def by_weights(model: Model, inner: Inner) -> Wide:
-    """For each unit the product of the norms of its rows and its column."""
+    """Return for each unit the product of the norms of its rows and its column."""
     score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
     for name in inner.inputs:
         score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
@@ -247,10 +242,10 @@ def by_weights(model: Model, inner: Inner) -> Wide:
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
-    """The tables [rows, hidden] whose rows are the stream's beginning.
+    """Return the tables [rows, hidden] whose rows start the residual stream.
 
     Raises:
-        SwapRefused: they are not as wide as the stream, or positions are no table.
+        SwapRefused: The tables have another width than the residual stream, or positions are not a table.
     """
     if spec.embedding.width is not None:
         raise SwapRefused(
@@ -262,27 +257,27 @@ def tables(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def head_weight(spec: ModelSpec) -> str:
-    """The tensor [vocabulary, hidden] that reads the last norm; raises SwapRefused where it reads a projection."""
+    """Return the tensor [vocabulary, hidden] that reads the last norm. Raises SwapRefused if it reads a projection."""
     head = spec.has_head()
     if head.width is not None or head.transform is not None:
-        there = "a transform before it" if head.width is None else f"width {head.width}"
-        raise SwapRefused(f"the head has {there}, but this swap needs a head that reads the residual stream directly")
+        problem = "a transform before it" if head.width is None else f"width {head.width}"
+        raise SwapRefused(f"the head has {problem}, but this swap needs a head that reads the residual stream directly")
     return "embedding.weight" if spec.tied else "head.weight"
 
 
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
-    """What writes into the stream: (tensor, the axis that is the stream's)."""
-    found = [(name, 1) for name in tables(spec)]
+    """Return the tensors that write into the residual stream, each with the axis of the residual stream."""
+    tensors = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
         _known_by_linears(block, f"blocks.{layer}")
-        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
-    return found
+        tensors += [(name, 0) for writer in writers(block, f"blocks.{layer}") for name in writer.names]
+    return tensors
 
 
 def read_weights(spec: ModelSpec) -> list[str]:
-    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
-    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
-    return found + ([] if spec.tied else ["head.weight"])
+    """Return the tensors that read the residual stream, [out, hidden], except a tied head, whose matrix is a table."""
+    weights = [reader.weight for layer, block in enumerate(spec.blocks) for reader in readers(block, f"blocks.{layer}")]
+    return weights + ([] if spec.tied else ["head.weight"])
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -292,47 +287,47 @@ Grouped = Attention | LatentAttention
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A tensor that holds heads side by side along an axis: query heads, or key-value heads."""
+class _HeadTensor:
+    """A tensor that stores heads next to each other along an axis."""
 
     name: str
-    size: int
-    keys: bool = False
+    size: int  # the number of elements of a head
+    keys: bool = False  # whether these are key-value heads, not query heads
     axis: int = 0
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The old query head and the old key-value head that each new one is, and which query heads are to be silent."""
+class HeadChoice:
+    """The choice of an old head for each new head."""
 
-    heads: Index
-    keys: Index
-    silent: np.ndarray
+    heads: Index  # the old query head of each new one
+    keys: Index  # the old key-value head of each new one
+    silent: np.ndarray  # whether a query head outputs zeros
 
 
 def key_heads(attention: Grouped) -> int:
-    """Key-value heads; a latent is made into one for every query head."""
-    found: int = getattr(attention, "kv_heads", attention.heads)
-    return found
+    """Return the number of key-value heads. A latent is expanded into one for every query head."""
+    count: int = getattr(attention, "kv_heads", attention.heads)
+    return count
 
 
-def parts(path: str, attention: Grouped) -> tuple[_Part, ...]:
-    """The tensors of an attention (at `path`) that have heads; o_proj's weight is the last."""
+def parts(path: str, attention: Grouped) -> tuple[_HeadTensor, ...]:
+    """Return the tensors with heads of an attention at `path`. The weight of o_proj is the last."""
     shared = {"k_proj", "v_proj"}
-    found = []
+    tensors = []
     for name, shape in attention.shapes().items():
         linear = name.partition(".")[0]
         if linear in {"q_proj", "q_up_proj", "k_up_proj", "v_up_proj", *shared}:
             heads = key_heads(attention) if linear in shared else attention.heads
-            found.append(_Part(f"{path}.{name}", shape[0] // heads, linear in shared))
+            tensors.append(_HeadTensor(f"{path}.{name}", shape[0] // heads, linear in shared))
         elif name == "sinks":
-            found.append(_Part(f"{path}.{name}", 1))
+            tensors.append(_HeadTensor(f"{path}.{name}", 1))
     width = attention.shapes()["o_proj.weight"][1] // attention.heads
-    return (*found, _Part(f"{path}.o_proj.weight", width, axis=1))
+    return (*tensors, _HeadTensor(f"{path}.o_proj.weight", width, axis=1))
 
 
 def slopes(attention: Grouped, heads: int) -> list[float] | None:
-    """The slope of each of so many heads, as it enters the scores, or None without ALiBi."""
+    """Return the slope of each of `heads` heads, as it enters the scores, or None without ALiBi."""
     position: Any = attention.position
     if position is None or not position.biases:
         return None
@@ -341,18 +336,18 @@ def slopes(attention: Grouped, heads: int) -> list[float] | None:
     from ..modules.registry import module_of
 
     bias = module_of(position).bias(position, heads, torch.ones(1, 2, dtype=torch.long), torch.float64)
-    return [float(each) for each in bias[0, :, 0, 1] - bias[0, :, 0, 0]]  # which may count back from the last key
+    return [float(slope) for slope in bias[0, :, 0, 1] - bias[0, :, 0, 0]]  # slopes may count back from the last key
 
 
-def kept(attention: Grouped, heads: Sequence[int]) -> Choice:
-    """The choice of some old heads, in the order that their slopes want."""
+def choice_of(attention: Grouped, heads: Sequence[int]) -> HeadChoice:
+    """Return the choice of some old heads, in the order of their slopes."""
     old, keys = attention.heads, key_heads(attention)
     before, after = slopes(attention, old), slopes(attention, len(heads))
     if before is not None and after is not None:
         heads = [before.index(slope) for slope in after]
     index, group = np.array(heads), old // keys
     key_index = index if keys == old else np.array(sorted({head // group for head in heads}))
-    return Choice(index, key_index, np.zeros(len(index), dtype=bool))
+    return HeadChoice(index, key_index, np.zeros(len(index), dtype=bool))
 
 
 def remaining(
@@ -362,19 +357,18 @@ def remaining(
     new_keys: int,
     costs: Callable[[list[int]], Callable[[Index], float]] | Wide,
 ) -> list[int]:
-    """The heads that stay when the unit of the least cost goes, until there are `new`: of each group as many as leave
-    it as large as it is to be.
+    """Return the heads that stay if the cheapest unit goes until `new` heads are left. Groups stay equally large.
 
-    `costs` gets the heads that are left, and gives what it costs to take off a unit of them; or it is each head's.
+    `costs` is the cost of each head, or a function of the remaining heads that returns the cost of each unit.
     """
-    old, keys, gone = attention.heads, key_heads(attention), set[int]()
+    old, keys, dropped = attention.heads, key_heads(attention), set[int]()
     group = old // keys
-    while old - len(gone) > new:
-        left = [head for head in range(old) if head not in gone]
-        cost = costs(left) if callable(costs) else lambda unit: float(costs[unit].sum())
-        allowed = [unit for unit in units if not gone & set(unit.tolist())]
+    while old - len(dropped) > new:
+        stay = [head for head in range(old) if head not in dropped]
+        cost = costs(stay) if callable(costs) else lambda unit: float(costs[unit].sum())
+        allowed = [unit for unit in units if not dropped & set(unit.tolist())]
         if keys not in (old, 1) and new_keys == keys:
-            lost = [sum(head // group == key for head in gone) for key in range(keys)]
-            allowed = [unit for unit in allowed if lost[unit[0] // group] < group - new // keys]
-        gone |= set(min(allowed, key=cost).tolist())
-    return [head for head in range(old) if head not in gone]
+            dropped_by_group = [sum(head // group == key for head in dropped) for key in range(keys)]
+            allowed = [unit for unit in allowed if dropped_by_group[unit[0] // group] < group - new // keys]
+        dropped |= set(min(allowed, key=cost).tolist())
+    return [head for head in range(old) if head not in dropped]

@@ -1,8 +1,8 @@
-"""What can be swapped in a model: every swap tried on its tree, with what it would guarantee and cost.
+"""The swaps that are possible for a model: every swap is tried, and listed with its guarantee and costs.
 
-A swap decides from a model's components, and sometimes from its weights (whether a bias is zero), what it can promise.
-No tensor is computed for that, so the list is there in a second or two. What has no exact form on these weights and is
-fitted on a text promises nothing before there is one.
+A swap decides its guarantee from the model's components, and sometimes from its weights (whether a bias is zero). No
+tensor is computed, so the list is ready in a second or two. A swap that has no exact form on these weights, and is
+fitted on a text, promises nothing without a text.
 """
 
 from __future__ import annotations
@@ -24,52 +24,47 @@ if TYPE_CHECKING:
     from .fits.calibration import Calibration
 
 _Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
-_FITTED_ON = 256  # tokens of text for swaps that look at one before they say what they do: enough for a list
+_FITTED_ON = 256  # tokens of text, for swaps that need one to decide; enough for a list
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A swap as it would be on a model.
-
-    said: why it is refused, with what would be possible in `hint`; or what a person should know of it. limits: what of
-    the logits it promises something about, where that is not all. costs: of the tree after it, at the context of the
-    tree before; None where it is refused, or where only a text could tell.
-    """
+    """A swap as it would be on a model."""
 
     swap: Swap
     value: str
     verdict: _Verdict
-    said: str = ""
-    hint: str = ""
-    limits: str = ""
-    costs: Costs | None = None
+    said: str = ""  # the reason of a refusal, or notes for the user
+    hint: str = ""  # the alternative to a refused swap
+    limits: str = ""  # the part of the logits that the promise is about if not all
+    costs: Costs | None = None  # after the swap, at the model's present context; None if unknown
 
     @property
     def asked(self) -> str:
-        """As on the command line."""
+        """The request as on the command line."""
         return " ".join([spelled(self.swap.option), *([self.value] if self.value else [])])
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         names = ("option", "value", "takes", "gives", "verdict", "said", "hint", "limits", "by_layer", "calibrated")
-        found = {name: vars(self).get(name, getattr(self.swap, name, None)) for name in (*names, "needs", "source")}
-        return found | {"costs": None if self.costs is None else self.costs.as_json()}
+        values = {name: vars(self).get(name, getattr(self.swap, name, None)) for name in (*names, "needs", "source")}
+        return values | {"costs": None if self.costs is None else self.costs.as_json()}
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All that can be tried on a model, in the order of the registry, and what the model costs as it is."""
+    """All swaps tried on a model, in the order of the registry, and the model's present costs."""
 
     reference: str
     before: Costs
     entries: tuple[Listed, ...]
 
     def of(self, verdict: _Verdict) -> list[Listed]:
-        """Those with this verdict."""
+        """Return the entries with this verdict."""
         return [entry for entry in self.entries if entry.verdict == verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "schema_version": 1,
             "model": self.reference,
@@ -79,26 +74,28 @@ class Listing:
 
 
 def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
-    """What to try: a swap's examples for a tree; where it has none, its form if that is a value by itself, and no
-    variant of another ("silu:2"), so that it can say why not. One that knows none of the tree's components has none.
+    """Yield the values to try: a swap's examples for a model, or else its form if that is a value by itself.
+
+    A form such as "silu:2" is no value to try. The form of a swap that does not know the model's components is tried,
+    so that it can give its reason.
     """
     try:
-        found = list(dict.fromkeys(swap.examples(spec)))
+        examples = list(dict.fromkeys(swap.examples(spec)))
     except (MissingComponent, SwapRefused):
-        found = []
+        examples = []
     fixed = not any(letter.isupper() or letter == ":" for letter in swap.form)
-    yield from found or ([swap.form] if fixed else [])
+    yield from examples or ([swap.form] if fixed else [])
 
 
 def listing(source: Checkpoint) -> Listing:
-    """Try every swap on an opened checkpoint. Raises InvalidInput where weights are not finite."""
+    """Try every swap on an opened checkpoint. Raises InvalidInput if weights are not finite."""
     from .base import Stored
     from .fits.calibration import Calibration, read_text
 
     model, before, entries = Stored(source), costs(source.spec), []
     text: Calibration | None = None
-    unfit: GptkitError | None = None  # why no text could be fitted on
-    try:  # the text that comes along with a sample; elsewhere a person has to give one
+    unfit: GptkitError | None = None  # the reason why fits are impossible
+    try:  # a sample has a text of its own; other models need one from the user
         text = Calibration(read_text(source, None, _FITTED_ON), source.spec)
     except UsageError:
         pass
@@ -119,28 +116,29 @@ def listing(source: Checkpoint) -> Listing:
 def _tried(
     model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
 ) -> Listed:
-    """What a swap says of the model; without a text that it would be fitted on, its costs alone, as far as known.
-    Raises `unfit` where it would be fitted.
+    """Return the entry of a swap that is possible. Without a text for its fit, the entry has only the costs.
+
+    Raises `unfit` if the swap needs a fit and `unfit` is given.
     """
     from .shapes import without_text
 
     source, step = model.checkpoint, Step(swap.option, value)
-    given: dict[str, Any] = {"files": source.folder, "texts": source.texts, "offline": True}
-    found: Swapped
+    companions: dict[str, Any] = {"files": source.folder, "texts": source.texts, "offline": True}
+    swapped: Swapped
     if text is not None:
-        found, fitted, chosen = apply(model, step, calibration=lambda: text, **given), False, False
+        swapped, fitted, chosen = apply(model, step, calibration=lambda: text, **companions), False, False
     else:
-        found, fitted, chosen = without_text(partial(apply, model, **given), step)
+        swapped, fitted, chosen = without_text(partial(apply, model, **companions), step)
         if fitted and unfit is not None:
             raise unfit
-    after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
-    said: tuple[_Verdict, str] = (found.guarantee, " ".join(found.notes))
-    said = ("needs a text", "fitted on a text: --calibrate FILE") if fitted else said
-    return Listed(swap, value, *said, limits=limits_of(found.promise, source.spec), costs=after)
+    after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(swapped.spec, before.context)
+    statement: tuple[_Verdict, str] = (swapped.guarantee, " ".join(swapped.notes))
+    statement = ("needs a text", "fitted on a text: --calibrate FILE") if fitted else statement
+    return Listed(swap, value, *statement, limits=limits_of(swapped.promise, source.spec), costs=after)
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:
-    """A promise in words, "" where it is about all of the logits."""
+    """Return the limits of a promise in words, or "" if it is about all logits."""
     words = []
     if promise.length is not None and promise.length < usual_context(before):
         words.append(f"up to {promise.length:,} tokens")

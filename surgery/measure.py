@@ -1,4 +1,4 @@
-"""The damage of a swap: both models, read from their files by rows, on the same probe and on text."""
+"""The damage of a swap: both models run on the same probe and on a text, and are read from their files by rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,45 +14,40 @@ from ..parity.rows import states
 from .base import Promise
 
 _EVERYTHING = Promise()
-_WORK = 2 * 10**12
-"""Multiplications a model and a dtype that the probe may take: 40 s in fp64 on one core. A larger model gets fewer
-batches."""
+_WORK = 2 * 10**12  # multiplications for the probe, per model and dtype: 40 s in fp64 on one core
 _WORK_LIMIT = 5 * _WORK
-"""The same for a batch that goes past a window or an original context: what happens there no other batch shows."""
+"""The limit for a batch that goes past a window or an original context, which no other batch tests."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Logits after against logits before, by the dtype they were computed in.
+    """A comparison of logits after a swap with logits before it.
 
-    maximum: the largest absolute difference; relative: that over the largest logit; kl: mean KL divergence in nats a
-    token and top1 the share of positions with the same most likely token, both in the widest dtype.
-
-    Where there was text, computed in fp32: perplexity before and after, kl_text and top1_text, over text_positions.
-    notes: what was left out.
+    Figures by dtype are computed in that dtype. `kl` and `top1` come from the widest dtype, and the figures on the text
+    from fp32.
     """
 
-    maximum: dict[str, float]
-    relative: dict[str, float]
-    kl: float
-    top1: float
+    maximum: dict[str, float]  # the largest absolute difference, by dtype
+    relative: dict[str, float]  # the same divided by the largest logit
+    kl: float  # the mean KL divergence in nats per token
+    top1: float  # the share of positions with the same most likely token
     positions: int
-    perplexity: tuple[float, float] | None = None
+    perplexity: tuple[float, float] | None = None  # before and after
     kl_text: float | None = None
     top1_text: float | None = None
     text_positions: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # parts that were not measured
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        found: dict[str, Any] = {
+        """Return plain JSON values."""
+        figures: dict[str, Any] = {
             name: getattr(self, name) for name in ("maximum", "relative", "kl", "top1", "positions")
         }
         if self.perplexity is not None:
             perplexity = dict(zip(("before", "after"), self.perplexity, strict=True))
             rest = {"kl": self.kl_text, "top1": self.top1_text, "positions": self.text_positions}
-            found["text"] = {"perplexity": perplexity, **rest}
-        return found | ({"notes": list(self.notes)} if self.notes else {})
+            figures["text"] = {"perplexity": perplexity, **rest}
+        return figures | ({"notes": list(self.notes)} if self.notes else {})
 
 
 def measure(
@@ -64,27 +59,27 @@ def measure(
     dtypes: Sequence[str] = ("float32", "float64"),
     progress: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """Run the probe through both in each dtype, and text in fp32.
+    """Run the probe through both models in each dtype, and the text in fp32.
 
-    Memory is that of the activations and some MiB of weights, whatever the size of the models.
+    It needs memory for the activations and for some MiB of weights, for models of every size.
 
     Args:
-        before: the original.
-        after: what should compute the same, or nearly.
-        promise: what of the logits is compared.
-        text: token ids of the old vocabulary, for perplexity; cut where a token is not kept.
-        dtypes: what to compute in, the widest last.
-        progress: called with the bytes of every weight that was read.
+        before: The original.
+        after: The model that should compute the same, or nearly the same.
+        promise: The part of the logits to compare.
+        text: Token ids of the old vocabulary, for the perplexity. The text is cut at tokens that are not kept.
+        dtypes: The dtypes to compute in, the widest last.
+        progress: A function that is called with the bytes of every weight that was read.
 
     Raises:
-        GptkitError: the vocabularies are of different sizes, and the promise does not say which tokens are the same.
+        GptkitError: The vocabularies differ in size, and the promise does not map the tokens.
     """
     require_same_tokens(before, after, promise.tokens)
     scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
     batches, notes = affordable(scope.probe(), before.spec, after.spec)
 
     def both(batches: Sequence[ProbeBatch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
-        """What comes to the heads of both models, of batches of the old vocabulary."""
+        """Return the inputs of the heads of both models, for batches of the old vocabulary."""
         sides = ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
         return tuple(states(tree, side, dtype, progress=progress) for tree, side in sides)
 
@@ -94,12 +89,12 @@ def measure(
             torch.cat([batch.valid(x) for batch, x in zip(batches, side, strict=True)])
             for side in both(batches, getattr(torch, name))
         ]
-        found = compare_heads(before, after, (valid[0], valid[1]), tokens=scope.tokens)
-        # Not Python's max, which loses a NaN that does not come first.
-        worst, largest = found.gap.max().item(), found.largest.max().item()
+        comparison = compare_heads(before, after, (valid[0], valid[1]), tokens=scope.tokens)
+        # Python's max would lose a NaN that does not come first.
+        worst, largest = comparison.gap.max().item(), comparison.largest.max().item()
         maximum[name], relative[name] = worst, worst / largest if largest else worst
-    mean, agreed = found.kl.mean().item(), found.agree.double().mean().item()
-    measured = Measurement(maximum, relative, mean, agreed, len(found.kl), notes=notes)
+    mean, agreed = comparison.kl.mean().item(), comparison.agree.double().mean().item()
+    measured = Measurement(maximum, relative, mean, agreed, len(comparison.kl), notes=notes)
     on_text = None if text is None else measure_text(before, after, promise, text, progress)
     if on_text is None:
         note = "not measured on the text: it has no two consecutive tokens that are kept"
@@ -110,16 +105,12 @@ def measure(
 def measure_text(
     before: Tree, after: Tree, promise: Promise, text: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> dict[str, Any] | None:
-    """Return the fields of a `Measurement` that concern the text, computed in fp32; None where no token of it has a
-    successor that is kept.
-    """
+    """Return the fields of a `Measurement` for the text, in fp32, or None if it has no two consecutive kept tokens."""
     return OnText(before, text).compare(after, promise, progress)
 
 
 class OnText:
-    """A tree on a text, with which others are compared one after the other; what the tree itself makes of the text is
-    computed once.
-    """
+    """A model on a text, for comparisons with several others. Its own states are computed once."""
 
     def __init__(self, before: Tree, text: Sequence[int]) -> None:
         self.before, self.text = before, text
@@ -128,7 +119,7 @@ class OnText:
     def compare(
         self, after: Tree, promise: Promise = _EVERYTHING, progress: Callable[[int], None] | None = None
     ) -> dict[str, Any] | None:
-        """As `measure_text`."""
+        """Return the same as `measure_text`."""
         scope = Scope(self.before.spec, after.spec, promise.tokens, promise.length)
         compared = []
         for windows in scope.groups(self.text):
@@ -142,7 +133,9 @@ class OnText:
         if not compared:
             return None
         names = ("kl", "agree", "before", "after")
-        kl, agree, *lost = (torch.cat([getattr(each, name) for each in compared]).double() for name in names)
+        kl, agree, *lost = (
+            torch.cat([getattr(comparison, name) for comparison in compared]).double() for name in names
+        )
         return {
             "perplexity": (perplexity(lost[0]), perplexity(lost[1])),
             "kl_text": kl.mean().item(),
@@ -151,35 +144,37 @@ class OnText:
         }
 
 
-def _flat(found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """States of batches of one sequence each, (T, hidden) together."""
-    return torch.cat([each[0] for each in found])
+def _flat(batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the states of batches of one sequence each, (T, hidden)."""
+    return torch.cat([batch[0] for batch in batches])
 
 
 def affordable(
     batches: Sequence[ProbeBatch], before: ModelSpec, after: ModelSpec
 ) -> tuple[list[ProbeBatch], tuple[str, ...]]:
-    """As many of the probe's batches as a model's size allows, and a note on what is left out.
+    """Return as many of the probe's batches as the size of the models allows, and a note on the others.
 
-    Those past a limit come first, then one with padding, then the others by what they show for their length.
+    Batches past a limit come first, then one with padding, then the others by their value for their length.
     """
-    size = max(sum(each.count for each in spec.parameters()) for spec in (before, after))
+    size = max(sum(parameter.count for parameter in spec.parameters()) for spec in (before, after))
     order = ("past", "left padding", "random tokens", "vocabulary regions", "right padding", "one token", "long")
 
     def rank(batch: ProbeBatch) -> int:
         return next(i for i, name in enumerate((*order, "")) if batch.name.startswith(name))
 
-    taken: list[ProbeBatch] = []
+    chosen_batches: list[ProbeBatch] = []
     work = 0
     for batch in sorted(batches, key=rank):
         cost = batch.input_ids.numel() * size
-        beyond = batch.name.startswith("past")
-        if cost <= _WORK_LIMIT if beyond else (work + cost <= _WORK or not taken):
-            taken.append(batch)
-            work += 0 if beyond else cost
-    chosen = {id(batch) for batch in taken}
-    left = [batch.name for batch in batches if id(batch) not in chosen]
+        past = batch.name.startswith("past")
+        if cost <= _WORK_LIMIT if past else (work + cost <= _WORK or not chosen_batches):
+            chosen_batches.append(batch)
+            work += 0 if past else cost
+    chosen = {id(batch) for batch in chosen_batches}
+    omitted = [batch.name for batch in batches if id(batch) not in chosen]
     notes = (
-        (f"because the model is large, these parts of the probe were not measured: {', '.join(left)}",) if left else ()
+        (f"because the model is large, these parts of the probe were not measured: {', '.join(omitted)}",)
+        if omitted
+        else ()
     )
     return [batch for batch in batches if id(batch) in chosen], notes

@@ -1,6 +1,6 @@
-"""What an option that asks for swaps is, as the command line, recipes and Python have it. No torch, no numpy.
+"""The options that ask for swaps, for the command line, recipes and Python. No torch, no numpy.
 
-The file of a swap declares its option, in its `OPTIONS`; `registry.all_options` has all of them.
+The file of a swap declares its option in its `OPTIONS`; `registry.all_options` returns all of them.
 """
 
 import ast
@@ -16,30 +16,34 @@ NORMS, ATTENTION, POSITIONS = "Norms and layers", "Attention", "Positions"
 FEED_FORWARD, VOCABULARY, WEIGHTS = "Feed-forward", "Vocabulary and head", "Weights"
 Parts = Mapping[str, tuple[str, Callable[[ModelSpec], set[int | None]]]]
 GROUPS = (NORMS, ATTENTION, POSITIONS, FEED_FORWARD, VOCABULARY, WEIGHTS)
-"""The headings of the help, in order; those of plugins come after them."""
+"""The headings of the help, in order. Headings of plugins come after them."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option.
-
-    name: as in Python and recipes. group: the heading that it stands under, as the `place`-th. metavar: what its values
-    look like; one without takes none. words: each word of ours that a value begins with, and what else it is called, as
-    "yarn; ntk = ntk-aware; linear = pi, position interpolation"; case, hyphens, underscores and blanks do not matter.
-    two: what has one name in papers and is several steps here. parts: of what a part may be asked for ("auto:75%"), by
-    what stands before the number: its name, and the numbers that a tree's layers have of it. settings: what a recipe's
-    step may set beside it, and the type of each.
-    """
+    """An option that asks for swaps."""
 
     name: str
+    """The name in Python and recipes."""
     group: str
+    """The heading in the help."""
     place: int
+    """The number of the option under its heading."""
     help: str
     metavar: str = ""
+    """The form of its values. An option without one takes no value."""
     words: str = ""
+    """gptkit's words that begin a value, with their synonyms: "yarn; ntk = ntk-aware; linear = pi". Case, hyphens,
+    underscores and blanks do not matter.
+    """
     two: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """Names in papers that are several steps here."""
     parts: Parts = field(default_factory=dict)
+    """The quantities of which a part may be requested ("auto:75%"), by the text before the number: the name, and a
+    function that returns the numbers in a model's layers.
+    """
     settings: Mapping[str, type | UnionType] = field(default_factory=dict)
+    """Additional keys of a recipe's step, and their types."""
 
     @property
     def flag(self) -> bool:
@@ -48,43 +52,44 @@ class Option:
 
     @property
     def spelled(self) -> str:
-        """On the command line."""
+        """The option as it is written on the command line."""
         return spelled(self.name)
 
     def synonyms(self) -> dict[str, list[str]]:
-        """The other names of each word of ours."""
-        parts = (each.partition("=") for each in self.words.split(";") if each)
-        return {ours.strip(): [name.strip() for name in more.split(",") if name] for ours, _, more in parts}
+        """Return the other names of each of gptkit's words."""
+        parts = (entry.partition("=") for entry in self.words.split(";") if entry)
+        return {ours.strip(): [name.strip() for name in names.split(",") if name] for ours, _, names in parts}
 
     def known(self) -> dict[str, str]:
-        """Our word by each that is understood, squashed."""
+        """Return gptkit's word for each understood word, which is squashed."""
         pairs = [(word, ours) for ours, more in self.synonyms().items() for word in (ours, *more)]
         return {squashed(word): ours for word, ours in (*pairs, *((word, word) for word in self.two))}
 
 
 def spelled(name: str) -> str:
-    """merge_lora -> --merge-lora."""
+    """Write an option as on the command line: merge_lora becomes --merge-lora."""
     return f"--{name.replace('_', '-')}"
 
 
 def declared(path: Path) -> list[Option]:
-    """The options that a file of swaps declares, of which numpy and all that swaps need is not imported: its `OPTIONS`,
-    made of constants and of this module's names, without their `parts`, which are functions.
+    """Read the options that a file of swaps declares, without importing it, since the import would need numpy.
+
+    The file's `OPTIONS` is made of constants and of this module's names. `parts`, which are functions, are left out.
     """
-    found = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    if found is None:
+    declaration = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    if declaration is None:
         return []
-    tree = ast.parse(found[1], str(path), "eval")
+    tree = ast.parse(declaration[1], str(path), "eval")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         call.keywords = [keyword for keyword in call.keywords if keyword.arg != "parts"]
     return list(eval(compile(tree, str(path), "eval"), globals()))  # noqa: S307 - our own file, which is imported next
 
 
 def squashed(word: str) -> str:
-    """A word without what people write differently."""
+    """Return a word without case, hyphens, underscores and blanks."""
     return re.sub(r"[-_ ]", "", word).lower()
 
 
 def guarantee_in_words(guarantee: str) -> str:
-    """What people read: data says "retrained" of what is of no use until it is trained on."""
+    """Return a guarantee for people: data says "retrained" for a model that is useless until it is trained."""
     return "needs training" if guarantee == "retrained" else guarantee

@@ -1,4 +1,4 @@
-"""What a swap of attention is made with where there is a text: the projections behind it fitted again."""
+"""The refit of the projections after attention, for a swap of attention that has a text."""
 
 import dataclasses
 from collections.abc import Collection
@@ -11,13 +11,14 @@ _FITTED = ("attention.o_proj", "feed_forward.down_proj")
 
 
 def with_refits(swapped: Swapped, asked: Asked, layers: Collection[int]) -> Swapped:
-    """Return a swap of attention with `o_proj` and `down_proj` of these layers fitted again on the text. It stays as it
-    is where it is exact, where there is no text, and with --approximate.
+    """Return a swap of attention with `o_proj` and `down_proj` of these layers fitted again on the text.
+
+    The swap is unchanged if it is exact, if there is no text, and with --approximate.
     """
     if swapped.guarantee == "exact" or asked.approximate or asked.calibration is None or not asked.has_text():
         return swapped
     names = {f"blocks.{layer}.{name}.weight" for layer in layers for name in _FITTED}
-    there = [each.name for each in swapped.spec.parameters() if each.name in names]
+    present = [parameter.name for parameter in swapped.spec.parameters() if parameter.name in names]
     scratch = Scratch.by("repair.refitted_layers", swapped, tuple(layers), asked.calibration())
     summary = {**swapped.summary, "refitted": sorted(layers)}
-    return dataclasses.replace(swapped, tensors={**swapped.tensors, **scratch.waiting(there)}, summary=summary)
+    return dataclasses.replace(swapped, tensors={**swapped.tensors, **scratch.waiting(present)}, summary=summary)

@@ -1,8 +1,8 @@
-"""The swaps that would clear the way of a tree into a family, and what each of them costs.
+"""The swaps that let a Hugging Face family express a model, and their costs.
 
-What stands in the way `architectures.obstacles` says, and which swap clears which of it the swaps say themselves
-(`registry.Clears`). A way is made of these remedies: one after the other, those that cost nothing first, as long as
-less is left in the way after it; what turned out needless is given up.
+`architectures.obstacles` lists the differences between a model and a family. Each swap declares the differences that it
+can clear (`registry.Clears`). A way to the family is a sequence of such remedies. Each remedy leaves fewer differences,
+and the cheapest come first. At the end, remedies that turned out to be unnecessary are removed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,18 @@ from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
-_Remedy = tuple[Step, ...]  # steps that only together clear something
-_NEAR = 3  # families that are told of
-_FEW = 3  # obstacles of each, where more than one family is asked for
-_MOST = 10  # remedies one after the other
+_Remedy = tuple[Step, ...]  # steps that clear an obstacle together
+_NEAR = 3  # families that a message names
+_FEW = 3  # obstacles that a message names for each of several families
+_MOST = 10  # remedies in a way
 _WIDTH = 76  # of a sentence, which the command line indents
 _OWN_FORMAT = "gptkit's own format can hold any model: --as local"
 
 
 def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
-    """The swaps that may make a field what a family has, in the registry's order."""
-    found = (each.remedy(swap, obstacle) for swap in all_swaps() for each in swap.clears)
-    return filter(None, found)
+    """Yield the steps that may clear an obstacle, in the registry's order."""
+    steps = (clears.remedy(swap, obstacle) for swap in all_swaps() for clears in swap.clears)
+    return filter(None, steps)
 
 
 # --- a way ------------------------------------------------------------------------------------------------------------
@@ -42,35 +42,37 @@ def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
 
 @dataclass(frozen=True)
 class _State:
-    """A tree after some steps: its biases that are zero, what each step gives, and the models, where looked at."""
+    """A model after some steps."""
 
     spec: ModelSpec
-    zero: Zero
-    guarantees: tuple[Guarantee, ...] = ()
+    zero: Zero  # whether a bias is zero
+    guarantees: tuple[Guarantee, ...] = ()  # one for each step
     done: tuple[Swapped, ...] = ()
-    models: tuple[Model, ...] = ()
+    models: tuple[Model, ...] = ()  # empty if only shapes are used
 
     @property
     def guarantee(self) -> Guarantee:
         return weakest(self.guarantees)
 
 
-_After = Callable[[_Remedy], _State | None]  # the tree after some steps; None where one of them is not possible
+_After = Callable[[_Remedy], _State | None]  # returns the model after steps, None if one is impossible
 
 
 def ways_from(model: Model, zero: Zero) -> _After:
-    """What becomes of a tree by steps; of more than `SMALL` parameters shapes alone are looked at, with guarantees
-    such as trained weights have. `zero` tells its biases that are zero.
+    """Return a function that gives the model after some steps, or None if a step is impossible.
+
+    For models of more than `SMALL` parameters, it uses shapes alone, and the guarantees for typical trained weights.
+    `zero` is a function that returns whether a bias is zero.
     """
     small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
-    names = {parameter.name for parameter in model.spec.parameters()}
-    made: dict[str, _State | None] = {"": _State(model.spec, zero, models=(model,))}
+    parameters = {parameter.name for parameter in model.spec.parameters()}
+    states: dict[str, _State | None] = {"": _State(model.spec, zero, models=(model,))}
 
     def after(steps: _Remedy) -> _State | None:
         key = " ".join(map(str, steps))
-        if key not in made:
-            made[key] = then(steps)
-        return made[key]
+        if key not in states:
+            states[key] = then(steps)
+        return states[key]
 
     def then(steps: _Remedy) -> _State | None:
         before = after(steps[:-1])
@@ -78,31 +80,31 @@ def ways_from(model: Model, zero: Zero) -> _After:
             return None
         try:
             if not small:
-                found = swapped(before.spec, steps[-1:])
-                known: Zero = lambda name: name in names and zero(name)  # noqa: E731
-                return _State(found.spec, known, (*before.guarantees, found.usual))
+                reshaped = swapped(before.spec, steps[-1:])
+                known: Zero = lambda name: name in parameters and zero(name)  # noqa: E731
+                return _State(reshaped.spec, known, (*before.guarantees, reshaped.usual))
             done = apply(before.models[-1], steps[-1])
         except (SwapRefused, UsageError, InvalidInput):
             return None
-        here, promised = SwappedModel(before.models[-1], done), (*before.guarantees, done.guarantee)
-        zeros = cache(lambda name: not np.any(here.wide(name)))
-        return _State(done.spec, zeros, promised, (*before.done, done), (*before.models, here))
+        changed, guarantees = SwappedModel(before.models[-1], done), (*before.guarantees, done.guarantee)
+        zeros = cache(lambda name: not np.any(changed.wide(name)))
+        return _State(done.spec, zeros, guarantees, (*before.done, done), (*before.models, changed))
 
     return after
 
 
 @dataclass(frozen=True)
 class Way:
-    """Swaps towards a family: what is in the way of a tree, the remedies in order, and what is left at their end."""
+    """A sequence of swaps towards a family."""
 
-    start: Expression
+    start: Expression  # the obstacles before the first step
     remedies: tuple[_Remedy, ...]
     end: _State
-    left: Expression
+    remaining: Expression  # the obstacles after the last step
 
     @property
     def arrived(self) -> bool:
-        return self.left.found is not None
+        return self.remaining.found is not None
 
     @property
     def steps(self) -> _Remedy:
@@ -113,103 +115,115 @@ class Way:
 
 
 def way_to(start: Expression, after: _After) -> Way:
-    """The way of a tree into a family, as far as there is one.
+    """Return the way of a model into a family, as far as there is one.
 
-    At each point the remedy is taken that promises most, and among those the one that leaves least in the way; it must
-    leave less than before. In the end what turned out needless is given up, and the rest put into the order of the
-    registry where it can be.
+    At each point, the remedy with the best guarantee is added, and among those the one after which the fewest obstacles
+    remain. It must reduce the obstacles. At the end, unnecessary remedies are removed, and the others put into the
+    registry's order if that works.
     """
 
-    def way(taken: tuple[_Remedy, ...]) -> Way | None:
-        end = after(tuple(step for remedy in taken for step in remedy))
-        return None if end is None else Way(start, taken, end, express(start.target, end.spec, end.zero))
+    def way(chosen: tuple[_Remedy, ...]) -> Way | None:
+        end = after(tuple(step for remedy in chosen for step in remedy))
+        return None if end is None else Way(start, chosen, end, express(start.target, end.spec, end.zero))
 
-    def as_good(taken: tuple[_Remedy, ...], than: Way) -> Way:
-        """The way by these remedies, where it arrives too and promises no less."""
-        other = way(taken)
-        same = other is not None and other.arrived and rank(other.end.guarantee) <= rank(than.end.guarantee)
-        return other if same and other is not None else than
+    def as_good(chosen: tuple[_Remedy, ...], best: Way) -> Way:
+        """Return the way by these remedies if it arrives and its guarantee is as good. Otherwise return `best`."""
+        candidate = way(chosen)
+        same = candidate is not None and candidate.arrived and rank(candidate.end.guarantee) <= rank(best.end.guarantee)
+        return candidate if same and candidate is not None else best
 
     rank = ORDER.index
-    here = way(())
-    assert here is not None
-    while here.left.standing and len(here.remedies) < _MOST:
-        known = len(here.end.guarantees)
-        every = {str(remedy): remedy for each in by_layers(here.left.standing, 0) for remedy in remedies(each)}
-        further = [each for remedy in every.values() if (each := way((*here.remedies, remedy)))]
-        nearer = [each for each in further if each.left.weight < here.left.weight]
-        if not nearer:
+    current = way(())
+    assert current is not None
+    while current.remaining.standing and len(current.remedies) < _MOST:
+        done = len(current.end.guarantees)
+        possible = {
+            str(remedy): remedy
+            for obstacle in by_layers(current.remaining.standing, 0)
+            for remedy in remedies(obstacle)
+        }
+        extended = [longer for remedy in possible.values() if (longer := way((*current.remedies, remedy)))]
+        improved = [longer for longer in extended if longer.remaining.weight < current.remaining.weight]
+        if not improved:
             break
-        costs = [(rank(weakest(way.end.guarantees[known:])), way.left.weight, len(way.remedies[-1])) for way in nearer]
-        here = nearer[costs.index(min(costs))]
-    if here.arrived:
-        for remedy in here.remedies:
-            here = as_good(tuple(each for each in here.remedies if each != remedy), here)
+        costs = [
+            (rank(weakest(way.end.guarantees[done:])), way.remaining.weight, len(way.remedies[-1])) for way in improved
+        ]
+        current = improved[costs.index(min(costs))]
+    if current.arrived:
+        for remedy in current.remedies:
+            current = as_good(tuple(other for other in current.remedies if other != remedy), current)
         order = list(options())
-        here = as_good(tuple(sorted(here.remedies, key=lambda each: order.index(each[0].option))), here)
-    return here
+        current = as_good(tuple(sorted(current.remedies, key=lambda remedy: order.index(remedy[0].option))), current)
+    return current
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
-    """What stands between a tree that no family holds and those that come nearest to it, and what would clear it at
-    what cost. `tried` are the families, the one that it came from first, and `refused` says what stands in the way to
-    each; `zero` tells whether every value of a bias is zero.
+    """Return the error that no family can express a model, with the obstacles, their remedies and the costs.
+
+    `tried` has the families, the model's original family first. `refused` has the obstacles of each. `zero` is a
+    function that returns whether every value of a bias is zero.
     """
-    near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:_NEAR]
+    near = sorted(
+        (expression for expression in refused if expression.standing), key=lambda expression: expression.weight
+    )[:_NEAR]
     after = ways_from(model, zero)
-    ways = [way_to(each, after) for each in near]
+    ways = [way_to(expression, after) for expression in near]
     arriving = [way for way in ways if way.arrived]
     best = min(arriving, key=lambda way: (ORDER.index(way.end.guarantee), len(way.steps)), default=None)
-    hint = "\n".join([*_told_left(ways), _OWN_FORMAT] if best is None else _told_way(best))
+    hint = "\n".join([*_remaining_in_words(ways), _OWN_FORMAT] if best is None else _way_in_words(best))
     if len(tried) == 1:
         return refused[0].refusal(hint)
     lines = []
-    for each in near:  # of each the first few
-        told = each.told
-        lines += [*told[:_FEW], *([f"and {len(told) - _FEW} more for {each.target.owner}"] if len(told) > _FEW else [])]
+    for expression in near:
+        obstacles = expression.told
+        lines += [
+            *obstacles[:_FEW],
+            *([f"and {len(obstacles) - _FEW} more for {expression.target.owner}"] if len(obstacles) > _FEW else []),
+        ]
     lines += [] if refused[0].standing else [f"{refused[0].target.owner}: {refused[0].reason}"]
     listed = "\n".join(f"  {line}" for line in lines)
     return CannotExpress(f"no transformers architecture can express this model, because of:\n{listed}", hint)
 
 
-def _told_way(way: Way) -> list[str]:
-    """The steps of a way and what each costs, where that is quickly measured."""
+def _way_in_words(way: Way) -> list[str]:
+    """Return the steps of a way in words, with the cost of each if that is quick to measure."""
     name, end = way.start.target.owner, way.end
     costs = []
     for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):
-        price = "changes nothing" if guarantee == "exact" else "changes logits: run it to see"
+        cost = "changes nothing" if guarantee == "exact" else "changes logits: run it to see"
         if guarantee != "exact" and end.done:
             before, after = (Exactly(end.models[place]) for place in (number, number + 1))
             kl = measure(before, after, promise=end.done[number].promise, dtypes=("float32",)).kl
-            price = f"costs KL {kl:.2g} on the probe"
-        costs.append((str(step), price + ", and needs training" * (guarantee == "retrained")))
+            cost = f"costs KL {kl:.2g} on the probe"
+        costs.append((str(step), cost + ", and needs training" * (guarantee == "retrained")))
     short_of = f"{name} cannot express {_some(way.start, most=2)}"
     if len(costs) == 1:
         return wrap(f"{short_of}: {' '.join(costs[0])}.", _WIDTH)
     width = max(len(step) for step, _ in costs)
     lines = wrap(f"{short_of}. These swaps would change that:", _WIDTH)
-    lines += [f"  {step:{width}}  {price}" for step, price in costs]
-    # One command line carries out options in the registry's order, each once.
+    lines += [f"  {step:{width}}  {cost}" for step, cost in costs]
+    # One command runs the options in the registry's order, and no option twice.
     places = [list(options()).index(step.option) for step in way.steps]
-    how = "all at once" if places == sorted(set(places)) else "one after the other, as the steps of a recipe"
-    return [*lines, f"{how.capitalize()}, with --as hf:{name}."]
+    instructions = "all at once" if places == sorted(set(places)) else "one after the other, as the steps of a recipe"
+    return [*lines, f"{instructions.capitalize()}, with --as hf:{name}."]
 
 
-def _told_left(ways: Sequence[Way]) -> list[str]:
-    """What no swap clears, on the way that comes nearest."""
+def _remaining_in_words(ways: Sequence[Way]) -> list[str]:
+    """Return in words the obstacles that no swap clears, on the way that comes nearest."""
     if not ways:
         return []
-    way = min(ways, key=lambda way: way.left.weight)
-    if not way.left.standing:
-        return wrap(f"After {way}: {way.left.reason}", _WIDTH)
+    way = min(ways, key=lambda way: way.remaining.weight)
+    if not way.remaining.standing:
+        return wrap(f"After {way}: {way.remaining.reason}", _WIDTH)
     rest = f"; {way} would change the rest" if way.remedies else ""
-    return wrap(f"No swap can change {_some(way.left, _FEW)} to match {way.start.target.owner}{rest}.", _WIDTH)
+    return wrap(f"No swap can change {_some(way.remaining, _FEW)} to match {way.start.target.owner}{rest}.", _WIDTH)
 
 
 def _some(expression: Expression, most: int) -> str:
-    """The paths of what is in the way, or the first of them and how many more there are."""
-    paths = [each.path for each in by_layers(expression.standing, len(expression.spec.blocks))]
+    """Return the paths of the obstacles, or the first ones and the number of the others."""
+    paths = [obstacle.path for obstacle in by_layers(expression.standing, len(expression.spec.blocks))]
     return some_of(paths, most)

@@ -1,4 +1,4 @@
-"""A swap of a model of two stacks: carried out on the encoder and on the decoder, each as if it were alone."""
+"""A swap of a model with an encoder and a decoder: it runs on each of them as on a model of its own."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ import msgspec
 from ..components import ModelSpec
 from ..converter.dtypes import Array
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide, weakest
-from .facts import Weights
+from .facts import WeightFacts
 
 _T = TypeVar("_T")
 _INSIDE = "encoder."
 
 
-def of_both(spec: ModelSpec, weights: Weights, change: Callable[[ModelSpec, Weights], Swapped]) -> Swapped:
-    """What `change` makes of the decoder, and of the encoder, whose tensors have names of their own. Raises what it
-    raises of either.
-    """
+def of_both(spec: ModelSpec, weights: WeightFacts, change: Callable[[ModelSpec, WeightFacts], Swapped]) -> Swapped:
+    """Change the decoder and the encoder, whose tensors have names of their own, with `change`."""
     assert spec.encoder is not None
-    own, inner = change(spec, weights), change(spec.encoder, _Facts(weights, spec.encoder))
-    assert own.spec.encoder == spec.encoder and not (own.against or inner.against or own.texts or inner.texts)
+    decoder, encoder = change(spec, weights), change(spec.encoder, _Facts(weights, spec.encoder))
+    assert decoder.spec.encoder == spec.encoder and not (
+        decoder.against or encoder.against or decoder.texts or encoder.texts
+    )
     return Swapped(
-        spec=msgspec.structs.replace(own.spec, encoder=inner.spec),
-        guarantee=weakest((own.guarantee, inner.guarantee)),
-        tensors={**own.tensors, **{_INSIDE + name: _inside(how, spec.encoder) for name, how in inner.tensors.items()}},
-        summary={**own.summary, "encoder": dict(inner.summary)},
-        notes=(*own.notes, *(f"encoder: {note}" for note in inner.notes)),
-        promise=own.promise.then(inner.promise),
+        spec=msgspec.structs.replace(decoder.spec, encoder=encoder.spec),
+        guarantee=weakest((decoder.guarantee, encoder.guarantee)),
+        tensors={
+            **decoder.tensors,
+            **{_INSIDE + name: _inside(how, spec.encoder) for name, how in encoder.tensors.items()},
+        },
+        summary={**decoder.summary, "encoder": dict(encoder.summary)},
+        notes=(*decoder.notes, *(f"encoder: {note}" for note in encoder.notes)),
+        promise=decoder.promise.then(encoder.promise),
     )
 
 
 class _Encoder:
-    """The encoder of a model as a model by itself."""
+    """The encoder of a model as a model of its own."""
 
     def __init__(self, whole: Model, spec: ModelSpec) -> None:
         self.whole, self.spec = whole, spec
@@ -52,17 +55,17 @@ class _Encoder:
 
 
 @dataclass(frozen=True)
-class _Facts(Weights):
-    """What a swap may ask of the encoder's weights."""
+class _Facts(WeightFacts):
+    """The facts about the encoder's weights."""
 
-    whole: Weights
+    whole: WeightFacts
     spec: ModelSpec
 
     def filled(self, value: float, *names: str) -> bool:
         return self.whole.filled(value, *(_INSIDE + name for name in names))
 
-    def same(self, one: str, other: str) -> bool:
-        return self.whole.same(_INSIDE + one, _INSIDE + other)
+    def same(self, first: str, second: str) -> bool:
+        return self.whole.same(_INSIDE + first, _INSIDE + second)
 
     def ask(self, question: Callable[[Model], _T], trained: _T, zeros: _T) -> _T:
         return self.whole.ask(lambda model: question(_Encoder(model, self.spec)), trained, zeros)
@@ -72,7 +75,7 @@ class _Facts(Weights):
 
 
 def _inside(how: Tensor, spec: ModelSpec) -> Tensor:
-    """How a tensor of the encoder is made, of the whole model's."""
+    """Return the recipe of an encoder's tensor in terms of the whole model."""
     if isinstance(how, Computed):
         make = how.make
         return Computed(lambda model: make(_Encoder(model, spec)))

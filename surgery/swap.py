@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.files import sha256_file
 from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..converter.publish import Staging
-from ..converter.targets import FOLDERS, target
+from ..converter.targets import FOLDERS, Target, target
 from ..converter.threads import as_before, suit
 from ..converter.write import Plan, execute
 from ..display import Shown
@@ -28,8 +28,8 @@ from ..parity.probe import SMALL
 from ..version import __version__
 from .base import Guarantee, Model, Moved, Stored
 from .chain import Chain, chain, leaving
-from .fits.calibration import read_text
-from .guarantee import each_alone, hold_to_transformers, measured_from_files, plain_form
+from .fits.calibration import CalibrationText, read_text
+from .guarantee import measured_from_files, plain_form, require_transformers, steps_alone
 from .measure import Measurement
 from .recipe import Recipe, plain, read_recipe
 from .registry import Step, steps_of
@@ -37,28 +37,29 @@ from .registry import Step, steps_of
 
 @dataclass(frozen=True)
 class SwapResult(Shown):
-    """What a swap did, or would do.
-
-    `measured` is None where it was asked not to measure, and of a dry run; `dtype` is what computed tensors are stored
-    in; `parameters` are the totals before and after. `each` has what every step of a chain costs by itself, empty where
-    that was not measured; `recipe` what the output carries, so that it can be made again; `same_source`
-    whether a recipe that gptkit wrote was made of the very same files. `naive` is what the plain form of the steps that
-    were fitted on a text costs, `family` whose Hugging Face files they are.
-    """
+    """The result of a swap, or of a dry run."""
 
     source: Checkpoint
     target: Path
     chain: Chain
     dtype: str
+    """The dtype that computed tensors are stored in."""
     measured: Measurement | None
+    """The measured guarantee. None for a dry run, and if the call asked not to measure."""
     parameters: tuple[int, int]
+    """The total numbers of parameters before and after."""
     plan: Plan
     published: bool
     each: tuple[Measurement, ...] = ()
+    """The cost of every step alone. Empty if that was not measured."""
     recipe: Recipe | None = None
+    """The recipe that is stored with the output, from which the output can be made again."""
     same_source: bool | None = None
+    """Whether the recipe was recorded from exactly these files. None if gptkit did not write the recipe."""
     naive: Measurement | None = None
+    """The cost of the same steps if the steps that were fitted on a text are replaced by their plain form."""
     family: Architecture | None = None
+    """The family of the Hugging Face files that were written."""
 
     def __repr__(self) -> str:
         steps = " ".join(map(str, self.chain.steps))
@@ -71,6 +72,56 @@ class SwapResult(Shown):
     @property
     def guarantee(self) -> Guarantee:
         return self.chain.guarantee
+
+
+_NO_RECIPE = Recipe("", "", (), "the call")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The steps of a call and of its recipe, and the settings for them."""
+
+    recipe: Recipe | None
+    steps: list[Step]  # those of the recipe first
+    form: Target
+    to: str | None
+    dtype: str | None
+    calibrate: str | Path | None
+    tokens: int | None  # the number of tokens to fit on, from the call or the recipe
+    stored: str | None  # the dtype of computed tensors; None chooses it
+    repeats: bool  # whether the text must be the one of the recipe
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the recipe's steps in error messages."""
+        recipe = self.recipe
+        return [f"{recipe.where}, step {number}" for number in range(1, len(recipe.steps) + 1)] if recipe else []
+
+    def settled(self, dry_run: bool) -> int:
+        """Return the number of first steps whose form is not chosen again: those of a recipe that gptkit wrote."""
+        if dry_run:
+            return len(self.steps)
+        return len(self.recipe.steps) if self.recipe is not None and self.recipe.sources else 0
+
+    def text(self, source: Checkpoint) -> CalibrationText:
+        """Read the text that calibrated steps are fitted on."""
+        most = max((step.tokens for step in self.steps if step.tokens is not None), default=None)
+        return read_text(source, self.calibrate, self.tokens or most)
+
+    def recorded(self, done: Chain) -> Recipe:
+        """Return the recipe to store with the output: each step as requested, but in the form that was chosen."""
+        base = self.recipe or _NO_RECIPE
+        steps = tuple(map(_recorded_step, self.steps, done.steps, done.models))
+        return replace(base, steps=steps, to=self.to, dtype=self.dtype, calibration=done.calibration, sources={})
+
+
+@dataclass(frozen=True)
+class _Measurements:
+    """The measurements of the files of a swap. It is empty if nothing was measured."""
+
+    whole: Measurement | None = None
+    naive: Measurement | None = None
+    steps: tuple[Measurement, ...] = ()
 
 
 @as_before()
@@ -100,161 +151,218 @@ def swap(
     """Exchange components and write the result in gptkit's own format.
 
     Args:
-        model: a reference; see `converter.resolve`.
-        out: the folder to make.
-        steps: what to do, in this order; see `registry.Step`.
-        asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order; a list of
-            values is carried out in the list's order: `merge_lora=["first", "second"]`.
-        blocks: the layers that `asked` is for ("3-7"); all by default.
-        approximate: replace plainly instead of in the best form known, and report what it costs.
-        to: "local", gptkit's own format, which is the default, or Hugging Face files: "hf" of the family that the model
-            came from, "hf:FAMILY", "auto" of whichever can hold the tree, its own first. These are then also verified
-            against transformers, from the files.
-        calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
-            bundled play, for checkpoints that come from the samples alone.
-        calibrate_tokens: how many of its tokens they are fitted on; by default 2,048, 8,192 and so on up to 32,768 are
-            tried, as far as the text goes and as long as it pays. See `surgery.choice`.
-        recipe: a file of steps, the name of one of ours, or a folder that a swap made; see `surgery.recipe`. What is
-            asked for beside it comes after it. Its healing is left to `training.healed`, which gptkit.swap is.
-        dtype: how the tensors that the swap computes are stored; those that only move keep their dtype, but in Hugging
-            Face files, which are loaded in one. By default float64 where the swap is exact and the result is gptkit's
-            own format, for exactness to be measured from the file; else, and where an adapter is merged, the
-            checkpoint's own. Anything narrower than float64 rounds them once, and an exact swap is then exact up to
-            that rounding: what the rounding costs is measured from the files, exactness from the same tensors before.
-        resume: go on with the healing of a recipe that was stopped in it; the same call again.
-        force: replace an existing checkpoint folder, in one step.
-        dry_run: say what would come out; compute and write nothing.
-        measured: compare logits before and after, in fp32 and fp64, from the files that were written.
-        each_step: measure also what every step costs by itself; by default of several steps on models of up to 50
-            million parameters.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only), of the model and of an adapter.
-        allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        progress: called with the bytes of every tensor written.
+        model: A folder, a file or a Hugging Face id; see `converter.resolve`.
+        out: The folder to write.
+        steps: The swaps to run, in this order; see `registry.Step`.
+        asked: Swaps by name, such as `norm="rmsnorm", attention="gqa:4"`. They run in the registry's order. A list of
+            values runs in the order of the list: `merge_lora=["first", "second"]`.
+        blocks: The layers that `asked` changes ("3-7"). The default is all layers.
+        approximate: Use the plain replacement instead of the best known form, and report its cost.
+        to: The output format. The default "local" is gptkit's own format. For Hugging Face files, use "hf" (the family
+            of the original), "hf:FAMILY", or "auto" (any family that can express the model, the original's first).
+            gptkit also verifies Hugging Face files against transformers.
+        calibrate: A text file. Calibrated swaps are fitted on it, and its last part measures the result. For
+            checkpoints that come from a sample, the default is the bundled play.
+        calibrate_tokens: The number of tokens to fit on. By default, gptkit tries 2,048, 8,192 and so on up to 32,768
+            while the text is long enough and the result improves. See `surgery.choice`.
+        recipe: A recipe file, the name of a bundled recipe, or a folder that gptkit swap wrote; see `surgery.recipe`.
+            Other requested swaps run after it. A heal step is run by `training.healed`, which gptkit.swap calls.
+        dtype: The dtype of computed tensors. Tensors that only move keep their dtype, except in Hugging Face files,
+            which have one dtype. The default is float64 for an exact swap into gptkit's own format, so that exactness
+            can be measured from the files. Otherwise, and for merged adapters, it is the checkpoint's dtype. If a dtype
+            rounds, gptkit measures the rounding from the files, and exactness before it.
+        resume: Continue the interrupted healing of a recipe. Repeat the same call.
+        force: Replace an existing checkpoint folder, in one step.
+        dry_run: Describe the result. Nothing is computed or written.
+        measured: Compare logits before and after, in fp32 and fp64, from the written files.
+        each_step: Also measure the cost of each step alone. The default is True for several steps on a model of up to
+            50 million parameters.
+        offline: Use only local files and the cache of the hub.
+        allow_pickle: Also read .bin files (weights only), of the model and of adapters.
+        allow_extra: Leave out tensors that have no place in the model. Otherwise they are refused.
+        progress: A function that is called with the number of bytes of every tensor written.
 
     Raises:
-        SwapRefused: a precondition does not hold; nothing was written.
-        CannotExpress: no family that was asked for can hold the tree; what is in the way, and what would clear it.
-        GptkitError: an exact swap came out above its bound, or transformers computes something else; nothing was
-            published.
-        InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
+        SwapRefused: A precondition does not hold. Nothing was written.
+        CannotExpress: No requested family can express the model. The message names the obstacles and their remedies.
+        GptkitError: An exact swap exceeded its bound, or transformers computes different logits. Nothing was written.
+        InvalidInput, Offline, UsageError: As for `convert`, and for weights or logits that are not finite.
     """
-    if resume:  # `training.healed` takes it from those that heal
+    if resume:  # `training.healed` handles it for recipes that heal
         hint = "Leave --resume out: an interrupted swap continues without it."
         raise UsageError("--resume needs a recipe that ends with heal", hint)
-    told, repeated = None if recipe is None else read_recipe(recipe), False
-    if told is not None:
-        dtype, to = dtype or told.dtype, to or told.to
-        repeated = calibrate is None
-        calibrate = told.text() if calibrate is None else calibrate
-    if calibrate is not None and not Path(calibrate).is_file():
-        raise UsageError(f"there is no text file {calibrate}", "Give --calibrate a file with some pages of plain text.")
-    asked_to, form = to, target("hf:auto" if to == "auto" else to or "local", FOLDERS)
-    known = None if told is None else told.calibration.get("tokens")
-    given = [replace(step, tokens=step.tokens or calibrate_tokens or known) for step in told.steps] if told else []
-    more = (*steps, *steps_of(asked, blocks, approximate))
-    wanted = [*given, *(replace(step, tokens=step.tokens or calibrate_tokens) for step in more)]
-    written = told is not None and bool(told.sources)  # by gptkit, and so what was chosen then
-    settled = len(wanted) if dry_run else len(given) if written else 0
-    stored = None if dtype is None else parse_dtype(dtype)
+    given = None if recipe is None else read_recipe(recipe)
+    request = _requested(given, steps, asked, blocks, approximate, calibrate, calibrate_tokens, dtype, to)
     if not dry_run:
-        Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
+        Staging(Path(out), force).check()  # an output that cannot be written is refused before any work
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     suit(source.spec)
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"the output folder {out} is the model itself, which would be lost", "Name another folder.")
-    most = max((step.tokens for step in wanted if step.tokens is not None), default=None)
-    text = cache(lambda: read_text(source, calibrate, calibrate_tokens or known or most))
-    labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()
-    leaves = form.kind != "local"
-    done = chain(
-        source,
-        wanted,
-        stored=stored,
-        text=text,
-        offline=offline,
-        allow_pickle=allow_pickle,
-        names=labels,
-        leaves=leaves,
-        settled=settled,
-    )
-    if repeated and told is not None and told.calibration and done.calibration != told.calibration:
-        raise told.another_text()
-    base = told or Recipe("", "", (), "the call")
-    taken = tuple(map(_taken, wanted, done.steps, done.models))
-    carried = replace(base, steps=taken, to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
-    architecture, done = leaving(done, source, form) if leaves else (None, done)
-    whole = stored if architecture is not None else None
-    stored = stored or done.stored
-    records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
-    plan = _plan(source, done, records, "local" if architecture is None else f"hf:{architecture.name}", whole)
-    found, naive = None, None
-    each: tuple[Measurement, ...] = ()
+    text = cache(partial(request.text, source))
+    done, recorded, family = _carried_out(request, source, text, dry_run, offline, allow_pickle)
+    stored = request.stored or done.stored
+    records = [{**swapped.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for swapped in done.swapped]
+    plan = _plan(source, done, records, family, request.stored)
+    figures = _Measurements()
     if not dry_run:
-        folder = source.path if source.path.is_dir() else source.path.parent
-        trees = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
-        sources = {path.name: sha256_file(path) for path in (*source.files, *trees)}
-        carried = replace(carried, sources=sources)
+        recorded = replace(recorded, sources=_digests(source))
         with Staging(Path(out), force) as staging:
             files = execute(plan, _tensors(done.models[-1]), staging, progress)
             if measured:
                 sampled = (source.origin.reference or "").startswith("sample:")
-                held_out = text().held_out if calibrate is not None or sampled else None
-                found = measured_from_files(source, done, stored, staging.path, held_out)
-                if architecture is not None:
-                    hold_to_transformers(staging.path)
-                largest = max(count(model.spec).total for model in done.models)
-                if each_step or (each_step is None and len(wanted) > 1 and largest <= SMALL):
-                    each = each_alone(done, text() if held_out else None)
-                naive = plain_form(source, done, text() if held_out else None)
-            manifest: dict[str, Any] = {
-                "gptkit": __version__,
-                "format": "local" if architecture is None else "hf",
-                "source": {"reference": source.origin.reference, "revision": source.revision},
-                "swap": {
-                    "recipe": carried.as_json(),
-                    "steps": records,
-                    "measured": None if found is None else found.as_json(),
-                    "measured_plainly": None if naive is None else naive.as_json(),
-                    "measured_steps": [one.as_json() for one in each],
-                },
-            }
-            staging.commit(manifest, files=files)
+                measured_on = text() if request.calibrate is not None or sampled else None
+                figures = _measure(source, done, stored, staging.path, measured_on, family, each_step)
+            staging.commit(_manifest(source, family, recorded, records, figures), files=files)
     totals = (count(source.spec).total, count(done.spec).total)
-    same = None if told is None or not told.sources or dry_run else told.sources == carried.sources
-    results = HF_NAMES[stored], found, totals, plan, not dry_run, each, carried, same, naive, architecture
-    return SwapResult(source, Path(out), done, *results)
+    same = None if given is None or not given.sources or dry_run else given.sources == recorded.sources
+    rest = not dry_run, figures.steps, recorded, same, figures.naive, family
+    return SwapResult(source, Path(out), done, HF_NAMES[stored], figures.whole, totals, plan, *rest)
 
 
-def _taken(asked: Step, done: Step, model: Model) -> Step:
-    """Return a step of a tree as a recipe is to have it: as asked for, but in the form that was chosen."""
+def _requested(
+    recipe: Recipe | None,
+    steps: Sequence[Step],
+    asked: Mapping[str, str | Sequence[str] | None],
+    blocks: str | None,
+    approximate: bool,
+    calibrate: str | Path | None,
+    calibrate_tokens: int | None,
+    dtype: str | None,
+    to: str | None,
+) -> _Request:
+    """Combine a call with its recipe. The call's own settings win, and its steps follow those of the recipe."""
+    repeats = calibrate is None
+    if recipe is not None:
+        dtype, to = dtype or recipe.dtype, to or recipe.to
+        calibrate = recipe.text() if calibrate is None else calibrate
+    if calibrate is not None and not Path(calibrate).is_file():
+        raise UsageError(f"there is no text file {calibrate}", "Give --calibrate a file with some pages of plain text.")
+    form = target("hf:auto" if to == "auto" else to or "local", FOLDERS)
+    known = None if recipe is None else recipe.calibration.get("tokens")
+    first = [] if recipe is None else [replace(s, tokens=s.tokens or calibrate_tokens or known) for s in recipe.steps]
+    later = [replace(s, tokens=s.tokens or calibrate_tokens) for s in (*steps, *steps_of(asked, blocks, approximate))]
+    stored = None if dtype is None else parse_dtype(dtype)
+    steps, tokens = [*first, *later], calibrate_tokens or known
+    return _Request(recipe, steps, form, to, dtype, calibrate, tokens, stored, repeats)
+
+
+def _carried_out(
+    request: _Request,
+    source: Checkpoint,
+    text: Callable[[], CalibrationText],
+    dry_run: bool,
+    offline: bool,
+    allow_pickle: bool,
+) -> tuple[Chain, Recipe, Architecture | None]:
+    """Carry out the steps of a request, and return the recipe to store and the family of Hugging Face files."""
+    leaves, recipe = request.form.kind != "local", request.recipe
+    done = chain(
+        source,
+        request.steps,
+        stored=request.stored,
+        text=text,
+        offline=offline,
+        allow_pickle=allow_pickle,
+        names=request.labels,
+        leaves=leaves,
+        settled=request.settled(dry_run),
+    )
+    if recipe is not None and request.repeats and recipe.calibration and done.calibration != recipe.calibration:
+        raise recipe.another_text()
+    recorded = request.recorded(done)
+    family, done = leaving(done, source, request.form) if leaves else (None, done)
+    return done, recorded, family
+
+
+def _measure(
+    source: Checkpoint,
+    done: Chain,
+    stored: str,
+    folder: Path,
+    text: CalibrationText | None,
+    family: Architecture | None,
+    each_step: bool | None,
+) -> _Measurements:
+    """Measure the written files, each step alone if `each_step` asks for it, and the plain form of fitted steps."""
+    held_out = None if text is None else text.held_out
+    text = text if held_out else None
+    whole = measured_from_files(source, done, stored, folder, held_out)
+    if family is not None:
+        require_transformers(folder)
+    steps = [step for step in done.steps if step.option != "as"]
+    if each_step is None:
+        each_step = len(steps) > 1 and max(count(model.spec).total for model in done.models) <= SMALL
+    alone = steps_alone(done, text) if each_step else ()
+    return _Measurements(whole, plain_form(source, done, text), alone)
+
+
+def _digests(source: Checkpoint) -> dict[str, str]:
+    """Return the sha256 of each file that a checkpoint was read from."""
+    folder = source.path if source.path.is_dir() else source.path.parent
+    configs = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
+    return {path.name: sha256_file(path) for path in (*source.files, *configs)}
+
+
+def _manifest(
+    source: Checkpoint,
+    family: Architecture | None,
+    recipe: Recipe,
+    records: Sequence[Mapping[str, Any]],
+    measurements: _Measurements,
+) -> dict[str, Any]:
+    """Return the contents of the output's manifest.json."""
+    whole, naive = measurements.whole, measurements.naive
+    return {
+        "gptkit": __version__,
+        "format": "local" if family is None else "hf",
+        "source": {"reference": source.origin.reference, "revision": source.revision},
+        "swap": {
+            "recipe": recipe.as_json(),
+            "steps": records,
+            "measured": None if whole is None else whole.as_json(),
+            "measured_plainly": None if naive is None else naive.as_json(),
+            "measured_steps": [measurement.as_json() for measurement in measurements.steps],
+        },
+    }
+
+
+def _recorded_step(asked: Step, done: Step, model: Model) -> Step:
+    """Return a step as the recipe of the output stores it: as requested, but in the form that was chosen."""
     value = asked.value if plain(asked, model.spec).value == done.value else done.value
     return replace(asked, value=value, approximate=done.approximate, tokens=done.tokens)
 
 
-def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str, whole: str | None) -> Plan:
-    """Every file of the output. `whole`: the dtype that all tensors are stored in, where it is one."""
+def _plan(
+    source: Checkpoint,
+    done: Chain,
+    records: Sequence[Mapping[str, Any]],
+    family: Architecture | None,
+    stored: str | None,
+) -> Plan:
+    """Plan every file of the output. Hugging Face files store all tensors in the dtype `stored` if it is given."""
+    to, whole = ("local", None) if family is None else (f"hf:{family.name}", stored)
     last = done.models[-1]
     dtypes = {parameter.name: whole or last.dtype(parameter.name) for parameter in done.spec.parameters()}
-    # What is stored wide is computed in fp32 at least: a bf16 model would round away what is there.
+    # Wide tensors are computed in fp32 at least: a bf16 model would round away their extra digits.
     wide = any(done.computed(name) for name in dtypes) and done.stored in ("F32", "F64")
     compute = whole or (widest([source.dtype, "F32"]) if wide else source.dtype)
-    origin = replace(source.origin, history=(*source.origin.history, *(dict(each) for each in records)))
+    origin = replace(source.origin, history=(*source.origin.history, *map(dict, records)))
     folder = companions(source)
     if not done.texts:
         return plan_output(done.spec, origin, to, dtypes, compute, folder, texts=source.texts)
     files = [] if folder is None else companions_in(folder)
     texts = {path.name: path.read_bytes() for path in files} | dict(source.texts)
     texts.update({name: text for name, text in done.texts.items() if text is not None})
-    kept = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}
-    config = kept.pop(CONFIG, None)  # the original's, in which token ids have changed
+    remaining = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}
+    config = remaining.pop(CONFIG, None)  # the original's, with the new token ids
     if config is not None:
         origin = replace(origin, config_text=config.decode())
-    return plan_output(done.spec, origin, to, dtypes, compute, None, texts=kept)
+    return plan_output(done.spec, origin, to, dtypes, compute, None, texts=remaining)
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
-    """The output's tensors, one at a time."""
+    """Yield the tensors of the output, one at a time."""
     for parameter in model.spec.parameters():
         yield parameter.name, *model.tensor(parameter.name)
         model.release()
@@ -262,7 +370,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
 
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
-    """The damage of a published swap, from its files, on token ids of the old vocabulary or on none."""
+    """Measure the damage of a published swap from its files. `text` has token ids of the old vocabulary, if any."""
     done = result.chain
     suit(done.spec)
     return damage(
@@ -277,26 +385,26 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
 
 def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
-    """The text that a swap is measured on: the end of the one it was or could be fitted on, where there is one."""
+    """Return the part of the text that a swap is measured on, if there is a text: its end, which no fit uses."""
     recipe, source = result.recipe, result.source
     file = calibrate or (None if recipe is None else recipe.text())
     if file is None and not (source.origin.reference or "").startswith("sample:"):
         return None
-    known = None if recipe is None else recipe.calibration.get("tokens")
-    return read_text(source, file, tokens or known).held_out
+    tokens_of_recipe = None if recipe is None else recipe.calibration.get("tokens")
+    return read_text(source, file, tokens or tokens_of_recipe).held_out
 
 
 def _layers_of(done: Chain) -> list[tuple[int, int]]:
-    """The layers that stand for one another before and after, each at most once: their tensors were moved there."""
+    """Return pairs of the layers before and after whose tensors were moved from one to the other."""
     pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
     for swapped in done.swapped:
         origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}
         for parameter in swapped.spec.parameters():
-            made = swapped.tensors.get(parameter.name, Moved(parameter.name))
-            if parameter.layer is not None and isinstance(made, Moved):
-                names = (name for name in made.names if name.startswith("blocks."))
+            source = swapped.tensors.get(parameter.name, Moved(parameter.name))
+            if parameter.layer is not None and isinstance(source, Moved):
+                names = (name for name in source.names if name.startswith("blocks."))
                 origins[parameter.layer] |= {int(name.split(".")[1]) for name in names}
-        step = {layer: min(own, default=layer) for layer, own in origins.items() if len(own) <= 1}
+        step = {layer: min(layers, default=layer) for layer, layers in origins.items() if len(layers) <= 1}
         renamed = {before: after for after, before in reversed(step.items())}  # of copies the first
         pairs = [(first, renamed[before]) for first, before in pairs if before in renamed]
     return pairs

@@ -28,7 +28,7 @@ from ..converter.publish import require_place
 from ..converter.tree import write_spec
 from ..display import Record, Shown
 from ..errors import InvalidInput, NoNumber, UsageError
-from ..surgery.recipe import told_as
+from ..surgery.recipe import in_messages
 from ..surgery.swap import swap
 from .data import Progress, TokenFile, open_tokens, paths_of
 from .heal import heal
@@ -202,7 +202,7 @@ def ablate(
                     "Give the text files themselves, or tokenise them with a smaller --vocabulary.",
                 )
             for each in variants:
-                with told_as(called(each)):
+                with in_messages(called(each)):
                     require_trainable(each.spec, found.documents > 1, False)
             split(found, held, take, us, length, asked.windows(length), True)
         held = str(folder_of([held], folder / "held-out")) if isinstance(held, str) else held
@@ -342,7 +342,7 @@ class _Runs:
         path = self.folder / "changed" / f"{name}-{hashlib.sha256(made).hexdigest()[:8]}"
         path.parent.mkdir(exist_ok=True)
         if not path.is_dir():
-            with told_as(called(variant)):
+            with in_messages(called(variant)):
                 text = next((each for each in self.texts if Path(each).is_file()), None)  # where a swap is fitted
                 opening = {name: self.opening[name] for name in ("offline", "allow_pickle")}
                 swap(str(variant.start), path, variant.steps, measured=False, calibrate=text, **opening)

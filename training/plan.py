@@ -36,7 +36,7 @@ from ..components import ModelSpec, from_json, to_json
 from ..components.serialise import explained
 from ..converter.files import read_small
 from ..errors import ConfigError, InvalidInput, UsageError
-from ..surgery.recipe import MOST_BYTES, read_recipe, told_as
+from ..surgery.recipe import MOST_BYTES, in_messages, read_recipe
 from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
 from .train import FURTHER, HELD_OUT, STEPS, longest, settings_of, size_of, tree_of, windows_of
@@ -269,11 +269,11 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
             spec, steps = swapped(spec, own, reference=each.name, offline=offline).spec, (*steps, *own)
         return Arm(each.name, each.comment, edited(spec, each.changes, each.remove), start, steps)
 
-    with told_as("base"):
+    with in_messages("base"):
         base = Arm("base", "", tree(plan.base), plan.base)
     found = [base]
     for each in plan.variant:
-        with told_as(f"variant {each.name!r}"):
+        with in_messages(f"variant {each.name!r}"):
             made = changed(base, each)
             if plan.parameters == "equal":
                 made = replace(made, spec=_as_large(made.spec, size_of(base.spec)))

@@ -1,1 +1,1 @@
-"""What is fitted on a text: keys and values, heads, latents, in closed form."""
+"""Fits on a text, in closed form: keys and values, heads, latents."""

@@ -1,5 +1,7 @@
-"""What is fitted on a text in a feed-forward, a layer at a time: the slope of an activation that stands in another's
-place, the output projection whose gate's other factor goes, and how much of its weight a router gives to each expert.
+"""Fits on a text in feed-forwards, a layer at a time.
+
+They are the slope of a replaced activation, the output projection of a gated feed-forward without its gate, and the
+share of each expert in a router's weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,18 +14,18 @@ from ...modules.feed_forward import MixtureOfExpertsModule
 from ...modules.layers import ACTIVATIONS
 from ..base import Model, Wide
 from ..layerwise import Dense
-from .calibration import Calibration, Layer
+from .calibration import Calibration, CalibrationLayer
 from .regression import best_slope, ridge_by_held_out
 
 _GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
-SAMPLES = 100_000  # pre-activations of a layer that its slope is fitted on
-_STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one, to start from
+SAMPLES = 100_000  # pre-activations of a layer for the fit of its slope
+_STRENGTH = 1e-3  # the first strength of the ridge that pulls the projection towards a multiple of the old one
 
 
 def slopes(
     model: Model, calibration: Calibration, layers: Mapping[int, Dense], new: Activation
 ) -> Iterator[Mapping[str, Wide]]:
-    """The best slope of each layer, by its number."""
+    """Yield the best slope of each layer, by its number."""
     for layer in calibration.walk(model, layers):
         dense = layers[layer.index]
         down = torch.from_numpy(model.wide(f"blocks.{layer.index}.feed_forward.down_proj.weight").copy())
@@ -31,9 +33,10 @@ def slopes(
         yield {str(layer.index): np.array([best_slope(ACTIVATIONS[dense.activation], ACTIVATIONS[new], x)[0]])}
 
 
-def pre_activations(layer: Layer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
-    """What a layer's activation gets on the text, each value as often as its error matters in the layer's output:
-    times the square of its other factor, times that of its column of `down`; `SAMPLES` of them.
+def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
+    """Return `SAMPLES` inputs of a layer's activation on the text, weighted by the effect of their error on the output.
+
+    The weight is the square of the gated other factor, times that of the unit's column of `down`.
     """
     gated = "gate_proj.weight" in dense.shapes()
     _, seen = layer.run(*((_GATE, UP) if gated else (UP,)))
@@ -42,13 +45,14 @@ def pre_activations(layer: Layer, dense: Dense, down: torch.Tensor) -> torch.Ten
     if gated:
         weight = weight * seen[UP][1].to(torch.float64).square()
     total = weight.flatten().cumsum(0)
-    at = (torch.arange(SAMPLES, dtype=torch.float64) + 0.5) / SAMPLES * total[-1]
-    return x.flatten()[torch.searchsorted(total, at).clamp_max(len(total) - 1)]
+    quantiles = (torch.arange(SAMPLES, dtype=torch.float64) + 0.5) / SAMPLES * total[-1]
+    return x.flatten()[torch.searchsorted(total, quantiles).clamp_max(len(total) - 1)]
 
 
 def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
-    """down' of each layer by its shared name: argmin E|down·(a · u) - down'·a|² over down', with a = act(gate(x)) and
-    u = up(x); where the text says little it is held to down·diag(E[a² u] / E[a²]), the best for each unit alone.
+    """Yield down' of each layer: argmin E|down·(a · u) - down'·a|² with a = act(gate(x)) and u = up(x).
+
+    The ridge pulls towards down·diag(E[a² u] / E[a²]), the best for each unit alone.
     """
     for layer in calibration.walk(model, layers):
         name = f"blocks.{layer.index}.feed_forward.down_proj.weight"
@@ -62,7 +66,7 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
 
 
 def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
-    """What each layer's router gives to each of its experts, (experts,), which sum to 1, by the layer's number."""
+    """Yield the share of each expert in the router's weights, (experts,), by the layer's number. They sum to 1."""
     for layer in calibration.walk(model, layers):
         module = layer.module.feed_forward
         assert isinstance(module, MixtureOfExpertsModule)

@@ -1,26 +1,25 @@
 """Fewer key-value heads, or a latent in their place, fitted on a text, layer after layer.
 
-Two models run side by side: the original, and the one that is made, whose fitted layers feed the next ones. In each
-layer, for every group of old heads that becomes one:
+The original and the new model run together; the fitted layers of the new model feed its next layers. In each layer, for
+every group of old heads that becomes one, these are fitted:
 
-1. keys and queries in closed form (`regression.fit_keys`) on what comes to the layer in the new model,
-2. both refitted to the original's scores there (`scores.refit_scores`), on `SCORED` tokens at most,
-3. values in closed form (`regression.fit_values`) on what the new pattern of attention mixes,
-4. the output projection by ridge regression to the original's attention output, and to what the streams have drifted
-   apart by,
-5. the feed-forward's down projection likewise, to the original's stream after the layer.
+1. keys and queries in closed form (`regression.fit_keys`) on the layer's inputs in the new model,
+2. both again, to the original's scores (`scores.refit_scores`), on at most `SCORED` tokens,
+3. values in closed form (`regression.fit_values`) on the inputs that the new attention pattern mixes,
+4. the output projection, by ridge regression to the original's attention output plus the difference of the hidden
+   states,
+5. the feed-forward's down projection, likewise to the original's hidden states after the layer.
 
 The strength of each ridge is the one that is best on tokens left out of the regression.
 
-What stands between two matrices is then shared out anew (`regression.balanced`): what is computed stays, and what comes
-out can be trained.
+Then the product of two matrices is shared out anew (`regression.balanced`): the function stays, and can be trained.
 
-Of a latent, rotary keys become one as in 1 and 2. Its directions are the leading ones of what attention makes of the
-input, the values' part [O_h V_h] Σ^½ stacked over the query heads and, of keys without rotary positions,
-[(E q qᵀ)^½ K_h] Σ^½, each counted as much as the other; then come 4 and 5.
+For a latent, rotary keys become one as in 1 and 2. The latent's directions are the leading ones of attention's use of
+the input: the values' part [O_h V_h] Σ^½ stacked over the query heads and, for keys without rotary positions, [(E q
+qᵀ)^½ K_h] Σ^½. Both count equally. Then come 4 and 5.
 
-Memory is one layer of each model, the activations of the text, and one layer's attention patterns. What is fitted on is
-the text alone: there are no gradients through the model.
+The memory is one layer of each model, the activations of the text, and one layer's attention patterns. The fit uses
+only the text: there are no gradients through the model.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ...modules.layers import Linear, capped
 from ...modules.registry import module_of
 from ..base import Model, Wide
 from ..layerwise import unknown
-from .calibration import Calibration, Layer, block_of, run_block
+from .calibration import Calibration, CalibrationLayer, block_of, run_block
 from .regression import (
     Groups,
     Moment,
@@ -63,35 +62,35 @@ from .regression import (
 from .scores import refit_scores
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
-"""Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
-SCORED = 6144  # tokens that scores are refitted on, which takes nearly all the time; projections take all of a text
-_GROUPING_WORK = 10**11  # multiplications that finding similar heads may take; beyond it, neighbours are put together
+"""For `refit_scores`: its linearisations, the steps of conjugate gradients in each, and its ridge."""
+SCORED = 6144  # tokens for the refit of scores, which takes nearly all the time; projections use the whole text
+_GROUPING_WORK = 10**11  # multiplications for the search for similar heads; beyond that, neighbours are grouped
 DOWN = "feed_forward.down_proj"
 
 
 def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibration) -> Iterator[dict[str, Wide]]:
-    """The new tensors of each of the layers `changed` (layer -> its new attention), in order of the layers."""
-    student: Tensor | None = None  # the original's stream, until a layer is fitted
+    """Yield the new tensors of each layer in `changed` (layer -> its new attention), in order."""
+    student: Tensor | None = None  # the new model's hidden states; None while it equals the original's
     for layer in calibration.walk(model, range(max(changed) + 1)):
-        old, context, here = layer.module, layer.context, layer.x if student is None else student
+        old, context, inputs = layer.module, layer.context, layer.x if student is None else student
         if layer.index not in changed:
-            student = None if student is None else run_block(old, here, context)[0]
+            student = None if student is None else run_block(old, inputs, context)[0]
             continue
         attention = changed[layer.index]
         record = model.spec.blocks[layer.index].replaced(attention=attention)
         with torch.no_grad():
-            fit = _LayerFit(old, record, layer, here)
+            fit = _LayerFit(old, record, layer, inputs)
             tensors = fit.fewer_heads(attention) if hasattr(attention, "kv_heads") else fit.latent(attention)
             new = block_with(old, record, tensors)
-        found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
-        student, down = refit_down(new, here, layer.output, context)
+        tensors_by_name = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
+        student, down = refit_down(new, inputs, layer.output, context)
         if down is not None:
-            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
-        yield {name: value.numpy() for name, value in found.items()}
+            tensors_by_name[f"blocks.{layer.index}.{DOWN}.weight"] = down
+        yield {name: value.numpy() for name, value in tensors_by_name.items()}
 
 
 def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
-    """A latent without a text: the rotary keys' mean, and the leading directions of the weights alone."""
+    """Yield the tensors of a latent from the mean of the rotary keys and the weights' leading directions."""
     for index, new in changed.items():
         heads = _Heads.of(block_of(model, index))
         dim, identity = _turning(heads.spec), torch.eye(heads.queries.shape[-1], dtype=torch.float64)
@@ -101,7 +100,7 @@ def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[s
 
 
 def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> BlockModule:
-    """The block with its new attention, everything else shared with the old one."""
+    """Return the block with its new attention. It shares everything else with the old block."""
     new = BlockModule(spec).to(torch.float32).eval()
     values = dict(old.state_dict())
     values.update({f"attention.{name}": value.float() for name, value in tensors.items()})
@@ -114,19 +113,17 @@ def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> Blo
 
 @dataclass(frozen=True)
 class _Heads:
-    """The projections of one attention by head in fp64, biases as a last column where there are any: queries (H, d, e),
-    keys and values (KV, d, e), outputs (H, hidden, d).
-    """
+    """The projections of one attention by head in fp64. Biases, if any, are a last column."""
 
     attention: AttentionModule
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    outputs: Tensor
+    queries: Tensor  # (H, d, e)
+    keys: Tensor  # (KV, d, e)
+    values: Tensor  # (KV, d, e)
+    outputs: Tensor  # (H, hidden, d)
 
     @classmethod
     def of(cls, block: BlockModule) -> _Heads:
-        """Those of a block."""
+        """Return the projections of a block."""
         attention = block.attention
         assert isinstance(attention, AttentionModule)
         spec = attention.spec
@@ -144,35 +141,35 @@ class _Heads:
     def spec(self) -> Attention:
         return self.attention.spec
 
-    def projections(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights, and biases where their last column is one, by name."""
+    def projections(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights by name, and biases from their last columns if there are any."""
         width, bias = self.spec.hidden_size, self.spec.qkv_bias
-        tensors = {f"{name}.weight": each[:, :width].contiguous() for name, each in found.items()}
-        return tensors | ({f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()} if bias else {})
+        tensors = {f"{name}.weight": weight[:, :width].contiguous() for name, weight in weights.items()}
+        return tensors | (
+            {f"{name}.bias": weight[:, -1].contiguous() for name, weight in weights.items()} if bias else {}
+        )
 
     def with_latent(self, new: Any, queries: Tensor, key: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """All tensors with a latent, of rotary queries (H, dim, e) and their key (dim, e); o_proj's as it was."""
+        """Return all tensors with a latent, for rotary queries (H, dim, e) and their key (dim, e). o_proj stays."""
         spec, dim = self.spec, key.shape[0]
         readers = spec.heads // len(self.keys)
         plain_q, plain_k = self.queries[:, dim:], self.keys[:, dim:].repeat_interleave(readers, dim=0)
-        if (
-            spec.qkv_bias
-        ):  # of keys without positions: it shifts all scores of a query alike, which softmax does not see
+        if spec.qkv_bias:  # the bias of keys without positions shifts all scores of a query, which softmax ignores
             plain_k = plain_k * torch.cat((torch.ones(spec.hidden_size), torch.zeros(1))).double()
         values = self.values.repeat_interleave(readers, dim=0)  # (H, d, e)
         root, inverse = square_roots(covariance)
         grams = [gram_of(self.outputs @ values @ root)]
         if plain_k.shape[1]:
-            factors = plain_q @ root  # a root of E q qᵀ is enough: its Gram stands between
+            factors = plain_q @ root  # a root of E q qᵀ is enough: its Gram is used
             grams.append(gram_of(plain_k @ root, factors @ factors.transpose(-1, -2)))
-        # Each part as much as the other, whatever the sizes of values and scores.
+        # Both parts count equally, whatever the sizes of values and scores.
         total = torch.stack([gram / gram.trace().clamp_min(1e-300) for gram in grams]).sum(dim=0)
         basis = leading(total, new.kv_rank)  # (e, rank)
-        ups = [(each @ root @ basis).flatten(0, 1) for each in (plain_k, values)]
+        ups = [(part @ root @ basis).flatten(0, 1) for part in (plain_k, values)]
         down, up = balanced(basis.T @ inverse, torch.cat(ups))
-        found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": down}
-        tensors = self.projections(found | ({"k_rope_proj": key} if dim else {}))
-        cut = len(ups[0])  # 0 where keys have rotary positions alone
+        projections = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": down}
+        tensors = self.projections(projections | ({"k_rope_proj": key} if dim else {}))
+        cut = len(ups[0])  # 0 if all of a key is rotary
         if cut:
             tensors["k_up_proj.weight"] = up[:cut]
         tensors["v_up_proj.weight"] = up[cut:]
@@ -183,11 +180,13 @@ class _Heads:
 
 
 class _LayerFit:
-    """What is fitted of one layer's attention, in fp64: of the block as it was and the record that it is to have, what
-    comes to it in the original (teacher) and in the new model (student), and their context.
+    """The fit of one layer's attention, in fp64.
+
+    `block` is the original block, and `record` the new one's description. `student` is the layer's input in the new
+    model; the layer has that in the original (the teacher), and the context.
     """
 
-    def __init__(self, block: BlockModule, record: Block, layer: Layer, student: Tensor) -> None:
+    def __init__(self, block: BlockModule, record: Block, layer: CalibrationLayer, student: Tensor) -> None:
         self.block, self.record, self.student, self.context = block, record, student, layer.context
         self.teacher, self.made = layer.x, layer.run("attention")[1]["attention"][1]
         self.heads = _Heads.of(block)
@@ -201,16 +200,16 @@ class _LayerFit:
         # The original's scores q·k · scale without biases of positions, and its weights: (some of B, H, T, T) each.
         self.some = slice(None, None, -(-after.shape[:2].numel() // SCORED))  # sequences from all of the text
         q, k = (
-            torch.unflatten(each, -1, (-1, self.spec.head_dim)).transpose(1, 2)
-            for each in (self.attention.q_proj(before[self.some]), self.attention.k_proj(before[self.some]))
+            torch.unflatten(projected, -1, (-1, self.spec.head_dim)).transpose(1, 2)
+            for projected in (self.attention.q_proj(before[self.some]), self.attention.k_proj(before[self.some]))
         )  # (B, heads, T, d)
         self.scores, self.pattern = self._weights(q, k.repeat_interleave(self.spec.group, dim=1), None)
 
     def fewer_heads(self, new: Attention) -> dict[str, Tensor]:
-        """New q, k, v and o, by their names in the attention."""
+        """Return new q, k, v and o, by their names in the attention."""
         spec, heads, inputs = self.spec, self.heads, self.inputs
-        if len(heads.keys) % new.kv_heads:  # groups that cut through the readers of one head: every reader gets its own
-            keys, values = (each.repeat_interleave(spec.group, dim=0) for each in (heads.keys, heads.values))
+        if len(heads.keys) % new.kv_heads:  # a group splits the readers of a head, so every reader gets its own key
+            keys, values = (part.repeat_interleave(spec.group, dim=0) for part in (heads.keys, heads.values))
             heads = self.heads = replace(heads, keys=keys, values=values)
         fitted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # queries, key, value, outputs of each group
         mixed: list[Tensor] = []
@@ -219,41 +218,41 @@ class _LayerFit:
             q, k = self._shared_key(group, readers)
             asking = inputs[:, None] @ q.to(inputs).transpose(-1, -2)  # (B, n, T, d)
             asked = (inputs @ k.to(inputs).T)[:, None].expand_as(asking)
-            seen = mix_inputs(self._weights(asking, asked, readers)[1], inputs)  # (B, n, T, e)
-            own = heads.values[list(group)], heads.outputs[readers]
-            value, outputs = fit_values(*own, Moment.of(seen).covariance)
+            mixed_inputs = mix_inputs(self._weights(asking, asked, readers)[1], inputs)  # (B, n, T, e)
+            old = heads.values[list(group)], heads.outputs[readers]
+            value, outputs = fit_values(*old, Moment.of(mixed_inputs).covariance)
             fitted.append((q, k, value, outputs))
-            mixed.append(seen @ value.to(seen).T)
-        q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
-        k = torch.cat([each[1] for each in fitted]).double()
-        o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
+            mixed.append(mixed_inputs @ value.to(mixed_inputs).T)
+        q = torch.cat([fit[0] for fit in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
+        k = torch.cat([fit[1] for fit in fitted]).double()
+        o = torch.cat([fit[3] for fit in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
         o = self._refit_output(o, torch.cat(mixed, dim=1))
         columns = torch.unflatten(o, 1, (new.kv_heads, -1, spec.head_dim)).unbind(1)  # (hidden, n, d) a group
-        pairs = [(each[2].double(), own.flatten(0, 1)) for each, own in zip(fitted, columns, strict=True)]
+        pairs = [(fit[2].double(), output.flatten(0, 1)) for fit, output in zip(fitted, columns, strict=True)]
         if spec.v_norm is None:  # a norm stands between the two
-            pairs = [balanced(*each) for each in pairs]
+            pairs = [balanced(*pair) for pair in pairs]
         v = torch.cat([value for value, _ in pairs])
-        o = torch.cat([own.reshape(len(o), -1) for _, own in pairs], dim=1)
+        o = torch.cat([output.reshape(len(o), -1) for _, output in pairs], dim=1)
         return heads.projections({"q_proj": q, "k_proj": k, "v_proj": v}) | {"o_proj.weight": o}
 
     def latent(self, new: Any) -> dict[str, Tensor]:
-        """All tensors of a latent attention, by their names in it."""
+        """Return all tensors of a latent attention, by their names in it."""
         heads, dim = self.heads, _turning(self.spec)
         queries, key = heads.queries, heads.keys[0]
         if dim:
             queries, key = self._shared_key(range(len(heads.keys)), range(self.spec.heads))
         tensors = heads.with_latent(new, queries[:, :dim], key[:dim], self.covariance)
-        made = block_with(self.block, self.record, tensors)
-        mixed = run_block(made, self.student, self.context, "attention.o_proj")[1]["attention.o_proj"][0]
+        block = block_with(self.block, self.record, tensors)
+        mixed = run_block(block, self.student, self.context, "attention.o_proj")[1]["attention.o_proj"][0]
         by_heads = torch.unflatten(mixed, -1, (self.spec.heads, -1)).transpose(1, 2)
         return tensors | {"o_proj.weight": self._refit_output(tensors["o_proj.weight"], by_heads)}
 
     def _shared_key(self, group: Sequence[int], readers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The queries (n, d, e) and the key (d, e) of one group."""
+        """Return the queries (n, d, e) and the key (d, e) of one group."""
         spec, inputs = self.spec, self.inputs
         queries, keys = self.heads.queries[list(readers)], self.heads.keys[list(group)]
         if spec.q_norm is not None or spec.k_norm is not None:
-            return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
+            return queries, pool_mean(keys)  # a norm follows, so the scores are not bilinear in the inputs
         scale, dim, rows = spec.scale * spec.key_multiplier, _turning(spec), _as_halves(spec)
         angles: Tensor | None = None
         if dim:
@@ -264,10 +263,10 @@ class _LayerFit:
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
             angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
         queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
-        theirs = self.pattern[:, list(readers)], self.scores[:, list(readers)]
-        given = (queries.to(inputs), key.to(inputs), inputs[self.some], *theirs, scale, angles)
-        found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
-        (q, k), back = (found.queries, found.key), torch.argsort(rows)
+        original = self.pattern[:, list(readers)], self.scores[:, list(readers)]
+        arguments = (queries.to(inputs), key.to(inputs), inputs[self.some], *original, scale, angles)
+        refitted = refit_scores(*arguments, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
+        (q, k), back = (refitted.queries, refitted.key), torch.argsort(rows)
         if dim < spec.head_dim:
             plain, asking = balanced(k[dim:].double(), q[:, dim:].double().transpose(1, 2).flatten(0, 1))
             k = torch.cat((k[:dim], plain.to(k)))
@@ -275,7 +274,9 @@ class _LayerFit:
         return q[:, back], k[back]
 
     def _refit_output(self, start: Tensor, mixed: Tensor) -> Tensor:
-        """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
+        """Return the output projection (hidden, H·d) from the new mixed values (B, H, T, d) to the original residual
+        stream.
+        """
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
         wanted = self.made - bias + (missing if added(self.sublayer) else 0)
@@ -283,7 +284,7 @@ class _LayerFit:
         return refit(start, mixed.transpose(1, 2).flatten(2), wanted, stream)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
+        """Return scores and softmax of q and k, (B, n, T, d) before norms and positions, for the heads `readers`."""
         attention, spec, context = self.attention, self.spec, self.context
         position: Any = spec.position
         q = q if attention.q_norm is None else attention.q_norm(q)
@@ -293,7 +294,7 @@ class _LayerFit:
             q, k = turn(q, tables), turn(k, tables)
         q = q if spec.temperature is None else context.tempered(spec.temperature, q)
         scores = q @ k.transpose(-1, -2) * (spec.scale * spec.key_multiplier)
-        biased = scores  # and then capped, which the fit of scores themselves is not
+        biased = scores  # and capped; the fit of scores uses them without a cap
         if _biased(spec):
             bias = context.bias(position, spec.heads, spec.window)[: len(q)]  # all rows have the same positions
             bias = bias if readers is None else bias[:, list(readers)]
@@ -308,60 +309,63 @@ class _LayerFit:
         return scores, torch.softmax(torch.cat((biased, column), dim=-1), dim=-1)[..., :-1]
 
     def _groups(self, new: int) -> Groups:
-        """Which old heads become one: neighbours where a slope or a sink belongs to its place, or the search is too
-        long.
+        """Return which old heads become one.
+
+        Neighbours are grouped if a slope or sink belongs to a head's place, or if a search would take too long.
         """
         heads, spec, dim, rows = self.heads, self.spec, _turning(self.spec), _as_halves(self.spec)
         old = len(heads.keys)
         work = old * (old - 1) // 2 * self.covariance.shape[0] ** 3
         if _biased(spec) or spec.sinks or new == 1 or spec.q_norm is not None or work > _GROUPING_WORK:
             return contiguous_groups(old, new)
-        own = heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs
-        return group_similar(head_similarity(*own, self.covariance, dim), new)
+        parts = heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs
+        return group_similar(head_similarity(*parts, self.covariance, dim), new)
 
 
 def refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
-    """A projection that takes inputs to what is wanted. Each token counts by what it is worth there: one over the mean
-    square of the original's stream, of which a few tokens have nearly all.
+    """Fit a projection from inputs to outputs, with a weight for each token.
+
+    The weight is one over the mean square of the original's residual stream, since a few tokens have nearly all of it.
     """
     weight = stream.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
     return ridge_by_held_out(start, inputs, wanted, weight)
 
 
 def sublayer_of(block: Block, slot: str) -> SubLayer:
-    """A block's sub-layer of this slot."""
-    return next(each for each in block.sublayers if each.mixer.slot == slot)
+    """Return a block's sub-layer with this slot."""
+    return next(sublayer for sublayer in block.sublayers if sublayer.mixer.slot == slot)
 
 
 def added(sublayer: SubLayer) -> bool:
-    """Whether what a mixer gives is added to the stream, multiplied at most, and no norm looks at it there."""
+    """Return whether the mixer's output is added to the residual stream without a norm; it may be multiplied."""
     return sublayer.output_norm is None and sublayer.sum_norm is None
 
 
 def refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The stream after a new block, and the down projection fitted to the original stream; none of experts, and as it
-    was where a norm stands between the two.
+    """Return the residual stream after a new block, and the down projection fitted to the original residual stream.
+
+    There is no fit for experts, and none if a norm follows the projection.
     """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
     output, seen = run_block(block, student, context, DOWN)
-    inner, made = seen[DOWN]
+    inner, down_output = seen[DOWN]
     linear, sublayer = block.feed_forward.down_proj, sublayer_of(block.spec, "feed_forward")
     if not added(sublayer):
         return output, linear.weight.detach().double()
     bias = 0 if linear.bias is None else linear.bias.detach()
     factor = sublayer.multiplier
-    wanted = (teacher_output - (output - factor * made)) / factor - bias
+    wanted = (teacher_output - (output - factor * down_output)) / factor - bias
     fitted = refit(linear.weight.detach().double(), inner, wanted, teacher_output)
     with torch.no_grad():
         linear.weight.copy_(fitted)
-        return output + factor * (linear(inner) - made), fitted
+        return output + factor * (linear(inner) - down_output), fitted
 
 
 def _turning(spec: Attention) -> int:
-    """Elements of a head that positions turn, pair by pair. Raises SwapRefused where they turn them in another way."""
+    """Return the number of elements of a head that rotate in pairs. Raises SwapRefused for other rotations."""
     position: Any = spec.position
     if position is None or not position.turns:
         return 0
@@ -371,12 +375,12 @@ def _turning(spec: Attention) -> int:
 
 
 def _biased(spec: Attention) -> bool:
-    """Whether positions add to its scores."""
+    """Return whether positions add to the scores."""
     return spec.position is not None and spec.position.biases
 
 
 def _as_halves(spec: Attention) -> Tensor:
-    """The order in which a head's elements have their rotary pairs at i and i + dim/2."""
+    """Return the order in which the rotary pairs of a head's elements are at i and i + dim/2."""
     order, dim, position = torch.arange(spec.head_dim), _turning(spec), spec.position
     if not dim or getattr(position, "pairs", "halves") == "halves":
         return order

@@ -1,13 +1,13 @@
-"""Linear attention in place of attention, fitted on a text, layer after layer.
+"""Linear attention in place of softmax attention, fitted on a text, layer after layer.
 
-The original and the model that is made run side by side, as in `kv_fit`. In each layer, with queries, keys and values
-as they were:
+The original and the new model run together, as in `kv_fit`. In each layer, queries, keys and values stay the same.
+Three things are fitted:
 
-1. how fast each key-value head forgets, and a factor of each query head's scores, by search: those with which what the
-   head gives is nearest to what it gave,
-2. the output projection by ridge regression to the original's attention output, and to what the streams have drifted
-   apart by,
-3. the feed-forward's down projection likewise, to the original's stream after the layer.
+1. the forgetting rate of each key-value head and a factor of each query head's scores, by a search for the values with
+   which the output of the head is nearest to the original's,
+2. the output projection, by ridge regression to the original's attention output plus the difference of the hidden
+   states,
+3. the feed-forward's down projection, likewise to the original's hidden states after the layer.
 """
 
 from __future__ import annotations
@@ -31,76 +31,76 @@ _FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # of scores
 
 
 def _opened(rate: float) -> float:
-    """The bias of a gate that forgets at this rate: softplus of it is that."""
+    """Return the bias of a gate that forgets at this rate: its softplus is the rate."""
     return math.log(math.expm1(rate))
 
 
 def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibration) -> Iterator[dict[str, Wide]]:
-    """The new tensors of each of the layers `blocks` (layer -> its new block), in order of the layers."""
-    student: Tensor | None = None  # the original's stream, until a layer is fitted
+    """Yield the new tensors of each layer in `blocks` (layer -> its new block), in order."""
+    student: Tensor | None = None  # the new model's hidden states; None while it equals the original's
     for layer in calibration.walk(model, range(max(blocks) + 1)):
-        old, context, here = layer.module, layer.context, layer.x if student is None else student
+        old, context, inputs = layer.module, layer.context, layer.x if student is None else student
         if layer.index not in blocks:
-            student = None if student is None else run_block(old, here, context)[0]
+            student = None if student is None else run_block(old, inputs, context)[0]
             continue
         new = _plain(old, blocks[layer.index])
         mixer: Any = new.recurrence
         with torch.no_grad():
-            mixed, made = layer.run("attention.o_proj")[1]["attention.o_proj"]
-            x = run_block(new, here, context, "recurrence.v_proj")[1]["recurrence.v_proj"][0]
+            mixed, output = layer.run("attention.o_proj")[1]["attention.o_proj"]
+            x = run_block(new, inputs, context, "recurrence.v_proj")[1]["recurrence.v_proj"][0]
             _forgetting(mixer, widened(mixer.spec.scale, *mixer.projected(x, context)), mixed)
-            inner = run_block(new, here, context, "recurrence.o_proj")[1]["recurrence.o_proj"][0]
+            inner = run_block(new, inputs, context, "recurrence.o_proj")[1]["recurrence.o_proj"][0]
             sublayer = sublayer_of(blocks[layer.index], "recurrence")
-            missing = (layer.x - here) / sublayer.multiplier if added(sublayer) else 0
+            missing = (layer.x - inputs) / sublayer.multiplier if added(sublayer) else 0
             bias = 0 if mixer.o_proj.bias is None else mixer.o_proj.bias
-            stream = layer.x + sublayer.multiplier * made
+            stream = layer.x + sublayer.multiplier * output
             weight: Tensor = mixer.o_proj.weight
-            weight.copy_(refit(weight.double(), inner, made - bias + missing, stream))
+            weight.copy_(refit(weight.double(), inner, output - bias + missing, stream))
         names = [name for name in mixer.state_dict() if name.startswith(("q_proj", "gate_proj", "o_proj.weight"))]
-        found = {f"blocks.{layer.index}.recurrence.{name}": mixer.state_dict()[name].double() for name in names}
-        student, down = refit_down(new, here, layer.output, context)
+        tensors = {f"blocks.{layer.index}.recurrence.{name}": mixer.state_dict()[name].double() for name in names}
+        student, down = refit_down(new, inputs, layer.output, context)
         if down is not None:
-            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
-        yield {name: value.numpy() for name, value in found.items()}
+            tensors[f"blocks.{layer.index}.{DOWN}.weight"] = down
+        yield {name: value.numpy() for name, value in tensors.items()}
 
 
 def _plain(old: BlockModule, spec: Block) -> BlockModule:
-    """The block with linear attention of the same queries, keys and values, everything else as it was."""
+    """Return the block with linear attention with the same queries, keys and values."""
     new = BlockModule(spec).to(torch.float32).eval()
     values = {name.replace("attention", "recurrence", 1): value for name, value in old.state_dict().items()}
     gates: Any = new.recurrence.gate_proj
-    values |= {f"recurrence.gate_proj.{name}": torch.zeros_like(each) for name, each in gates.state_dict().items()}
+    values |= {f"recurrence.gate_proj.{name}": torch.zeros_like(gate) for name, gate in gates.state_dict().items()}
     new.load_state_dict({name: values[name] for name in new.state_dict()})
     return new
 
 
 def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted: Tensor) -> None:
-    """Set how fast heads forget, and the factor of their scores.
+    """Set the forgetting rates of heads, and the factors of their scores.
 
-    Both are few numbers, chosen from a grid, for which the first `TOKENS` tokens suffice.
+    These are few numbers from a grid, so the first `TOKENS` tokens suffice.
 
     Args:
-        mixer: the new layer.
-        inputs: its queries, keys, values and gates, (B, heads, T, …).
-        wanted: what its heads are to give, (B, T, H·d).
+        mixer: The new layer.
+        inputs: Its queries, keys, values and gates, (B, heads, T, …).
+        wanted: The desired output of its heads, (B, T, H·d).
     """
     rows = max(1, TOKENS // wanted.shape[1])
     (q, k, v, g), wanted, spec = (tensor[:rows] for tensor in inputs), wanted[:rows], mixer.spec
     wanted = torch.unflatten(wanted, -1, (spec.heads, -1)).transpose(1, 2)
     value = v.repeat_interleave(spec.group, dim=1)
-    factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # whose gain all heads share
+    factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # all heads share the norm's gain
 
     def errors(rate: float) -> Tensor:
-        """Of each factor and head: (factors, H)."""
-        off = [mean(pairs(q * factor, k, torch.full_like(g, -rate)) @ value) - wanted for factor in factors]
-        return torch.stack([each.square().sum(dim=(0, 2, 3)) for each in off])
+        """Return the error of each factor and head, (factors, H)."""
+        differences = [mean(pairs(q * factor, k, torch.full_like(g, -rate)) @ value) - wanted for factor in factors]
+        return torch.stack([difference.square().sum(dim=(0, 2, 3)) for difference in differences])
 
-    every = torch.stack([errors(rate) for rate in _RATES])  # (rates, factors, H)
-    least = torch.unflatten(every.amin(dim=1), -1, (spec.kv_heads, -1)).sum(dim=-1)  # (rates, KV)
+    all_errors = torch.stack([errors(rate) for rate in _RATES])  # (rates, factors, H)
+    least = torch.unflatten(all_errors.amin(dim=1), -1, (spec.kv_heads, -1)).sum(dim=-1)  # (rates, KV)
     rates = least.argmin(dim=0)
     gates: Any = mixer.gate_proj
-    gates.bias.copy_(torch.tensor([_opened(_RATES[each]) for each in rates.tolist()]))
-    chosen = every[rates.repeat_interleave(spec.group), :, torch.arange(spec.heads)].argmin(dim=1)  # (H,)
+    gates.bias.copy_(torch.tensor([_opened(_RATES[index]) for index in rates.tolist()]))
+    chosen = all_errors[rates.repeat_interleave(spec.group), :, torch.arange(spec.heads)].argmin(dim=1)  # (H,)
     scale = torch.tensor(factors)[chosen].repeat_interleave(spec.head_dim)
     mixer.q_proj.weight.mul_(scale[:, None])
     if mixer.q_proj.bias is not None:

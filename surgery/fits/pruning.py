@@ -1,10 +1,9 @@
-"""Fewer units of a feed-forward and fewer query heads by a text: those go that the others can best make up for, the
-projection behind them being fitted again (Optimal Brain Surgeon, Hassibi & Stork 1993, on the second moments of what
-it reads).
+"""Fewer units of a feed-forward or fewer query heads, chosen on a text.
 
-Or those go that are least active there, and nothing is fitted: Minitron's criteria (Muralidharan et al. 2407.14679),
-by which a head or a unit is worth the norm of what it gives over a sequence, a mean over sequences; and of experts
-REAP's (Lasby et al. 2510.13999).
+Two ways: drop the units or heads that the others can best replace, and fit the next projection again (Optimal Brain
+Surgeon, Hassibi & Stork 1993, on the second moments of the projection's inputs). Or drop the least active ones and fit
+nothing, by Minitron's criterion (Muralidharan et al. 2407.14679): the norm of a head's or unit's output over a
+sequence, averaged over sequences. Experts use REAP's criterion (Lasby et al. 2510.13999).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,35 +14,35 @@ import torch
 
 from ...modules.feed_forward import MixtureOfExpertsModule
 from ..base import Index, Model, Wide, by_head, gather
-from ..layerwise import Choice, Grouped, Inner, by_weights, kept, largest, parts, remaining
+from ..layerwise import Grouped, HeadChoice, Inner, by_weights, choice_of, largest, parts, remaining
 from .calibration import Calibration
 
 _RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
-"""What may be added to the diagonal of the activations' second moments, beside their mean."""
-_ROUNDS = 8  # in so many steps units go; on the trained samples 8 cost a sixth to a quarter less than one
+"""The candidates for the ridge: factors of the mean second moment that is added to the diagonal."""
+_ROUNDS = 8  # rounds in which units go; on the trained samples, 8 cost a sixth to a quarter less than one
 
 
-def refit(old: Wide, moments: Wide, kept: Index, ridge: float) -> Wide:
-    """W' [out, kept] that gives from some inputs, as nearly as can be, what W [out, n] gives from all.
+def refit(old: Wide, moments: Wide, index: Index, ridge: float) -> Wide:
+    """Return W' [out, index], which gives from some inputs nearly the same output as W [out, n] from all inputs.
 
-    moments [n, n] are the means of a·aᵀ over the text. Least squares with a ridge that draws to W itself.
+    moments [n, n] are the means of a·aᵀ over the text. The fit is least squares with a ridge that pulls towards W.
     """
-    gram = with_ridge(moments, kept, ridge)
-    target = old @ moments[:, kept] + old[:, kept] * (gram - moments[np.ix_(kept, kept)]).diagonal()
+    gram = with_ridge(moments, index, ridge)
+    target = old @ moments[:, index] + old[:, index] * (gram - moments[np.ix_(index, index)]).diagonal()
     return np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
 
 
-def with_ridge(moments: Wide, kept: Index, ridge: float) -> Wide:
-    """The second moments of some inputs, with a part `ridge` of their mean added to the diagonal."""
-    gram: Wide = moments[np.ix_(kept, kept)]
-    return gram + ridge * max(float(np.trace(gram)) / len(kept), 1e-30) * np.eye(len(kept))
+def with_ridge(moments: Wide, index: Index, ridge: float) -> Wide:
+    """Return the second moments of some inputs, with `ridge` times their mean added to the diagonal."""
+    gram: Wide = moments[np.ix_(index, index)]
+    return gram + ridge * max(float(np.trace(gram)) / len(index), 1e-30) * np.eye(len(index))
 
 
 def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> float:
-    """The ridge with which W refitted to fewer inputs is best on tokens that it was not fitted on.
+    """Return the ridge for which W refitted to fewer inputs is best on unseen tokens.
 
-    rows [tokens, n] are what W [out, n] reads; three quarters of them are fitted on. `stay` says of their second
-    moments and a ridge which inputs are kept.
+    rows [tokens, n] are the inputs of W [out, n]. Three quarters of them are used for the fit. `stay` returns the
+    remaining inputs for their second moments and a ridge.
     """
     cut = len(rows) - len(rows) // 4
     seen, unseen = rows[:cut], rows[cut:]
@@ -52,14 +51,14 @@ def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> fl
     moments, wanted = seen.T @ seen / len(seen), unseen @ old.T
 
     def error(ridge: float) -> float:
-        kept = stay(moments, ridge)
-        return float(((unseen[:, kept] @ refit(old, moments, kept, ridge).T - wanted) ** 2).sum())
+        index = stay(moments, ridge)
+        return float(((unseen[:, index] @ refit(old, moments, index, ridge).T - wanted) ** 2).sum())
 
     return min(_RIDGES, key=error)
 
 
 def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
-    """A projection's matrix and what it reads; a bias is the weight of one more input, which is always 1."""
+    """Return a projection's matrix and its inputs. A bias becomes the weight of one more input, which is always 1."""
     if not bias:
         return model.wide(weight), activations
     old = np.concatenate([model.wide(weight), model.wide(bias)[:, None]], axis=1)
@@ -70,23 +69,23 @@ def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wid
 
 
 def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, rounds: int = _ROUNDS) -> Index:
-    """Which `size` of the first `units` inputs of W [out, n] stay, the others being refitted each time some go.
+    """Return the `size` most needed of the first `units` inputs of W [out, n].
 
-    Without input j, the rest refitted, the output is off by ‖W_j‖² / (M⁻¹)_jj on average, M the inputs' second moments.
-    Some go at a time, since that changes what the rest are needed for.
+    Without input j, and with the others refitted, the output is off by ‖W_j‖² / (M⁻¹)_jj on average. M is the second
+    moments of the inputs. The inputs go in several rounds, because every removal changes the need for the others.
     """
     rest = np.arange(units, old.shape[1])
     stay = np.arange(units)
-    for left in np.linspace(units, size, rounds + 1).round().astype(int)[1:]:
+    for count in np.linspace(units, size, rounds + 1).round().astype(int)[1:]:
         index = np.append(stay, rest)
         weight = refit(old, moments, index, ridge)[:, : len(stay)]
         cost = (weight**2).sum(axis=0) / np.linalg.inv(with_ridge(moments, index, ridge)).diagonal()[: len(stay)]
-        stay = stay[largest(cost, left)]
+        stay = stay[largest(cost, count)]
     return stay
 
 
 def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, Wide]:
-    """Return which `size` of the first `units` inputs stay, and W [out, n] refitted to them, on what it reads."""
+    """Return which `size` of the first `units` inputs stay, and W [out, n] refitted to them."""
     rest = np.arange(units, old.shape[1])
 
     def at_once(moments: Wide, ridge: float) -> Index:
@@ -98,39 +97,39 @@ def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, 
 
 
 def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: int) -> Iterator[dict[str, Wide]]:
-    """The tensors of one feed-forward after the other: the units that are needed most, and down_proj fitted to them."""
-    for layer in calibration.walk(model, {each.layer for each in inner}):
-        own = {each.down.split(".", 2)[2].removesuffix(".weight"): each for each in inner if each.layer == layer.index}
-        _, seen = layer.run(*own)
-        for name, each in own.items():
-            # An expert that got no token has none.
-            rows = seen[name][0].reshape(-1, each.units).double().numpy() if name in seen else np.zeros((0, each.units))
-            bias = each.down_bias if each.record.down_bias else ""
-            old, rows = _reads(model, each.down, bias, rows)
-            rest = np.arange(each.units, old.shape[1])
+    """Yield the tensors of each feed-forward with its most needed units, and down_proj fitted to them."""
+    for layer in calibration.walk(model, {mlp.layer for mlp in inner}):
+        by_path = {mlp.down.split(".", 2)[2].removesuffix(".weight"): mlp for mlp in inner if mlp.layer == layer.index}
+        _, seen = layer.run(*by_path)
+        for name, mlp in by_path.items():
+            # An expert without tokens has no inputs.
+            rows = seen[name][0].reshape(-1, mlp.units).double().numpy() if name in seen else np.zeros((0, mlp.units))
+            bias = mlp.down_bias if mlp.record.down_bias else ""
+            old, rows = _reads(model, mlp.down, bias, rows)
+            rest = np.arange(mlp.units, old.shape[1])
             if len(rows):
-                index, new = _needed_units(old, rows, each.units, size)
+                index, new = _needed_units(old, rows, mlp.units, size)
             else:
-                index = largest(by_weights(model, each), size)
+                index = largest(by_weights(model, mlp), size)
                 new = old[:, np.append(index, rest)]
-            arrays: dict[str, Wide] = {up: model.wide(up)[index] for up in each.up}
-            yield arrays | {each.down: new[:, :size]} | ({bias: new[:, size]} if bias else {})
+            arrays: dict[str, Wide] = {up: model.wide(up)[index] for up in mlp.up}
+            yield arrays | {mlp.down: new[:, :size]} | ({bias: new[:, size]} if bias else {})
 
 
 def unit_activity(model: Model, calibration: Calibration, inner: Sequence[Inner]) -> dict[str, Wide]:
-    """For each feed-forward, by its path, how active each unit is; an expert's tokens count as one sequence."""
-    found: dict[str, Wide] = {}
-    for layer in calibration.walk(model, {each.layer for each in inner}):
-        own = {each.down.split(".", 2)[2].removesuffix(".weight"): each for each in inner if each.layer == layer.index}
-        _, seen = layer.run(*own)
-        for name, each in own.items():
-            rows = seen[name][0] if name in seen else torch.zeros(1, each.units)  # an expert that got no token
-            found[each.path] = _activity(rows.reshape(-1, *rows.shape[-2:], 1))
-    return found
+    """Return the activity of each unit, by the path of its feed-forward. An expert's tokens count as one sequence."""
+    activity: dict[str, Wide] = {}
+    for layer in calibration.walk(model, {mlp.layer for mlp in inner}):
+        by_path = {mlp.down.split(".", 2)[2].removesuffix(".weight"): mlp for mlp in inner if mlp.layer == layer.index}
+        _, seen = layer.run(*by_path)
+        for name, mlp in by_path.items():
+            rows = seen[name][0] if name in seen else torch.zeros(1, mlp.units)  # an expert without tokens
+            activity[mlp.path] = _activity(rows.reshape(-1, *rows.shape[-2:], 1))
+    return activity
 
 
 def _activity(outputs: torch.Tensor) -> Wide:
-    """Of what each of some parts gives (sequences, tokens, parts, elements): its norm a sequence, the mean of them."""
+    """Return the norm over a sequence of parts of (sequences, tokens, parts, elements), as mean over sequences."""
     return np.asarray(outputs.double().square().sum(dim=(1, 3)).sqrt().mean(dim=0).numpy())
 
 
@@ -138,26 +137,27 @@ def _activity(outputs: torch.Tensor) -> Wide:
 
 
 def _columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
-    """The columns of some heads, and those after the last head's."""
+    """Return the columns of some heads, and those after the last head."""
     whole = old.shape[1] // size * size
-    own = by_head(np.asarray(heads), np.arange(size), size)
-    return np.append(own, np.arange(whole, old.shape[1])).astype(np.int64)
+    columns = by_head(np.asarray(heads), np.arange(size), size)
+    return np.append(columns, np.arange(whole, old.shape[1])).astype(np.int64)
 
 
 def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[list[int]], Callable[[Index], float]]:
-    """By how much o_proj's output [hidden] is off, on average, without a unit, the rest fitted again.
+    """Return a function of the remaining heads, which returns the cost of each unit of heads.
 
-    old [hidden, heads · size (and 1 for a bias)]; moments are the second moments of what it is multiplied with.
+    The cost is the mean error of o_proj's output [hidden] without the unit, with the others refitted. old is [hidden,
+    heads · size (and 1 for a bias)], and moments are the second moments of its inputs.
     """
 
-    def costs(left: list[int]) -> Callable[[Index], float]:
-        index = _columns(left, size, old)
+    def costs(heads: list[int]) -> Callable[[Index], float]:
+        index = _columns(heads, size, old)
         weight, inverse = refit(old, moments, index, ridge), np.linalg.inv(with_ridge(moments, index, ridge))
 
         def cost(unit: Index) -> float:
-            at = np.concatenate([np.arange(size) + left.index(head) * size for head in unit.tolist()])
-            part = weight[:, at]
-            return float((part * np.linalg.solve(inverse[np.ix_(at, at)], part.T).T).sum())
+            columns = np.concatenate([np.arange(size) + heads.index(head) * size for head in unit.tolist()])
+            removed = weight[:, columns]
+            return float((removed * np.linalg.solve(inverse[np.ix_(columns, columns)], removed.T).T).sum())
 
         return cost
 
@@ -165,25 +165,25 @@ def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[lis
 
 
 def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, int]) -> dict[int, Wide]:
-    """For each of these layers, of so many heads, how active each head is."""
-    found = {}
+    """Return the activity of each head in these layers. `layers` gives the number of heads of each layer."""
+    activity = {}
     for layer in calibration.walk(model, layers):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
-        found[layer.index] = _activity(rows.reshape(*rows.shape[:2], layers[layer.index], -1))
-    return found
+        activity[layer.index] = _activity(rows.reshape(*rows.shape[:2], layers[layer.index], -1))
+    return activity
 
 
 def _needed_heads(
     old: Wide, rows: Wide, size: int, attention: Grouped, remaining: Callable[..., list[int]]
-) -> tuple[Choice, Wide]:
-    """Return which heads of `size` stay, and o_proj [hidden, n] refitted to them, on what it reads [tokens, n].
+) -> tuple[HeadChoice, Wide]:
+    """Return which heads of `size` elements stay, and o_proj [hidden, n] refitted to them on its inputs [tokens, n].
 
-    `remaining` says it by what each costs.
+    `remaining` returns the heads that stay for a function of their costs.
     """
     moments = rows.T @ rows / len(rows)
 
-    def chosen(ridge: float) -> Choice:
-        return kept(attention, remaining(_by_need(old, moments, size, ridge)))
+    def chosen(ridge: float) -> HeadChoice:
+        return choice_of(attention, remaining(_by_need(old, moments, size, ridge)))
 
     first = _columns(chosen(_RIDGES[0]).heads, size, old)
     ridge = ridge_for(old, rows, lambda *_: first)
@@ -194,7 +194,7 @@ def _needed_heads(
 def heads(
     model: Model, calibration: Calibration, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int
 ) -> Iterator[dict[str, Wide]]:
-    """The tensors of one layer's attention after the other: the heads needed most, and o_proj fitted to them."""
+    """Yield the tensors of each layer's attention with its most needed heads, and o_proj fitted to them."""
     for layer in calibration.walk(model, fitting):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
         path, (keys, candidates) = f"blocks.{layer.index}.attention", fitting[layer.index]
@@ -207,8 +207,8 @@ def heads(
         )
         arrays = {}
         for part in before:
-            own = by_head(choice.keys if part.keys else choice.heads, np.arange(part.size), part.size)
-            arrays[part.name] = gather(model.wide(part.name), own, part.axis)
+            entries = by_head(choice.keys if part.keys else choice.heads, np.arange(part.size), part.size)
+            arrays[part.name] = gather(model.wide(part.name), entries, part.axis)
         arrays[output.name] = fresh[:, : new * output.size]
         yield arrays | ({bias: fresh[:, -1]} if bias else {})
 
@@ -217,10 +217,10 @@ def heads(
 
 
 def expert_saliency(model: Model, calibration: Calibration, layers: Collection[int]) -> dict[int, Wide]:
-    """For each expert of these layers the mean, over the tokens that are led to it, of its weight times the norm of
-    what it answers; 0 where no token is.
+    """Return REAP's score of each expert in these layers: the mean of its weight times the norm of its output over its
+    tokens. An expert without tokens gets 0.
     """
-    found = {}
+    saliency = {}
     for layer in calibration.walk(model, layers):
         module = layer.module.feed_forward
         assert isinstance(module, MixtureOfExpertsModule)
@@ -228,13 +228,13 @@ def expert_saliency(model: Model, calibration: Calibration, layers: Collection[i
         scores = np.zeros(module.spec.experts)
         with torch.no_grad():
             weights, chosen = module.route(x)
-            given = x if module.expert_norm is None else module.expert_norm(x)
+            states = x if module.expert_norm is None else module.expert_norm(x)
             for number, expert in enumerate(module.experts):
                 tokens, places = torch.where(chosen == number)
                 weight = weights[tokens, places, None]
                 if len(tokens):
                     inputs = module.spec.weighs == "inputs"
-                    answer = expert(given[tokens] * weight) if inputs else expert(given[tokens]) * weight
+                    answer = expert(states[tokens] * weight) if inputs else expert(states[tokens]) * weight
                     scores[number] = float(answer.double().norm(dim=-1).mean())
-        found[layer.index] = scores
-    return found
+        saliency[layer.index] = scores
+    return saliency

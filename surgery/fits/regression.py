@@ -1,15 +1,14 @@
-"""Fewer key-value heads, refits of linears, activation slopes and block influence: the closed forms, on tensors alone.
+"""The closed forms for fits, on tensors alone: key-value heads, linears, activation slopes and block influence.
 
-One new key-value head replaces a group of m old ones, each read by some query heads. All functions take one such
-group and know nothing of files or modules. Notation: n query heads a group, d = head_dim, e = width of the input.
+One new key-value head replaces a group of m old ones, each read by some query heads. Every function takes one such
+group, and knows nothing of files or modules. Notation: n query heads in a group, d = head_dim, e = width of the input.
 
-Biases: a bias is a weight on a constant input of 1. `augment` puts it there: then e = hidden + 1, the inputs end in a
-column of ones, and no function needs to know. The values' constant passes through attention as it is, because
-attention weights sum to 1.
+A bias is a weight on a constant input of 1. `augment` adds it: then e = hidden + 1, the inputs end in a column of ones,
+and no function needs to know. The constant of the values passes through attention unchanged, because attention weights
+sum to 1.
 
-What a layer needs of the calibration text is its second moment (`Moment`) and, for `scores.refit_scores`, the inputs of
-that layer. Which heads make a group is decided in `grouping`. Everything works in the dtype of what it is given, meant
-to be fp64.
+A layer needs the second moment of the calibration text (`Moment`) and, for `scores.refit_scores`, its inputs there.
+Everything works in the dtype of its arguments, which should be fp64.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moment:
-    """Sums over tokens in fp64, to fit a linear: of x xᵀ (e, e), and of y xᵀ (out, e) where there is a target."""
+    """Sums over tokens in fp64, for the fit of a linear: x xᵀ (e, e), and y xᵀ (out, e) if there is a target."""
 
     gram: Tensor
     cross: Tensor | None
@@ -34,7 +33,7 @@ class Moment:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> Moment:
-        """Of tokens x (..., e) and targets y (..., out), each token counted `weight` (...) times."""
+        """Return the sums for tokens x (..., e) and targets y (..., out). Each token counts `weight` (...) times."""
         flat = x.reshape(-1, x.shape[-1]).double()
         scaled = flat if weight is None else flat * weight.reshape(-1, 1).to(flat)
         cross = None if y is None else y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
@@ -42,20 +41,21 @@ class Moment:
 
     @property
     def covariance(self) -> Tensor:
-        """E[x xᵀ], not centred: (e, e)."""
+        """The mean of x xᵀ, not centred: (e, e)."""
         return self.gram / self.count
 
 
 def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(..., out, hidden) and its bias (..., out) as one weight (..., out, hidden + 1) on [x, 1]."""
+    """Return (..., out, hidden) and its bias (..., out) as one weight (..., out, hidden + 1) on [x, 1]."""
     column = torch.zeros_like(weight[..., 0]) if bias is None else bias
     return torch.cat((weight, column[..., None]), dim=-1)
 
 
 def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to each
-    eigenvalue: directions the text never takes would otherwise be divided by zero. Raises ValueError where the matrix
-    is zero, which nothing can be fitted on.
+    """Return Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix.
+
+    `floor` times the largest eigenvalue is added to each eigenvalue, since directions outside of the text would be
+    divided by zero. Raises ValueError for a zero matrix, on which nothing can be fitted.
     """
     values, vectors = torch.linalg.eigh(covariance)
     if not values[-1] > 0:
@@ -65,19 +65,20 @@ def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tenso
 
 
 def pool_mean(weights: Tensor) -> Tensor:
-    """The mean of a group's heads (m, d, e) -> (d, e) (Ainslie et al. 2305.13245)."""
+    """Return the mean of a group's heads (m, d, e) -> (d, e) (Ainslie et al. 2305.13245)."""
     return weights.mean(dim=0)
 
 
 def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """One value head (d, e) for a group, and its new columns of the output projection (n, hidden, d), by reduced-rank
-    regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right singular vectors,
-    V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
+    """Return one value head (d, e) for a group, and its new columns of the output projection (n, hidden, d).
 
-    The optimum of Σ_g E|(O_g V_h(g) - O_g' V) z|² over all V of d rows (Eckart-Young; Izenman 1975). Lossless where the
-    O_g V_h(g) have d rows of rank between them. Values are (m, d, e), outputs (n, hidden, d), the n/m readers of each
-    old head together; covariance (e, e) is of what attention gives out of the layer's input, averaged over query heads
-    (`mix_inputs`), or of the input itself, which is nearly as good.
+    It is a reduced-rank regression. With M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right
+    singular vectors, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B. This is the optimum of Σ_g E|(O_g V_h(g) - O_g' V) z|²
+    over all V with d rows (Eckart-Young; Izenman 1975). It is lossless if the O_g V_h(g) together have rank d.
+
+    Values are (m, d, e) and outputs (n, hidden, d), with the n/m readers of each old head together. The covariance (e,
+    e) is that of the attention's mix of the layer's inputs, averaged over query heads (`mix_inputs`). The covariance of
+    the inputs themselves is nearly as good.
     """
     root, inverse = square_roots(covariance, floor)
     readers = outputs.shape[0] // values.shape[0]
@@ -87,34 +88,34 @@ def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float
 
 
 def balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices (r, e) and (n, r) of the same product outer @ inner, by its singular values: as much of each falls
-    to one as to the other, and their elements are of one size.
+    """Return two matrices (r, e) and (n, r) with the same product outer @ inner, whose elements have the same size.
 
-    What a closed form leaves may be wide here and tiny there. Adam's steps are alike for all elements, and would
-    destroy the tiny ones before the wide ones had moved. A product of less than r rows or columns stays as it is.
+    Singular values are shared equally between them. A closed form may leave wide elements in one and tiny ones in the
+    other. Adam takes equal steps for all elements, and would destroy the tiny ones before the wide ones had moved. A
+    product with fewer than r rows or columns is unchanged.
     """
     rank = len(inner)
     if min(inner.shape[1], len(outer)) < rank:
         return inner, outer
-    (q, before), (p, behind) = torch.linalg.qr(inner.T), torch.linalg.qr(outer)
-    u, s, vh = torch.linalg.svd(behind @ before.T)
-    size = (outer.shape[0] / inner.shape[1]) ** 0.25  # the two have as large a norm, and so many elements
+    (q, inner_basis), (p, outer_basis) = torch.linalg.qr(inner.T), torch.linalg.qr(outer)
+    u, s, vh = torch.linalg.svd(outer_basis @ inner_basis.T)
+    size = (outer.shape[0] / inner.shape[1]) ** 0.25  # equal norms, with different numbers of elements
     root = s.sqrt()
     return (root[:, None] / size * vh) @ q.T, p @ (u * root * size)
 
 
 def mix_inputs(probabilities: Tensor, inputs: Tensor) -> Tensor:
-    """What each query head sees of the layer's inputs, Σ_j p_ij x_j: (B, n, T, S), (B, S, e) -> (B, n, T, e)."""
+    """Return each query head's mix of the layer's inputs, Σ_j p_ij x_j: (B, n, T, S), (B, S, e) -> (B, n, T, e)."""
     return probabilities @ inputs[:, None]
 
 
 def gram_of(products: Tensor, between: Tensor | None = None) -> Tensor:
-    """The sum over heads of PᵀP, or of PᵀBP: (n, k, e) and B (n, k, k) -> (e, e)."""
+    """Return the sum over heads of PᵀP, or of PᵀBP: (n, k, e) and B (n, k, k) -> (e, e)."""
     return (products.transpose(-1, -2) @ (products if between is None else between @ products)).sum(dim=0)
 
 
 def leading(gram: Tensor, rank: int) -> Tensor:
-    """The eigenvectors of the largest `rank` eigenvalues, (e, rank), zeros where there are fewer than `rank`."""
+    """Return the eigenvectors of the largest `rank` eigenvalues, (e, rank), padded with zeros if there are fewer."""
     vectors = torch.linalg.eigh(gram)[1].flip(-1)[:, :rank]
     return torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
 
@@ -125,14 +126,16 @@ def leading(gram: Tensor, rank: int) -> Tensor:
 def fit_keys(
     queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """One key head (d, e) for a group, and its new queries (n, d, e): what it takes to read it goes into the queries.
+    """Return one key head (d, e) for a group, and its new queries (n, d, e), which compensate for the change.
 
-    Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation: of
-    √E|q|² · K_h Σ^½, stacked over the old heads, the first complex singular vector is the new row, and each old
-    head's coefficient, conjugated, goes into its queries. Mean-pooling fixes the coefficient at 1, Jin et al.
-    (2412.20677) its modulus. What is not rotated (all of it where rotary_dim is 0) takes the real form: the first
-    right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over the query heads. Queries are (n, d, e), the n/m readers
-    of each old key head together, keys (m, d, e), covariance (e, e) of the layer's input.
+    Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation. The
+    new row is the first complex singular vector of √E|q|² · K_h Σ^½, stacked over the old heads. Each old head's
+    coefficient, conjugated, is folded into its queries. Mean-pooling fixes the coefficient at 1, Jin et al.
+    (2412.20677) fix its modulus.
+
+    Elements without rotation take the real form: the first right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over
+    the query heads. Queries are (n, d, e), with the n/m readers of each old key head together. Keys are (m, d, e), and
+    the covariance (e, e) is that of the layer's input.
     """
     new_queries, new_key = queries.clone(), keys[0].clone()
     if rotary_dim:
@@ -145,7 +148,7 @@ def fit_keys(
 
 
 def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """`fit_keys` where every element is rotated."""
+    """Apply `fit_keys` to elements that are all rotated."""
     root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
     q, k = _pairs(queries), _pairs(keys)  # complex: (n, p, e), (m, p, e)
@@ -155,7 +158,7 @@ def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
     stacked = (weight[..., None] * (k @ root.to(k.dtype))).transpose(0, 1)  # (p, m, e)
     u, s, vh = torch.linalg.svd(stacked, full_matrices=False)
     factor = u[:, :, 0] * s[:, :1] / weight.T  # (p, m): K_h ≈ factor_h · the row
-    # The size is shared out so that keys stay as large as they were.
+    # The sizes are shared so that keys stay as large as before.
     size = factor.abs().square().mean(dim=1, keepdim=True).sqrt().clamp_min(torch.finfo(power.dtype).tiny)
     row = (vh[:, 0] @ inverse.to(vh.dtype)) * size  # (p, e)
     turned = q * (factor / size).T.conj().repeat_interleave(readers, dim=0)[..., None]
@@ -163,10 +166,10 @@ def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
 
 
 def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """`fit_keys` where nothing is rotated."""
+    """Apply `fit_keys` to elements without rotation."""
     root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
-    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram stands between
+    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram is used
     product = (keys @ root).repeat_interleave(readers, dim=0)  # K_h Σ^½, (n, d, e)
     basis = leading(gram_of(product, factors @ factors.transpose(-1, -2)), keys.shape[1])
     coefficients = product @ basis  # (n, d, d): K_h ≈ coefficients_h · the new head
@@ -174,29 +177,29 @@ def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
 
 
 def _pairs(weight: Tensor) -> Tensor:
-    """(..., dim, e) -> complex (..., dim/2, e): element i and element i + dim/2."""
+    """Return complex (..., dim/2, e) for (..., dim, e): element i and element i + dim/2."""
     real, imaginary = weight.chunk(2, dim=-2)
     return torch.complex(real, imaginary)
 
 
 def _elements(pairs: Tensor) -> Tensor:
-    """The inverse of `_pairs`."""
+    """Invert `_pairs`."""
     return torch.cat((pairs.real, pairs.imag), dim=-2)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the pairs (i, i + p) of (..., T, d) by angles (T, p); elements from 2p on stay (Su et al. 2104.09864)."""
+    """Rotate the pairs (i, i + p) of (..., T, d) by angles (T, p). Elements from 2p on stay (Su et al. 2104.09864)."""
     pairs = angles.shape[-1]
     a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     cos, sin = angles.cos().to(x), angles.sin().to(x)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-# --- what the fits minimise -----------------------------------------------------------------------------------------
+# --- the errors that the fits minimise --------------------------------------------------------------------------------
 
 
 def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Tensor, covariance: Tensor) -> float:
-    """What `fit_values` minimises, as a share of what there was: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
+    """Return the error of `fit_values`, as a share: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
     old = outputs @ values.repeat_interleave(len(outputs) // len(values), dim=0)
     lost, whole = (float(((x @ covariance) * x).sum()) for x in (old - new_outputs @ value, old))
     return lost / max(whole, torch.finfo(old.dtype).tiny)
@@ -205,15 +208,17 @@ def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Ten
 def score_error(
     queries: Tensor, keys: Tensor, new_queries: Tensor, key: Tensor, covariance: Tensor, rotary_dim: int = 0
 ) -> float:
-    """What `fit_keys` minimises, as a share of what there was: for each query head the squared products of a query
-    with a key of another, independent token, each rotary pair for itself and taken over all distances.
+    """Return the error of `fit_keys`, as a share of the whole.
+
+    It sums, for each query head, the squared products of a query with the key of an independent token. Rotary pairs
+    count separately, as a mean over all distances.
     """
     keys = keys.repeat_interleave(len(queries) // len(keys), dim=0)
-    one = key.expand_as(keys)
+    repeated_key = key.expand_as(keys)
     lost = whole = 0.0
     if rotary_dim:
         cut = slice(0, rotary_dim)
-        q, k, q2, k2 = (_pairs(each[:, cut]) for each in (queries, keys, new_queries, one))
+        q, k, q2, k2 = (_pairs(heads[:, cut]) for heads in (queries, keys, new_queries, repeated_key))
         wide = covariance.to(q.dtype)
         # |q|²|k|² of a pair, and of a difference q̄k - q̄'k': Gram matrices of the two-term product
         lost += _product_power((q, q2), (k, k2), wide)
@@ -222,14 +227,14 @@ def score_error(
         root = square_roots(covariance)[0]
         cut = slice(rotary_dim, None)
         old = (queries[:, cut] @ root).transpose(-1, -2) @ (keys[:, cut] @ root)
-        new = (new_queries[:, cut] @ root).transpose(-1, -2) @ (one[:, cut] @ root)
+        new = (new_queries[:, cut] @ root).transpose(-1, -2) @ (repeated_key[:, cut] @ root)
         lost += float((old - new).square().sum())
         whole += float(old.square().sum())
     return lost / max(whole, torch.finfo(keys.dtype).tiny)
 
 
 def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance: Tensor) -> float:
-    """E|Σ_t ±q̄_t k_t|² over independent tokens, signs alternating, summed over heads and pairs."""
+    """Return E|Σ_t ±q̄_t k_t|² over independent tokens, signs alternating, summed over heads and pairs."""
     total = 0.0
     for (s, (q, k)), (t, (q2, k2)) in itertools.product(enumerate(zip(queries, keys, strict=True)), repeat=2):
         of_q = ((q2 @ covariance) * q.conj()).sum(dim=-1)  # E q̄ q'
@@ -242,10 +247,10 @@ def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance
 
 
 def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
-    """The weight W that takes x to y, held to where it starts: argmin Σ|y - W x|² + λ|W - start|².
+    """Return the weight W from x to y that is pulled towards its start: argmin Σ|y - W x|² + λ|W - start|².
 
-    What the text says nothing of stays as in `start` (out, e). `strength` is λ over the mean of x's squares' sums (the
-    mean of the Gram matrix's diagonal). Raises ValueError where it is not positive, or the moment has no targets.
+    Directions that the text does not have stay as in `start` (out, e). `strength` is λ divided by the mean of the Gram
+    matrix's diagonal. Raises ValueError if it is not positive, or if the moment has no targets.
     """
     if not strength > 0 or moment.cross is None:
         raise ValueError(f"a ridge of strength {strength} needs more than 0, and a moment with targets")
@@ -257,10 +262,10 @@ def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
 
 
 def ridge_by_held_out(start: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, first: float = 1.0) -> Tensor:
-    """The `ridge` that takes tokens x (..., e) to y (..., out), with the strength that is best on tokens left out.
+    """Return the `ridge` from tokens x (..., e) to y (..., out), with the strength that is best on tokens left out.
 
-    The last quarter of the tokens is left out at first. From `first`, the strength goes up or down by powers of ten
-    while their error falls, within a factor of 10^4. Then all tokens are fitted with it.
+    The last quarter of the tokens is left out at first. From `first`, the strength changes by powers of ten while their
+    error falls, within a factor of 10^4. Then all tokens are fitted with it.
     """
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     weight = torch.ones(len(x)) if weight is None else weight.reshape(-1)
@@ -274,7 +279,7 @@ def ridge_by_held_out(start: Tensor, x: Tensor, y: Tensor, weight: Tensor | None
 
     @cache
     def error(power: int) -> float:
-        """Of the tokens left out, up to what no weight changes: Σ|W x|² - 2 y·W x."""
+        """Return the error on the tokens left out, up to a constant: Σ|W x|² - 2 y·W x."""
         new = ridge(start, seen, first * 10.0**power)
         return float((new * (new @ unseen.gram - 2 * cross)).sum())
 
@@ -292,11 +297,11 @@ def best_slope(
     low: float = 0.25,
     high: float = 4.0,
 ) -> tuple[float, float]:
-    """The slope a with which new(a·x)/a is nearest to old(x) on samples of pre-activations, and the root of the mean
-    squared difference that is left. GELU -> SiLU: near 1.702 (Hendrycks & Gimpel 1606.08415), where x is of size 1.
+    """Return the slope a for which new(a·x)/a is nearest to old(x) on pre-activations, and the root mean squared error.
 
-    A grid over log a between `low` and `high` finds the valley, golden sections the bottom. Raises ValueError
-    where there are no samples, or some that are not finite.
+    For GELU -> SiLU it is near 1.702 (Hendrycks & Gimpel 1606.08415) if x has size 1. A grid over log a between `low`
+    and `high` finds the valley, and golden sections find the minimum. Raises ValueError without samples, or if some are
+    not finite.
     """
     if not samples.numel() or not bool(samples.isfinite().all()):
         raise ValueError("the slope of an activation needs finite samples of what goes into it")
@@ -309,24 +314,25 @@ def best_slope(
 
     grid = torch.linspace(math.log(low), math.log(high), 41, dtype=torch.float64).tolist()
     middle = min(range(len(grid)), key=lambda index: error(grid[index]))
-    left, right = grid[max(middle - 1, 0)], grid[min(middle + 1, len(grid) - 1)]
+    low_end, high_end = grid[max(middle - 1, 0)], grid[min(middle + 1, len(grid) - 1)]
     golden = (math.sqrt(5) - 1) / 2
-    while right - left > 1e-9:
-        inner, outer = right - golden * (right - left), left + golden * (right - left)
+    while high_end - low_end > 1e-9:
+        inner, outer = high_end - golden * (high_end - low_end), low_end + golden * (high_end - low_end)
         if error(inner) <= error(outer):
-            right = outer
+            high_end = outer
         else:
-            left = inner
-    best = min((left + right) / 2, grid[middle], key=error)
+            low_end = inner
+    best = min((low_end + high_end) / 2, grid[middle], key=error)
     return math.exp(best), math.sqrt(error(best))
 
 
 def block_influence(before: Tensor, after: Tensor) -> Tensor:
-    """1 - the cosine between a block's input and output (..., hidden), for each token (...): the mean is ShortGPT's
-    block influence (Men et al. 2403.03853), and the block of the lowest goes first.
+    """Return 1 - the cosine between a block's input and output (..., hidden) for each token (...).
+
+    The mean is ShortGPT's block influence (Men et al. 2403.03853). The block with the lowest value is removed first.
     """
-    one, two = before.to(torch.float64), after.to(torch.float64)
-    result: Tensor = 1 - torch.nn.functional.cosine_similarity(one, two, dim=-1)
+    inputs, outputs = before.to(torch.float64), after.to(torch.float64)
+    result: Tensor = 1 - torch.nn.functional.cosine_similarity(inputs, outputs, dim=-1)
     return result
 
 
@@ -337,7 +343,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def contiguous_groups(heads: int, groups: int) -> Groups:
-    """Old heads 0 … heads-1 dealt out in order, as many to each group. Raises ValueError where they do not go up."""
+    """Return the old heads 0 … heads-1 in groups of equal size, in order. Raises ValueError if they do not divide."""
     if groups < 1 or heads % groups:
         raise ValueError(f"{heads} heads cannot be dealt out to {groups} groups of one size")
     size = heads // groups
@@ -345,58 +351,59 @@ def contiguous_groups(heads: int, groups: int) -> Groups:
 
 
 def group_similar(similarity: Tensor, groups: int) -> Groups:
-    """Old heads in groups of one size, so that the similarities (heads, heads) within groups add up to much.
+    """Return the old heads in groups of equal size with a large sum of similarities (heads, heads) within groups.
 
-    From the contiguous groups, the best exchange of two heads is made until none helps: a local optimum, never worse
-    than where it starts from, and the same every time. Heads in a group, and groups, are in order.
+    From the contiguous groups, the best exchange of two heads is made until none helps. This is a local optimum, never
+    worse than the start, and deterministic. Heads in a group, and groups, are in order.
     """
     heads = len(similarity)
-    found = [list(group) for group in contiguous_groups(heads, groups)]
+    grouped = [list(group) for group in contiguous_groups(heads, groups)]
     table: list[list[float]] = ((similarity + similarity.T) / 2).tolist()
 
-    def gain(one: list[int], i: int, two: list[int], j: int) -> float:
-        a, b = one[i], two[j]
-        lost = sum(table[a][x] for x in one if x != a) + sum(table[b][x] for x in two if x != b)
-        return sum(table[b][x] for x in one if x != a) + sum(table[a][x] for x in two if x != b) - lost
+    def gain(first: list[int], i: int, second: list[int], j: int) -> float:
+        a, b = first[i], second[j]
+        lost = sum(table[a][x] for x in first if x != a) + sum(table[b][x] for x in second if x != b)
+        return sum(table[b][x] for x in first if x != a) + sum(table[a][x] for x in second if x != b) - lost
 
     size, margin = heads // groups, 1e-12 * (1 + float(similarity.abs().max()))
     while True:
         pairs = (
-            (gain(one, i, two, j), one, i, two, j)
-            for one, two in itertools.combinations(found, 2)
+            (gain(first, i, second, j), first, i, second, j)
+            for first, second in itertools.combinations(grouped, 2)
             for i in range(size)
             for j in range(size)
         )
-        best = max(pairs, key=lambda found: found[0], default=None)
+        best = max(pairs, key=lambda grouped: grouped[0], default=None)
         if best is None or best[0] <= margin:
-            return tuple(sorted(tuple(sorted(group)) for group in found))
-        _, one, i, two, j = best
-        one[i], two[j] = two[j], one[i]
+            return tuple(sorted(tuple(sorted(group)) for group in grouped))
+        _, first, i, second, j = best
+        first[i], second[j] = second[j], first[i]
 
 
 def query_order(groups: Groups, per_head: int) -> list[int]:
-    """Old indices of the query heads, of W_q's rows and W_o's columns, in their new order: group by group."""
-    return [old * per_head + each for group in groups for old in group for each in range(per_head)]
+    """Return the old indices of the query heads (rows of W_q, columns of W_o) in their new order, group by group."""
+    return [old * per_head + reader for group in groups for old in group for reader in range(per_head)]
 
 
 def head_similarity(
     queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, covariance: Tensor, rotary_dim: int = 0
 ) -> Tensor:
-    """How much of two old heads' work one head in their place can do, for every two: (m, m), 1 on the diagonal.
+    """Return the share of two old heads' work that one head can do, for every two: (m, m), 1 on the diagonal.
 
-    The share of the squared products q·k and O·v that `fit_keys` and `fit_values` keep of a pair, the mean of both.
-    Queries (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), covariance (e, e) of the layer's input.
+    It is the share of the squared products q·k and O·v that `fit_keys` and `fit_values` preserve for a pair, the mean
+    of both. Queries are (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), and the covariance (e, e) is that
+    of the layer's input.
     """
     heads = len(keys)
     readers = len(queries) // heads
-    q, o = (each.reshape(heads, readers, *each.shape[1:]) for each in (queries, outputs))
+    q, o = (projections.reshape(heads, readers, *projections.shape[1:]) for projections in (queries, outputs))
     result = torch.eye(heads, dtype=keys.dtype)
     for a, b in itertools.combinations(range(heads), 2):
         pair = [a, b]
         both_q, both_o = q[pair].flatten(0, 1), o[pair].flatten(0, 1)
         new_q, new_k = fit_keys(both_q, keys[pair], covariance, rotary_dim)
-        kept = 1 - score_error(both_q, keys[pair], new_q, new_k, covariance, rotary_dim)
+        share = 1 - score_error(both_q, keys[pair], new_q, new_k, covariance, rotary_dim)
         new_v, new_o = fit_values(values[pair], both_o, covariance)
-        kept += 1 - value_error(values[pair], both_o, new_v, new_o, covariance)
-        result[a, b] = result[b, a] = kept / 2
+        share += 1 - value_error(values[pair], both_o, new_v, new_o, covariance)
+        result[a, b] = result[b, a] = share / 2
     return result

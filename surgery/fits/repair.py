@@ -1,8 +1,8 @@
-"""The projections into the stream fitted again on a text, behind a swap that changes what attention computes.
+"""The refit of projections into the residual stream on a text, after a swap that changes attention.
 
-The original and the model after the swap run side by side, as in `kv_fit`. In each layer the output projection is
-fitted to the original's attention output and to what the streams have drifted apart by, then the feed-forward's down
-projection likewise, to the original's stream after the layer.
+The original and the model after the swap run together, as in `kv_fit`. In each layer the output projection is fitted to
+the original's attention output, plus the difference of the hidden states so far. Then the feed-forward's down
+projection is fitted to the original's hidden states after the layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTPUT = "attention.o_proj"
 def refitted_layers(
     model: Model, swapped: Swapped, layers: Collection[int], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
-    """The new projections of each of these layers of the tree that a swap makes of a model, in order."""
+    """Yield the new projections of each of these layers, in order."""
     after, calibration = SwappedModel(model, swapped), calibration.within(swapped.spec)
     student, context = calibration.start(after)
     for layer in calibration.walk(model, range(max(layers) + 1)):
@@ -30,17 +30,17 @@ def refitted_layers(
         if layer.index not in layers:
             student = run_block(new, student, context)[0]
             continue
-        made = layer.run("attention")[1]["attention"][1]
+        output = layer.run("attention")[1]["attention"][1]
         inner = run_block(new, student, context, OUTPUT)[1][OUTPUT][0]
         sublayer, linear = sublayer_of(new.spec, "attention"), new.attention.o_proj
         with torch.no_grad():
             missing: Tensor | int = (layer.x - student) / sublayer.multiplier if added(sublayer) else 0
             bias: Tensor | int = 0 if linear.bias is None else linear.bias
-            wanted, stream = made - bias + missing, layer.x + sublayer.multiplier * made
+            wanted, stream = output - bias + missing, layer.x + sublayer.multiplier * output
             fitted = refit(linear.weight.double(), inner, wanted, stream)
             linear.weight.copy_(fitted)
             student, down = refit_down(new, student, layer.output, context)
-        found = {f"blocks.{layer.index}.{OUTPUT}.weight": fitted}
+        tensors = {f"blocks.{layer.index}.{OUTPUT}.weight": fitted}
         if down is not None:
-            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
-        yield {name: value.numpy() for name, value in found.items()}
+            tensors[f"blocks.{layer.index}.{DOWN}.weight"] = down
+        yield {name: value.numpy() for name, value in tensors.items()}

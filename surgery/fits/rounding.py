@@ -1,9 +1,9 @@
-"""Linear weights rounded to few bits by a text: GPTQ (Frantar et al. 2210.17323).
+"""Linear weights rounded to few bits on a text: GPTQ (Frantar et al. 2210.17323).
 
-Layer after layer, in the order in which the linears of a layer run, each is rounded on what comes to it once all before
-it are rounded. A weight is rounded input by input, the input of the most activation first; what one is off by, the
-inputs that are not rounded yet make up for, as far as they can on the text. The grid of a row or a group is the one
-that rounding to nearest has, so that what is stored is of the same form.
+The layers are rounded in order, and the linears of a layer in the order in which they run. Each is rounded on its
+inputs after all earlier ones are rounded. A weight is rounded input by input, the input with the largest activations
+first. The inputs that are not rounded yet compensate for the error, as far as they can on the text. The grid of a row
+or group is the same as for rounding to nearest, so the stored form is the same.
 """
 
 from __future__ import annotations
@@ -19,50 +19,53 @@ from .calibration import Calibration, run_block
 from .regression import Moment
 
 _DAMPING = 0.01  # of the second moments' mean diagonal, added to the diagonal (GPTQ's)
-_BLOCK = 128  # inputs whose errors are passed on together to those behind them
+_BLOCK = 128  # inputs whose errors are passed on to the later inputs together
 
 
 def rounded_layers(
     model: Model, stages: Mapping[int, Sequence[Sequence[str]]], grid: Callable[[Wide], Grid], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
-    """The rounded weights of one layer after the other, of these: stages [layer] has the names of its weights by when
-    they run, those that may be rounded at once in one list. `grid` makes the grid of a weight. A weight whose linear
-    gets no token, as an expert may, is rounded to nearest.
+    """Yield the rounded weights of each layer.
+
+    stages [layer] lists the names of its weights in the order in which they run; weights in one list are rounded
+    together. `grid` returns the grid of a weight. A weight without tokens, as in an unused expert, is rounded to
+    nearest.
     """
     for layer in calibration.walk(model, stages):
-        found: dict[str, Wide] = {}
+        rounded: dict[str, Wide] = {}
         for stage in stages[layer.index]:
             modules = {name: name.split(".", 2)[2].removesuffix(".weight") for name in stage}
             _, seen = run_block(layer.module, layer.x, layer.context, *modules.values())
             for name, path in modules.items():
                 weight = model.wide(name)
                 inputs = seen[path][0] if path in seen else torch.zeros(0, weight.shape[1])
-                found[name] = gptq(weight, Moment.of(inputs).gram.numpy(), grid(weight))
+                rounded[name] = gptq(weight, Moment.of(inputs).gram.numpy(), grid(weight))
                 with torch.no_grad():
-                    layer.module.get_parameter(f"{path}.weight").copy_(torch.from_numpy(found[name]))
-        yield found
+                    layer.module.get_parameter(f"{path}.weight").copy_(torch.from_numpy(rounded[name]))
+        yield rounded
 
 
 def gptq(weight: Wide, gram: Wide, grid: Grid) -> Wide:
-    """W [out, in] on its grid, such that W x changes as little as can be: Σ|(W - W') x|² over the text, whose sum of x
-    xᵀ is `gram` [in, in]. A row that is nearer when it is rounded to nearest, because what it had to make up for went
-    beyond the ends of its grid, is rounded so.
+    """Round W [out, in] to its grid so that W x changes least: Σ|(W - W') x|² over the text.
+
+    `gram` [in, in] is the sum of x xᵀ over the text. Rows for which plain rounding to nearest is better use that. This
+    happens if the compensation leaves the range of the grid.
     """
     diagonal, width, plain = gram.diagonal(), len(gram), grid.nearest(weight)
     if not diagonal.any():
         return plain
     order = np.argsort(-diagonal, kind="stable")
     damped = gram[np.ix_(order, order)] + _DAMPING * diagonal.mean() * np.eye(width)
-    # The upper Cholesky factor of the inverse: row j has what an error of input j does to those behind it.
+    # The upper Cholesky factor of the inverse: row j is the effect of an error of input j on the later inputs.
     factor = np.linalg.cholesky(np.linalg.inv(damped)).T
-    rest, made = weight[:, order].copy(), np.empty_like(weight)
+    remaining, rounded = weight[:, order].copy(), np.empty_like(weight)
     for start in range(0, width, _BLOCK):
         stop = min(start + _BLOCK, width)
         errors = np.empty((len(weight), stop - start))
         for j in range(start, stop):
-            made[:, order[j]] = grid.column(rest[:, j], int(order[j]), width)
-            errors[:, j - start] = (rest[:, j] - made[:, order[j]]) / factor[j, j]
-            rest[:, j:stop] -= errors[:, j - start, None] * factor[j, j:stop]
-        rest[:, stop:] -= errors @ factor[start:stop, stop:]
-    errors_of = [((each - weight) @ gram * (each - weight)).sum(axis=1) for each in (made, plain)]
-    return np.where((errors_of[0] <= errors_of[1])[:, None], made, plain)
+            rounded[:, order[j]] = grid.column(remaining[:, j], int(order[j]), width)
+            errors[:, j - start] = (remaining[:, j] - rounded[:, order[j]]) / factor[j, j]
+            remaining[:, j:stop] -= errors[:, j - start, None] * factor[j, j:stop]
+        remaining[:, stop:] -= errors @ factor[start:stop, stop:]
+    errors_of = [((candidate - weight) @ gram * (candidate - weight)).sum(axis=1) for candidate in (rounded, plain)]
+    return np.where((errors_of[0] <= errors_of[1])[:, None], rounded, plain)

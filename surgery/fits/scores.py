@@ -1,7 +1,7 @@
-"""Attention scores of fewer key-value heads, refitted to the original's: the step that helps most after `fit_keys`.
+"""The refit of attention scores for fewer key-value heads: the step that helps most after `fit_keys`.
 
-Notation as in `regression`: n query heads read one new key head, d = head_dim, e = width of the input, biases as a
-weight on a constant input.
+Notation as in `regression`: n query heads read one new key head, d = head_dim, e = width of the input. Biases are
+weights on a constant input.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from .regression import rotate
 
 
 class _ScoreFit(NamedTuple):
-    """Queries (n, d, e), the key head (d, e), and the error per token and query head before and after the refit."""
+    """The result of a refit."""
 
-    queries: Tensor
-    key: Tensor
-    before: float
-    after: float
+    queries: Tensor  # (n, d, e)
+    key: Tensor  # (d, e)
+    before: float  # the error per token and query head before the refit
+    after: float  # and after it
 
 
 def refit_scores(
@@ -36,19 +36,17 @@ def refit_scores(
     steps: int = 10,
     strength: float = 1e-3,
 ) -> _ScoreFit:
-    """Queries and the key head of a group, fitted together to the original's scores on the inputs they will see.
+    """Fit the queries and the key head of a group together to the original's scores on their inputs.
 
-    The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², Δ the difference of scores and p the original's attention: twice the
-    KL divergence of the two patterns to second order, blind to the shift that softmax is blind to. Scores are
-    bilinear, so each of `rounds` solves the least squares problem linearised in both at once (Gauss-Newton), by `steps`
+    The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², with Δ the difference of scores and p the original's attention. It is
+    twice the KL divergence of the two patterns to second order, and ignores shifts, as softmax does. Scores are
+    bilinear. So each of `rounds` solves the least squares problem linearised in both factors (Gauss-Newton), by `steps`
     of conjugate gradients on its normal equations. Few steps and a ridge of `strength`, relative to the mean curvature,
-    keep what little text there is from being learnt by heart. A round that would make the error larger is halved, and
-    at last left out.
+    prevent overfitting. A round that increases the error is halved, and finally left out.
 
-    Queries are (n, d, e), the key (d, e), the layer's inputs in the model being made (B, T, e), the original's
-    attention on its own inputs (B, n, T, T), 0 where it must not look, and its q·k · scale without any bias of
-    positions (B, n, T, T), read where that is not 0. `scale` multiplies q·k; angles are (T, p), None without rotary
-    positions.
+    Queries are (n, d, e), the key (d, e), the inputs in the new model (B, T, e). The original's attention on its own
+    inputs is (B, n, T, T), with 0 at masked positions. Its q·k · scale without position biases has the same shape.
+    `scale` multiplies q·k; angles are (T, p), or None without rotary positions.
     """
     problem = _Scores(inputs, probabilities, scores, scale, angles)
     before = after = problem.error(queries, key)
@@ -68,7 +66,7 @@ def refit_scores(
 
 @dataclass
 class _Scores:
-    """The least squares problem of `refit_scores`, a sequence at a time."""
+    """The least squares problem of `refit_scores`, one sequence at a time."""
 
     inputs: Tensor
     probabilities: Tensor
@@ -83,19 +81,19 @@ class _Scores:
         return x if self.angles is None else rotate(x, -self.angles)
 
     def residual(self, queries: Tensor, key: Tensor, b: int) -> Tensor:
-        """What is missing in the scores of sequence b, 0 where attention may not look: (n, T, T)."""
+        """Return the missing part of the scores of sequence b, (n, T, T), with 0 at masked positions."""
         q, k = self.turned(self.inputs[b] @ queries.transpose(-1, -2)), self.turned(self.inputs[b] @ key.T)
         missing: Tensor = self.scores[b] - q @ k.T * self.scale
         return missing.masked_fill(self.probabilities[b] == 0, 0)
 
     def centred(self, difference: Tensor, b: int) -> Tensor:
-        """p_ij (Δ_ij - Σ_k p_ik Δ_ik): (n, T, T)."""
+        """Return p_ij (Δ_ij - Σ_k p_ik Δ_ik): (n, T, T)."""
         p = self.probabilities[b]
         weighted = p * difference
         return weighted - p * weighted.sum(dim=-1, keepdim=True)
 
     def error(self, queries: Tensor, key: Tensor) -> float:
-        """The sum over sequences, query heads and tokens."""
+        """Return the error, summed over sequences, query heads and tokens."""
         total = 0.0
         for b in range(len(self.inputs)):
             missing = self.residual(queries, key, b)
@@ -103,7 +101,7 @@ class _Scores:
         return total
 
     def solve(self, queries: Tensor, key: Tensor, steps: int, strength: float) -> tuple[Tensor, Tensor]:
-        """The change of queries and key that the linearised problem asks for."""
+        """Return the change of queries and key that solves the linearised problem."""
         heads, d, width = queries.shape
         q = [self.turned(x @ queries.transpose(-1, -2)) * self.scale for x in self.inputs]  # (n, T, d) each
         k = [self.turned(x @ key.T) * self.scale for x in self.inputs]  # (T, d) each
@@ -117,13 +115,13 @@ class _Scores:
             change = self.turned(x @ dq.transpose(-1, -2)) @ k[b].T + q[b] @ self.turned(x @ dk.T).T
             return adjoint(b, self.centred(change, b))
 
-        # Both unknowns in units in which the mean curvature is that of the inputs alone: 1 / the size of the other.
-        unit_q = float(torch.stack([each.square().mean() for each in k]).mean()) ** -0.5
-        unit_k = float(torch.stack([each.square().sum(dim=0).mean() for each in q]).mean()) ** -0.5
+        # Units in which the mean curvature of both unknowns is that of the inputs: 1 / the size of the other unknown.
+        unit_q = float(torch.stack([part.square().mean() for part in k]).mean()) ** -0.5
+        unit_k = float(torch.stack([part.square().sum(dim=0).mean() for part in q]).mean()) ** -0.5
         penalty = strength * float(self.inputs.square().sum()) / width
 
         def packed(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-            dq, dk = (torch.stack(each).sum(dim=0) for each in zip(*parts, strict=True))
+            dq, dk = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
             return torch.cat((dq.reshape(-1, width) * unit_q, dk * unit_k))
 
         def unpacked(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +137,7 @@ class _Scores:
 
 
 def conjugate_gradients(matrix: Callable[[Tensor], Tensor], wanted: Tensor, steps: int) -> Tensor:
-    """x with matrix(x) ≈ wanted, of a positive semidefinite `matrix`, from zero (Hestenes & Stiefel 1952)."""
+    """Solve matrix(x) ≈ wanted for a positive semidefinite `matrix`, from zero (Hestenes & Stiefel 1952)."""
     x, r = torch.zeros_like(wanted), wanted.clone()
     p, size = r.clone(), float(r.square().sum())
     floor = size * torch.finfo(wanted.dtype).eps ** 2

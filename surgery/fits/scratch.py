@@ -1,4 +1,4 @@
-"""Arrays that are fitted when the first of them is asked for, and wait on disk until they are written."""
+"""Fitted arrays that are computed on first use, and are stored on disk until they are written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..base import Computed, Model, Wide
 
 
 class Scratch:
-    """What a fit makes of a model, by name.
+    """The results of a fit to a model, by name.
 
-    `fit` yields groups of arrays by name, in any order; it runs once, on the model whose tensor is asked for first.
-    The folder goes when the object does.
+    `fit` yields groups of arrays by name, in any order. It runs once, on the model whose tensor is requested first. The
+    folder is deleted with the object.
     """
 
     def __init__(self, fit: Callable[[Model], Iterator[Mapping[str, Wide]]]) -> None:
@@ -29,27 +29,27 @@ class Scratch:
 
     @classmethod
     def by(cls, name: str, *given: Any) -> Scratch:
-        """What a function of this folder ("feed_forward.downs") fits of the model; imported when needed."""
+        """Return the results of a function of this folder ("feed_forward.downs"), which is imported on first use."""
         module, _, function = name.partition(".")
         return cls(lambda model: getattr(import_module(f".{module}", __package__), function)(model, *given))
 
     def waiting(self, names: Iterable[str]) -> dict[str, Computed]:
-        """Tensors that are fitted when one of them is asked for."""
+        """Return recipes for tensors that are fitted when one of them is requested."""
         return {name: Computed(lambda model, name=name: self.of(model, name)) for name in names}  # type: ignore[misc]
 
     def of(self, model: Model, name: str) -> Wide:
-        """One array of what is fitted to a model."""
+        """Return one array of the fit to a model."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="gptkit-fit-"))
             weakref.finalize(self, shutil.rmtree, self._folder)
             import torch
 
-            # A pass that reads the first tensor may be in inference mode, whose tensors a fit cannot use.
+            # The first read may be in inference mode, whose tensors a fit cannot use.
             with torch.inference_mode(False), torch.no_grad():
                 for group in self._fit(model):
                     for key, array in group.items():
                         path = self._folder / f"{len(self._files)}.npy"
                         np.save(path, array)
                         self._files[key] = path
-        found: Wide = np.load(self._files[name])
-        return found
+        stored: Wide = np.load(self._files[name])
+        return stored

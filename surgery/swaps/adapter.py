@@ -1,7 +1,7 @@
-"""Adapters as peft and mlx-lm save them: what of a model an adapter changes, by the names of the base model's modules.
+"""Adapters as peft and mlx-lm save them: their changes to a model, by the names of the base model's modules.
 
-adapter_config.json says how the tensors are to be read. What gptkit does not understand it refuses by name: another
-method (IA3, AdaLoRA, LoHa), or a setting with which base and adapter compute something else.
+adapter_config.json tells how to read the tensors. gptkit refuses unsupported methods (IA3, AdaLoRA, LoHa) and settings
+by name.
 
 Sources: LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353; peft 0.21 (tuners/lora, utils/save_and_load.py); mlx-lm
 (tuner/lora.py, tuner/dora.py, tuner/utils.py).
@@ -34,9 +34,9 @@ _REFUSED: Mapping[str, str] = {
     "use_bdlora": "its matrices are block-diagonal",
     "use_qalora": "it pools its input",
 }
-"""Settings that change what an adapter computes, and how."""
+"""Unsupported settings, with the reasons."""
 _INITIALISED = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which the base model stays as it is."""
+"""Values of init_lora_weights that leave the base model unchanged."""
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(\.(?!weight$|bias$)[^.]+)?(\.(?P<kind>weight|bias))?"
@@ -67,40 +67,36 @@ class Lora:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter; modules and tensors by the names that they have in the base model.
-
-    lora: the low-rank changes of modules. saved: tensors that stand in for the base model's. base: copies of the base
-    model's that came along. rows: modules (embeddings) of which `indices` have new rows. mlx: mlx-lm wrote it.
-    """
+    """An adapter. Modules and tensors have their names in the base model."""
 
     reference: str
     config: Mapping[str, Any]
     sha256: str
-    lora: Mapping[str, Lora]
-    saved: Mapping[str, str]
-    base: Mapping[str, str]
-    rows: Mapping[str, str]
+    lora: Mapping[str, Lora]  # the low-rank changes of modules
+    saved: Mapping[str, str]  # tensors that replace those of the base model
+    base: Mapping[str, str]  # copies of the base model's tensors
+    rows: Mapping[str, str]  # embeddings with new rows, for the tokens in `indices`
     file: Weights = field(repr=False)
-    mlx: bool = False
+    mlx: bool = False  # whether mlx-lm wrote it
 
     @property
     def trained_on(self) -> str | None:
-        """The model that the adapter says it was trained on."""
+        """The base model's name in the adapter's config."""
         base = self.config.get("model" if self.mlx else "base_model_name_or_path")
         return base if isinstance(base, str) and base else None
 
     @property
     def method(self) -> str:
-        """The method in a word, for the record of what was merged."""
+        """The method in a word, for the record of the merge."""
         dora = self.config.get("use_dora") or self.config.get("fine_tune_type") == "dora"
         return ("dora" if dora else "lora") + ("+rslora" if self.config.get("use_rslora") else "")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's, by its name in the file."""
+        """Return the shape of a tensor by its name in the file."""
         return self.file.info[name][1]
 
     def read(self, name: str, part: int | None = None) -> Wide:
-        """A tensor in fp64, or one index of its first dimension. Raises InvalidInput where it holds NaN or infinity."""
+        """Return a tensor in fp64, or one index of its first dimension. Raises InvalidInput for NaN or infinity."""
         array = self.file.read(name)
         return self._wide(name, array if part is None else array[part])
 
@@ -122,14 +118,14 @@ class Adapter:
         if self.mlx:
             return self.read(lora.a, expert), self.read(lora.b, expert)
         a, b = self.file.read(lora.a), self.file.read(lora.b)
-        own = a.reshape(experts, -1, a.shape[1])[expert], b.reshape(len(b), -1, experts)[:, :, expert]
-        return self._wide(lora.a, own[0]), self._wide(lora.b, own[1])
+        matrices = a.reshape(experts, -1, a.shape[1])[expert], b.reshape(len(b), -1, experts)[:, :, expert]
+        return self._wide(lora.a, matrices[0]), self._wide(lora.b, matrices[1])
 
     def factor_shapes(self, module: str, outputs: int, inputs: int, experts: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that A and B need for a matrix (outputs, inputs), or one of each of so many experts."""
+        """Return the shapes that A and B need for a matrix (outputs, inputs), or for each of `experts` matrices."""
         lora = self.lora[module]
-        own = (*self.shape(lora.a), 0, 0)
-        rank = own[1 if self.mlx and (experts or lora.turned) else 0]
+        dimensions = (*self.shape(lora.a), 0, 0)
+        rank = dimensions[1 if self.mlx and (experts or lora.turned) else 0]
         if self.mlx and experts:
             return {lora.a: (experts, rank, inputs), lora.b: (experts, outputs, rank)}
         if lora.turned:
@@ -137,20 +133,22 @@ class Adapter:
         return {lora.a: (rank - rank % (experts or 1), inputs), lora.b: (outputs, rank)}
 
     def scale(self, module: str, parameter: str | None = None, experts: int = 0) -> float:
-        """Return what B·A is multiplied by: α / r, or α / √r; mlx-lm states the number itself.
+        """Return the factor of B·A: α / r, or α / √r. mlx-lm states the number itself.
 
-        peft's `rank_pattern` and `alpha_pattern` are by module, or by `parameter` where the adapter changes one that
-        is no linear's weight. Raises SwapRefused where the config does not say the rank that the tensors have.
+        peft's `rank_pattern` and `alpha_pattern` are by module, or by `parameter` if the adapter trains one that is no
+        linear's weight. Raises SwapRefused if the tensors have another rank than the config.
         """
         if self.mlx:
             return self._mlx_scale
         name = parameter or module
         rank = self._patterns["rank_pattern"].get(name, self.config.get("r", 8))
         alpha = self._patterns["alpha_pattern"].get(name, self.config.get("lora_alpha", 8))
-        own = self.shape(self.lora[module].a)[0] // (experts or 1)
-        if rank != own or isinstance(rank, bool):
-            told = shown(rank)
-            raise SwapRefused(f"{self.reference}: {module} has rank {own}, but {ADAPTER_CONFIG} says {told}")
+        own_rank = self.shape(self.lora[module].a)[0] // (experts or 1)
+        if rank != own_rank or isinstance(rank, bool):
+            rank_in_config = shown(rank)
+            raise SwapRefused(
+                f"{self.reference}: {module} has rank {own_rank}, but {ADAPTER_CONFIG} says {rank_in_config}"
+            )
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise SwapRefused(f"{self.reference}: lora_alpha of {module} is {shown(alpha)}, expected a number")
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -165,43 +163,43 @@ class Adapter:
 
     @cached_property
     def _patterns(self) -> dict[str, dict[str, Any]]:
-        """The settings of modules and parameters that a pattern names, by the setting's name and the module's."""
+        """The settings of modules and parameters that match a pattern, by the names of setting and module."""
         names = [*self.lora, *(name for module in self.lora for name in self.parameters_of(module))]
-        found: dict[str, dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}
         for setting in ("rank_pattern", "alpha_pattern"):
             patterns = self.config.get(setting) or {}
             if not isinstance(patterns, dict):
                 raise InvalidInput(f"{ADAPTER_CONFIG}: {setting} is {shown(patterns)}, expected an object")
             matched = first_matches(f"{ADAPTER_CONFIG}: {setting}", list(patterns), names) if patterns else []
-            found[setting] = {n: patterns[key] for n, key in zip(names, matched, strict=False) if key is not None}
-        return found
+            settings[setting] = {n: patterns[key] for n, key in zip(names, matched, strict=False) if key is not None}
+        return settings
 
     @property
     def target_parameters(self) -> list[str]:
-        """The ends of the names of parameters that peft was asked to train where they stand."""
-        given = self.config.get("target_parameters") or []
-        return [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
+        """The ends of the names of parameters that peft trains in place."""
+        names = self.config.get("target_parameters") or []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def parameters_of(self, module: str) -> list[str]:
-        """Return the names that parameters of a module may have which peft trains where they stand."""
+        """Return the names that parameters of a module may have if peft trains them in place."""
         bare = without_wrappers(module)
-        ends = dict.fromkeys(each.rpartition(".")[2] for each in self.target_parameters)
+        ends = dict.fromkeys(parameter.rpartition(".")[2] for parameter in self.target_parameters)
         return [f"{bare}.{end}" for end in ends if self.targets(f"{bare}.{end}")]
 
     def targets(self, parameter: str) -> bool:
         """Return whether `target_parameters` name a parameter, by peft's own rule."""
-        return any(parameter == each or parameter.endswith(f".{each}") for each in self.target_parameters)
+        return any(parameter == target or parameter.endswith(f".{target}") for target in self.target_parameters)
 
     def indices(self, module: str) -> list[int]:
-        """The tokens whose rows `rows` holds. Raises SwapRefused where the config does not say."""
+        """Return the tokens of the new rows in `rows`. Raises SwapRefused if the config does not list them."""
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
         count = self.shape(self.rows[module])[0]
         if not isinstance(given, list) or not all(type(i) is int for i in given) or len(given) != count:
-            told = shown(given)
+            listed = shown(given)
             raise SwapRefused(
-                f"{self.reference}: {count} rows for {module}, but trainable_token_indices in its config lists {told}"
+                f"{self.reference}: {count} rows for {module}, but trainable_token_indices in its config lists {listed}"
             )
         return given
 
@@ -224,8 +222,8 @@ def wrappers(module: str) -> int:
 def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Adapter:
     """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision).
 
-    Raises what `open_files` raises, and SwapRefused where it is no LoRA adapter, or one of a kind that gptkit does not
-    understand.
+    Raises the errors of `open_files`, and SwapRefused for an adapter other than LoRA, or of a kind that gptkit does not
+    support.
     """
     config_path, file, sha256 = open_files(reference, offline, allow_pickle)
     config = read_config_file(config_path)[0]
@@ -238,14 +236,14 @@ def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = 
     for full in file.info:
         name = full.removeprefix("base_model.model.")
         if match := _LORA.fullmatch(name):
-            own, part = lora.setdefault(match["module"], Lora()), match["part"]
+            entry, part = lora.setdefault(match["module"], Lora()), match["part"]
             if part == "lora_magnitude_vector":
-                own.magnitude = full
+                entry.magnitude = full
             elif match["kind"] == "bias":
-                own.bias = full
+                entry.bias = full
             else:
-                own.embedding = part.startswith("lora_embedding")
-                setattr(own, part[-1].lower(), full)
+                entry.embedding = part.startswith("lora_embedding")
+                setattr(entry, part[-1].lower(), full)
         elif match := _ROWS.fullmatch(name):
             rows[match["module"]] = full
         elif match := _BASE.fullmatch(name):
@@ -258,14 +256,14 @@ def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = 
                 saved[tensor] = full
         else:
             unknown.append(name)
-    # What a module had before it was saved whole is of no use.
-    base = {name: own for name, own in base.items() if name not in saved}
+    # The old tensors of a module that was saved as a whole are not needed.
+    base = {name: entry for name, entry in base.items() if name not in saved}
     _require_whole(reference, lora, unknown)
     return Adapter(reference, config, sha256, lora, saved, base, rows, file)
 
 
 def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weights) -> Adapter:
-    """Read what mlx-lm's training leaves: adapters, or the tensors of the last layers as a whole ("full")."""
+    """Read an output of mlx-lm's training: adapters, or the complete tensors of the last layers ("full")."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora", "full"):
         raise SwapRefused(f"{reference} has the fine_tune_type {shown(kind)}, which gptkit does not know")
@@ -278,27 +276,27 @@ def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weig
         if match is None:
             unknown.append(name)
             continue
-        own = lora.setdefault(match["module"], Lora())
+        entry = lora.setdefault(match["module"], Lora())
         if match["part"] == "m":
-            own.magnitude = name
+            entry.magnitude = name
         else:
-            setattr(own, match["part"][-1], name)
-            own.turned = len(file.info[name][1]) == 2
+            setattr(entry, match["part"][-1], name)
+            entry.turned = len(file.info[name][1]) == 2
     _require_whole(reference, lora, unknown)
     return Adapter(reference, config, sha256, lora, {}, {}, {}, file, mlx=True)
 
 
 def _require_whole(reference: str, lora: Mapping[str, Lora], unknown: Iterable[str]) -> None:
-    """Raise SwapRefused where there are tensors that do not belong to LoRA, or half a module's."""
+    """Raise SwapRefused for tensors that do not belong to LoRA, and for modules with only one of A and B."""
     unknown = list(unknown)
-    halves = [module for module, each in lora.items() if not each.a or not each.b]
+    halves = [module for module, entry in lora.items() if not entry.a or not entry.b]
     if unknown or halves:
-        what = "tensors that are not part of LoRA" if unknown else "only one of lora_A and lora_B for"
-        raise SwapRefused(f"{reference} has {what}: {', '.join((unknown or halves)[:4])}")
+        problem = "tensors that are not part of LoRA" if unknown else "only one of lora_A and lora_B for"
+        raise SwapRefused(f"{reference} has {problem}: {', '.join((unknown or halves)[:4])}")
 
 
 def _texts(value: Any) -> list[str]:
-    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
@@ -310,7 +308,7 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise SwapRefused(f"{reference} is trained with {name}: {why}")
     start = config.get("init_lora_weights", True)
-    if not any(start is each or start == each for each in _INITIALISED):
+    if not any(start is value or start == value for value in _INITIALISED):
         raise SwapRefused(
             f"{reference} is trained with init_lora_weights {shown(start, 40)}: the adapter does not start from the"
             " base model's",

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint an adapter changes, and whether it fits them.
+"""The tensors of a checkpoint that an adapter changes, and whether the adapter fits them.
 
-Adapters go by the names of transformers' modules. These are the checkpoint's names in most families; `bind_all` knows
-the others too. Adapters of models of images and text go by longer names, which `composite.bare_names` shortens.
+Adapters use the names of transformers' modules. In most families these are the checkpoint's names; `bind_all` knows the
+others too. Adapters of models of images and text use longer names, which `composite.bare_names` shortens.
 """
 
 import re
@@ -19,14 +19,14 @@ from ...errors import CannotExpress, SwapRefused
 from .adapter import Adapter, Lora, without_wrappers, wrappers
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
-_TOLD = 4  # modules or tensors that a message names
+_NAMED = 4  # the number of modules or tensors that a message names
 _SWITCH = re.compile(r"(?P<block>.*\.(?P<layer>\d{1,9})\..*)\.switch_mlp\.(?P<name>\w+)")
 """mlx-lm's module of all experts, whose linears it calls as gptkit does in every family."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter does to one tensor of the checkpoint, or to the matrix of one expert in it."""
+    """An adapter's change to one tensor of the checkpoint, or to the matrix of one expert in it."""
 
     leaf: BoundLeaf
     sources: tuple[str, ...]
@@ -34,7 +34,7 @@ class Change:
     module: str | None = None
     """The module with A and B, if it has such."""
     parameter: str | None = None
-    """The parameter's own name, where peft trains one that is no linear's weight (`target_parameters`)."""
+    """The parameter's own name if peft trains one that is no linear's weight (`target_parameters`)."""
     expert: int | None = None
     experts: int = 0
     """Which expert's matrix it is, of how many whose A and B are stored together."""
@@ -49,7 +49,7 @@ class Change:
 
 
 def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dict[str, BoundLeaf]]:
-    """Return the family, and its leaves by every name that they have; those of a tied head too."""
+    """Return the family, and its leaves by all their names, including those of a tied head."""
     family = None if origin is None else origin.family
     if family is None:
         raise SwapRefused(
@@ -72,15 +72,15 @@ def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dic
 
 
 class _Names:
-    """The tensors of a tree by the names that adapters have for them."""
+    """The tensors of a model by their names in adapters."""
 
     def __init__(self, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec) -> None:
         self.architecture, self.leaves, self.layers = architecture, leaves, len(spec.blocks)
         self._matrices = {p.name: p.shape for p in spec.parameters()}
-        self.lent = architecture.repeats(spec)
+        self.shared_names = architecture.repeats(spec)
 
     def leaf(self, tensor: str) -> BoundLeaf | None:
-        """Return the leaf of a tensor, None where the tree has none of that name."""
+        """Return the leaf of a tensor, or None if the model has no tensor of that name."""
         for name in bare_names(tensor):
             known = self.architecture.canonical_name(name, self.leaves, self.layers)
             if known is not None and known in self.leaves:
@@ -88,14 +88,15 @@ class _Names:
         return None
 
     def parameter(self, adapter: Adapter, module: str) -> BoundLeaf | None:
-        """Return the leaf of a parameter that peft trains where it stands. Each has a wrapper around its module, the
-        last one the outermost.
+        """Return the leaf of a parameter that peft trains in place.
+
+        Each parameter has a wrapper around its module, the last one the outermost.
         """
         bare = without_wrappers(module)
         ends = {name: name.rpartition(".")[2] for name in self._children(bare)}
-        own = [name for name, end in ends.items() if adapter.targets(f"{bare}.{end}")]
-        place = len(own) - 1 - wrappers(module)
-        return self.leaves[own[place]] if place >= 0 else None
+        trained = [name for name, end in ends.items() if adapter.targets(f"{bare}.{end}")]
+        place = len(trained) - 1 - wrappers(module)
+        return self.leaves[trained[place]] if place >= 0 else None
 
     def _children(self, module: str) -> list[str]:
         """Return the names of a module's own parameters, in the order of transformers' modules."""
@@ -103,7 +104,7 @@ class _Names:
         return [name for name in self.leaves if name.rpartition(".")[0] in known]
 
     def switched(self, module: str) -> list[BoundLeaf]:
-        """Return the matrices of all experts that a module of mlx-lm stands for, empty where it is no such module."""
+        """Return the matrices of all experts for a module of mlx-lm, or none if it is no such module."""
         match = _SWITCH.fullmatch(module)
         if match is None:
             return []
@@ -117,40 +118,38 @@ class _Names:
 def changes_of(
     adapter: Adapter, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec
 ) -> dict[str, Change]:
-    """Return what an adapter changes, by the checkpoint's names. Raises SwapRefused with the modules that the model
-    does not have.
-    """
+    """Return an adapter's changes, by the checkpoint's names. Raises SwapRefused for modules not in the model."""
     names = _Names(architecture, leaves, spec)
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    fields_by_leaf: dict[tuple[str, ...], dict[str, Any]] = {}
     unknown: list[str] = []
 
-    def note(leaf: BoundLeaf | None, told: str, **what: Any) -> None:
+    def note(leaf: BoundLeaf | None, missing: str, **fields: Any) -> None:
         if leaf is None:
-            unknown.append(told)
+            unknown.append(missing)
         else:
-            found.setdefault(leaf.shared, {"leaf": leaf}).update(what)
+            fields_by_leaf.setdefault(leaf.shared, {"leaf": leaf}).update(fields)
 
-    for tensor, own in {**adapter.base, **adapter.saved}.items():
-        note(names.leaf(tensor), tensor, stands_in=own)
+    for tensor, source in {**adapter.base, **adapter.saved}.items():
+        note(names.leaf(tensor), tensor, stands_in=source)
     for module, lora in adapter.lora.items():
-        for leaf, what in _changed(adapter, names, module):
-            note(leaf, module, module=module, **what)
+        for leaf, fields in _changed(adapter, names, module):
+            note(leaf, module, module=module, **fields)
         if lora.bias is not None:
             note(names.leaf(f"{module}.bias"), f"{module}.bias", bias=module)
     for module in adapter.rows:
         note(names.leaf(f"{module}.weight"), module, rows=module)
     _require_own(adapter, names, unknown)
-    if not found:
+    if not fields_by_leaf:
         raise SwapRefused(f"{adapter.reference} has no tensors, so it would change nothing")
-    shared = [name for each in found for name in each]
+    shared = [name for key_names in fields_by_leaf for name in key_names]
     if len(shared) != len({*shared}):
         twice = sorted({name for name in shared if shared.count(name) > 1})
         raise SwapRefused(
             f"{adapter.reference} has two changes for the same weight, under different tensor names: "
-            f"{some_of(twice, _TOLD)}"
+            f"{some_of(twice, _NAMED)}"
         )
     tied = (HEAD,) if spec.tied else ()
-    changes = [Change(sources=(EMBEDDING,) if key == tied else key, **what) for key, what in found.items()]
+    changes = [Change(sources=(EMBEDDING,) if key == tied else key, **fields) for key, fields in fields_by_leaf.items()]
     return {change.leaf.checkpoint: change for change in changes}
 
 
@@ -168,7 +167,7 @@ def with_tables(
 
 
 def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[BoundLeaf | None, dict[str, Any]]]:
-    """Yield the leaves that a module's A and B change, and how they do."""
+    """Yield the leaves that a module's A and B change, with the details of the change."""
     experts = names.switched(module) if adapter.mlx else []
     if experts:
         for expert, leaf in enumerate(experts):
@@ -180,18 +179,18 @@ def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[Bou
         yield weight, {"inputs_first": weight is not None and _inputs_first(weight)}
         return
     # The pattern of a rank may name the module in front of the parameter too, so the adapter's own name of it counts.
-    own = f"{without_wrappers(module)}.{parameter.checkpoint.rpartition('.')[2]}"
+    full_name = f"{without_wrappers(module)}.{parameter.checkpoint.rpartition('.')[2]}"
     if len(parameter.shape) != 3:
-        yield parameter, {"parameter": own}
+        yield parameter, {"parameter": full_name}
         return
     count = parameter.shape[0]
     if not parameter.stacked:
-        yield parameter, {"parameter": own, "experts": count}
+        yield parameter, {"parameter": full_name, "experts": count}
         return
     for expert in range(count):
-        one = parameter.of_expert(expert)
-        turned = _turned(adapter, adapter.lora[module], one)
-        yield one, {"parameter": own, "expert": expert, "experts": count, "inputs_first": turned}
+        matrix = parameter.of_expert(expert)
+        turned = _turned(adapter, adapter.lora[module], matrix)
+        yield matrix, {"parameter": full_name, "expert": expert, "experts": count, "inputs_first": turned}
 
 
 def _turned(adapter: Adapter, lora: Lora, leaf: BoundLeaf) -> bool:
@@ -210,34 +209,32 @@ def _inputs_first(leaf: BoundLeaf) -> bool:
 
 
 def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
-    """Raise SwapRefused where an adapter changes modules that the model does not have, or has from another layer."""
-    lent = [name for name in unknown for bare in bare_names(f"{name}.weight") if bare in names.lent]
-    if lent:
-        reason = f"{adapter.reference} changes {some_of(lent, _TOLD)}, whose weights are shared with another module"
+    """Raise SwapRefused if an adapter changes modules that the model does not have, or that share their weights."""
+    shared = [name for name in unknown for bare in bare_names(f"{name}.weight") if bare in names.shared_names]
+    if shared:
+        reason = f"{adapter.reference} changes {some_of(shared, _NAMED)}, whose weights are shared with another module"
         raise SwapRefused(f"{reason}; one merged weight cannot have two values")
     if unknown:
         reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: "
-        raise SwapRefused(reason + some_of(unknown, _TOLD), _hint(adapter))
+        raise SwapRefused(reason + some_of(unknown, _NAMED), _hint(adapter))
 
 
 # --- whether it fits --------------------------------------------------------------------------------------------------
 
 
 def require_fitting(adapter: Adapter, changes: Mapping[str, Change], leaves: Mapping[str, BoundLeaf]) -> None:
-    """Raise SwapRefused where tensors have other shapes than the model needs, or layers are left out that
-    `target_modules` names.
-    """
+    """Raise SwapRefused if shapes do not fit the model, or if layers in `target_modules` are missing."""
     wrong = []
     for change in changes.values():
         for tensor, shape in _needed(adapter, change).items():
             if adapter.shape(tensor) != shape:
-                own = list(adapter.shape(tensor))
-                wrong.append(f"{tensor} has the shape {own}, but {change.leaf.checkpoint} needs {list(shape)}")
+                actual = list(adapter.shape(tensor))
+                wrong.append(f"{tensor} has the shape {actual}, but {change.leaf.checkpoint} needs {list(shape)}")
     wrong = list(dict.fromkeys(wrong))
     if wrong:
         raise SwapRefused(
-            f"{adapter.reference} does not fit this model: {'; '.join(wrong[:_TOLD])}"
-            + (f"; {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""),
+            f"{adapter.reference} does not fit this model: {'; '.join(wrong[:_NAMED])}"
+            + (f"; {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""),
             _hint(adapter, changes),
         )
     for change in changes.values():
@@ -268,19 +265,19 @@ def _needed(adapter: Adapter, change: Change) -> dict[str, tuple[int, ...]]:
 
 
 def _require_all_layers(adapter: Adapter, changes: Mapping[str, Change], leaves: Mapping[str, BoundLeaf]) -> None:
-    """Raise SwapRefused where peft would have given more layers of this model an adapter than have one."""
+    """Raise SwapRefused if peft would have given more layers of this model an adapter."""
     targets, config = adapter.config.get("target_modules"), adapter.config
     partly = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     if partly or not isinstance(targets, list) or any(re.search(r"\d", str(target)) for target in targets):
         return
-    own = {
+    changed_names = {
         change.leaf.checkpoint for change in changes.values() if change.module is not None and change.parameter is None
     }
-    kinds = {_kind(name) for name in own if _kind(name) != name}
-    lacking = [name for name in leaves if _kind(name) in kinds and name not in own]
+    kinds = {_kind(name) for name in changed_names if _kind(name) != name}
+    lacking = [name for name in leaves if _kind(name) in kinds and name not in changed_names]
     if lacking:
         raise SwapRefused(
-            f"{adapter.reference} is incomplete: its target_modules include {some_of(lacking, _TOLD)}, but it has no"
+            f"{adapter.reference} is incomplete: its target_modules include {some_of(lacking, _NAMED)}, but it has no"
             " weights for them",
             _hint(adapter),
         )

@@ -1,16 +1,16 @@
-"""How many query heads there are.
+"""The number of query heads.
 
-More, exact: new heads whose columns in o_proj are zero; their other weights are those of old heads, so that training
-reaches the zeros. In grouped attention each key-value head gets as many more query heads, or, where the number does not
-allow it, whole groups are added; where every head has its own key and value, they are added too.
+More, exact: the columns of new heads in o_proj are zero. Their other weights are those of old heads, so that training
+changes the zeros. In grouped attention, each key-value head gets equally many more query heads. If the number does not
+allow that, whole groups are added. If every head has its own key and value, these are added too.
 
-Fewer, exact: heads go that nothing comes out of. Otherwise those that matter least: with a text those that the others
-can best make up for, o_proj being fitted again (Hassibi & Stork 1993, a head at a time); without one (--approximate)
-those of the smallest ‖O V‖. As many of each group go, or whole groups. "N:active" keeps those that are most active on
-the text, as they are, and tells which (Minitron 2407.14679).
+Fewer, exact: heads without any output are removed. Otherwise the least important ones are removed. With a text, these
+are the heads that the others can best replace, and o_proj is fitted again (Hassibi & Stork 1993, a head at a time).
+Without one (--approximate), those with the smallest ‖O V‖. Equally many of each group go, or whole groups. "N:active"
+keeps the most active heads on the text unchanged, and records which (Minitron 2407.14679).
 
-ALiBi gives a head its slope by its number among so many (2108.12409). The slopes of n and N heads have some in common:
-heads move to where theirs is, and where one is missing there is no exact form.
+ALiBi's slope of a head depends on its number and the number of heads (2108.12409). The slopes of n and N heads have
+some in common: heads move to the place of their slope. If a slope is missing, there is no exact form.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,13 +24,24 @@ from ...components import ALiBi, ModelSpec
 from ...errors import SwapRefused
 from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
-from ..layerwise import Choice, Grouped, kept, key_heads, one_or_all, parts, remaining, slopes, unnormed, with_mixers
+from ..layerwise import (
+    Grouped,
+    HeadChoice,
+    choice_of,
+    key_heads,
+    one_or_all,
+    parts,
+    remaining,
+    slopes,
+    unnormed,
+    with_mixers,
+)
 from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap, active
 
 
 def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
-    """The tree with another number of query heads, in the layers asked for; `active` keeps the most active ones."""
+    """Change the number of query heads in the chosen layers. `active` keeps the most active ones."""
     new = asked.number("a number of heads")
     none = f"these layers have {new} heads already"
     layers = asked.those(spec, lambda block: block.attention.heads != new, none, "Possible: another number.")
@@ -41,22 +52,22 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
         unnormed(path, attention)
         if new > attention.heads:
-            choice: Choice | None = _more(attention, new)
+            choice: HeadChoice | None = _more(attention, new)
         else:
             tried = [(keys, _units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
-            found = (_without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
-            choice = next((each for each in found if each is not None), None)
+            choices = (_without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
+            choice = next((candidate for candidate in choices if candidate is not None), None)
             exact = exact and choice is not None
             if choice is None and asked.approximate:
-                alike = np.ones(attention.heads)
-                score = asked.weights.ask(partial(_by_weights, path=path, attention=attention), alike, alike)
+                equal = np.ones(attention.heads)
+                score = asked.weights.ask(partial(_by_weights, path=path, attention=attention), equal, equal)
                 (keys, units), *_ = tried
-                choice = kept(attention, remaining(attention, units, new, keys, score))
+                choice = choice_of(attention, remaining(attention, units, new, keys, score))
             elif choice is None:
                 fitting[layer] = tried[0]
         keys = fitting[layer][0] if choice is None else len(choice.keys)
-        own = {"kv_heads": keys} if hasattr(attention, "kv_heads") else {}
-        changed[layer] = replace(attention, heads=new, **own)
+        key_field = {"kv_heads": keys} if hasattr(attention, "kv_heads") else {}
+        changed[layer] = replace(attention, heads=new, **key_field)
         tensors |= {} if choice is None else _chosen_heads(path, attention, choice)
     if fitting and asked.calibration is None and not active:
         first = min(fitting)
@@ -70,12 +81,12 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
         scores = _activities(spec, asked, fitting)
         for layer, (keys, units) in fitting.items():
             attention = spec.blocks[layer].attention
-            choice = kept(attention, remaining(attention, units, new, keys, scores[layer]))
+            choice = choice_of(attention, remaining(attention, units, new, keys, scores[layer]))
             tensors |= _chosen_heads(f"blocks.{layer}.attention", attention, choice)
             summary.setdefault("kept", {})[str(layer)] = choice.heads.tolist()
         summary["by"] = "activity"
     elif fitting and asked.calibration is not None:
-        # They wait for the text to have run through the model, once for all of them.
+        # The text runs once through the model, for all of them.
         names = [part.name for i in fitting for part in parts(f"blocks.{i}.attention", spec.blocks[i].attention)]
         names += [f"blocks.{i}.attention.o_proj.bias" for i in fitting if spec.blocks[i].attention.output_bias]
         tensors |= Scratch.by("pruning.heads", asked.calibration(), fitting, new).waiting(names)
@@ -83,7 +94,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
 
 
 def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[int, Wide]:
-    """How active each head of these layers is on the text."""
+    """Return the activity of each head of these layers on the text."""
     calibration, heads = asked.text("how active heads are is seen"), {i: spec.blocks[i].attention.heads for i in layers}
 
     def question(model: Model) -> dict[int, Wide]:
@@ -94,8 +105,8 @@ def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[in
     return asked.weights.run(question)
 
 
-def _chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Tensor]:
-    """The tensors with the heads of a choice; silent ones have no columns in o_proj."""
+def _chosen_heads(path: str, attention: Grouped, choice: HeadChoice) -> dict[str, Tensor]:
+    """Return the tensors with the heads of a choice. Silent heads have no columns in o_proj."""
     tensors: dict[str, Tensor] = {}
     for part in parts(path, attention):
         heads = choice.keys if part.keys else choice.heads
@@ -108,21 +119,21 @@ def _chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Te
 
 
 def _key_counts(attention: Grouped, new: int) -> list[int]:
-    """How many key-value heads so many query heads may have: first as many as there are, or as large groups."""
+    """Return numbers of key-value heads for `new` query heads: the present one, or one that keeps groups' size."""
     keys = key_heads(attention)
     group = attention.heads // keys
     if group == 1:
         return [new]
-    found = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
-    if not found:
+    counts = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
+    if not counts:
         near = [n for n in range(1, 2 * attention.heads + 1) if n % keys == 0 or n % group == 0]
         reason = f"{new} query heads cannot share {keys} key-value heads evenly, nor be in groups of {group}"
         raise SwapRefused(reason, f"Possible: {', '.join(map(str, near))}, …")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(counts))
 
 
-def _more(attention: Grouped, new: int) -> Choice:
-    """More heads, the old ones one after the other, or to where ALiBi has the slope that each had."""
+def _more(attention: Grouped, new: int) -> HeadChoice:
+    """Choose more heads: the old ones repeatedly, or at the places of their ALiBi slopes."""
     old, keys = attention.heads, key_heads(attention)
     group = old // keys
     if keys in (old, 1):
@@ -133,20 +144,20 @@ def _more(attention: Grouped, new: int) -> Choice:
                 fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
                 hint = f"Possible: {', '.join(fit)}." if fit else "First change the position encoding (--position)."
                 raise SwapRefused(f"with {new} heads, ALiBi lacks some slopes of the model's {old} heads", hint)
-            places = [after.index(each) for each in before]
+            places = [after.index(slope) for slope in before]
         heads[places], silent[places] = np.arange(old), False
-        return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
+        return HeadChoice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
     _refuse_grouped_alibi(attention, new)
     new_keys = _key_counts(attention, new)[0]
     key_index = np.arange(new_keys) % keys
     within = np.arange(new // new_keys)
     heads = (key_index[:, None] * group + within[None, :] % group).reshape(-1)
     silent = ((np.arange(new_keys) >= keys)[:, None] | (within >= group)[None, :]).reshape(-1)
-    return Choice(heads, key_index, silent)
+    return HeadChoice(heads, key_index, silent)
 
 
 def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
-    """Raise SwapRefused where heads cannot move to their slopes without leaving their group."""
+    """Raise SwapRefused if heads cannot move to their slopes within their group."""
     if isinstance(attention.position, ALiBi):
         raise SwapRefused(
             f"ALiBi's slopes depend on the number of heads, and {attention.heads} grouped heads cannot take the slopes"
@@ -156,7 +167,7 @@ def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
 
 
 def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
-    """What may go as a whole: single heads, groups of them, or, with ALiBi, the heads whose slopes will be no more."""
+    """Return the units that can be removed: heads, groups, or with ALiBi the heads whose slopes disappear."""
     old, keys = attention.heads, key_heads(attention)
     single = tuple(np.array([head]) for head in range(old))
     if keys not in (old, 1):
@@ -176,24 +187,24 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 
 
 def _outputs(model: Model, path: str, attention: Grouped) -> Wide:
-    """The columns of o_proj by head: (hidden, heads, elements)."""
-    found: Wide = model.wide(f"{path}.o_proj.weight")
-    return found.reshape(len(found), attention.heads, -1)
+    """Return the columns of o_proj by head: (hidden, heads, elements)."""
+    columns: Wide = model.wide(f"{path}.o_proj.weight")
+    return columns.reshape(len(columns), attention.heads, -1)
 
 
 def _values(model: Model, path: str, attention: Grouped) -> Wide:
-    """What makes the values of each query head, biases as one more column: (heads, elements, inputs)."""
-    own = attention.shapes()
-    linear = "v_proj" if "v_proj.weight" in own else "v_up_proj"
+    """Return the values' weights of each query head, biases as a last column: (heads, elements, inputs)."""
+    shapes = attention.shapes()
+    linear = "v_proj" if "v_proj.weight" in shapes else "v_up_proj"
     keys = key_heads(attention)
-    found = model.wide(f"{path}.{linear}.weight")
-    if f"{linear}.bias" in own:
-        found = np.concatenate([found, model.wide(f"{path}.{linear}.bias")[:, None]], axis=1)
-    return found.reshape(keys, len(found) // keys, -1).repeat(attention.heads // keys, axis=0)
+    values = model.wide(f"{path}.{linear}.weight")
+    if f"{linear}.bias" in shapes:
+        values = np.concatenate([values, model.wide(f"{path}.{linear}.bias")[:, None]], axis=1)
+    return values.reshape(keys, len(values) // keys, -1).repeat(attention.heads // keys, axis=0)
 
 
 def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
-    """‖O V‖² of each head."""
+    """Return ‖O V‖² of each head."""
     products = np.einsum(
         "ohe,hei->hoi", _outputs(model, path, attention), _values(model, path, attention), optimize=True
     )
@@ -202,26 +213,26 @@ def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
-    """For each head whether nothing comes out of it."""
+    """Return for each head whether it has no output."""
     unheard = ~_outputs(model, path, attention).any(axis=(0, 2))
     return np.asarray(unheard | ~_values(model, path, attention).any(axis=(1, 2)))
 
 
 def _without_dead(
     asked: Asked, path: str, attention: Grouped, new: int, new_keys: int, units: Sequence[Index]
-) -> Choice | None:
-    """The choice that leaves out heads of which nothing comes out, if there are enough of them."""
-    every = np.ones(attention.heads, dtype=bool)
-    nothing = asked.weights.ask(lambda model: _dead(model, path, attention), ~every, every)
-    # The last go first, so that what was added is what is taken away.
-    order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
+) -> HeadChoice | None:
+    """Return the choice that leaves out heads without an output, if there are enough of them."""
+    all_heads = np.ones(attention.heads, dtype=bool)
+    dead = asked.weights.ask(lambda model: _dead(model, path, attention), ~all_heads, all_heads)
+    # The last heads go first, so that added heads are removed again.
+    order = np.where(dead, -np.arange(attention.heads, dtype=np.float64), 1e9)
     stay = remaining(attention, units, new, new_keys, order)
-    gone = np.setdiff1d(np.arange(attention.heads), stay)
-    return kept(attention, stay) if nothing[gone].all() else None
+    dropped = np.setdiff1d(np.arange(attention.heads), stay)
+    return choice_of(attention, stay) if dead[dropped].all() else None
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Numbers worth trying."""
+    """Return numbers to try in a listing."""
     attention = spec.blocks[0].attention
     keys, heads = key_heads(attention), attention.heads
     step = keys if 1 < keys < heads else 1

@@ -1,10 +1,10 @@
 """The residual stream in other coordinates.
 
-An RMSNorm sees of its input the direction and the length. So the stream may be turned by any isometry U, into a space
-as wide or wider (SliceGPT 2401.15024, section 3.2; Ashkboos et al. call it computational invariance): what writes into
-the stream is followed by U, what reads it preceded by Uᵀ. Of γ, which does not commute with U, every reader takes its
-part, and the norms keep a weight of 1. The length is a mean of squares over d' coordinates instead of d, so that eps
-becomes eps·d/d' and readers are multiplied by √(d/d').
+An RMSNorm depends on the direction and the length of its input. So any isometry U may transform the stream, into a
+space as wide or wider (SliceGPT 2401.15024, section 3.2; Ashkboos et al. call it computational invariance). Every
+writer is followed by U, and every reader preceded by Uᵀ. γ does not commute with U, so every reader takes it up, and
+the norms keep a weight of 1. The length is a mean of squares over d' coordinates instead of d, so eps becomes eps·d/d'
+and readers are multiplied by √(d/d').
 """
 
 import math
@@ -21,28 +21,28 @@ from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, wri
 
 Compute = Callable[[Model], Wide]
 _Into = Callable[[Model, Wide], Wide]
-"""Rows [n, d] of the old coordinates in the new ones, [n, d']; the model is there for what is fitted to it."""
+"""Converts rows [n, d] from old coordinates to new ones, [n, d']. Some conversions are fitted to the model."""
 CENTRED = 1e-15
-"""A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
+"""The relative size of a mean that fp64 leaves after the mean was subtracted."""
 
 
 def length_ratio(old: int, new: int) -> float:
-    """√(d/d'): what a vector's root mean square over d' coordinates is of that over d of them."""
+    """Return √(d/d'), the ratio of root mean squares over d' and d coordinates."""
     return math.sqrt(old / new)
 
 
 def eps_for(eps: float, old: int, new: int) -> float:
-    """The eps that is to d' coordinates what `eps` is to d."""
+    """Return the eps for d' coordinates that corresponds to `eps` for d."""
     return eps * old / new
 
 
 def _reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
-    """ratio · R γ Uᵀ."""
+    """Return a function that computes ratio · R γ Uᵀ."""
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
 def _written_in(name: str, axis: int, into: _Into) -> Compute:
-    """What writes into the stream, along an axis, in new coordinates: U W, U b, or the rows of a table."""
+    """Return a function that computes a writer in new coordinates along an axis: U W, U b, or a table's rows."""
 
     def compute(model: Model) -> Wide:
         values = model.wide(name)
@@ -55,7 +55,7 @@ def _written_in(name: str, axis: int, into: _Into) -> Compute:
 
 
 def table_rows(model: Model, norm: Norm) -> Wide:
-    """The rows of the token table, behind the norm that sits on it."""
+    """Return the rows of the token table after its norm."""
     rows = model.wide("embedding.weight")
     rows = normed_row(rows - rows.mean(axis=1, keepdims=True) if norm.centred else rows, norm.eps)
     rows = rows * model.wide("embedding.norm.weight")
@@ -63,17 +63,17 @@ def table_rows(model: Model, norm: Norm) -> Wide:
 
 
 def normed_row(rows: Wide, eps: float) -> Wide:
-    """Each row over its root mean square."""
+    """Return each row divided by its root mean square."""
     return np.asarray(rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps))
 
 
 def in_basis(
     spec: ModelSpec, size: int, into: _Into, norm_of: Callable[[str, Norm], Norm]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """A tree whose norms are RMSNorms, `size` wide and with the stream in other coordinates.
+    """Return a model of RMSNorms with a residual stream of `size` in other coordinates, and its tensors.
 
-    `norm_of` gives the new record of the norm at a path; it gets a weight of 1. The head is untied: what it reads is
-    multiplied by γ, which is not what the table writes. A norm on the token table is worked into its rows.
+    `norm_of` returns the new record of the norm at a path, which gets a weight of 1. The head is untied: its inputs are
+    multiplied by γ, which the table does not write. A norm on the token table is folded into its rows.
     """
     require_weights(spec)
     ratio, on_table = length_ratio(spec.hidden_size, size), spec.embedding.norm
@@ -81,42 +81,42 @@ def in_basis(
     tensors: dict[str, Tensor] = {}
     for path, _ in stream_norms(spec):
         tensors[f"{path}.weight"] = Filled((size,), 1.0, like=f"{path}.weight")
-    made: dict[str, Compute] = {"head.weight": _reader(head_weight(spec), "final_norm.weight", ratio, into)}
+    computed: dict[str, Compute] = {"head.weight": _reader(head_weight(spec), "final_norm.weight", ratio, into)}
     for layer, block in enumerate(spec.blocks):
-        for each in readers(block, f"blocks.{layer}"):
-            made[each.weight] = _reader(each.weight, f"{each.norm}.weight", ratio, into)
-    made |= {name: _written_in(name, axis, into) for name, axis in written(spec)}
+        for reader in readers(block, f"blocks.{layer}"):
+            computed[reader.weight] = _reader(reader.weight, f"{reader.norm}.weight", ratio, into)
+    computed |= {name: _written_in(name, axis, into) for name, axis in written(spec)}
     if on_table is not None:
-        made["embedding.weight"] = lambda model: into(model, table_rows(model, on_table))
+        computed["embedding.weight"] = lambda model: into(model, table_rows(model, on_table))
     new = exchanged(spec, {path: norm_of(path, norm) for path, norm in stream_norms(spec)})
     new = replace(new, embedding=replace(spec.embedding, norm=None), head=replace(spec.has_head(), tied=False))
-    return resized(new, size), tensors | {name: Computed(make) for name, make in made.items()}
+    return resized(new, size), tensors | {name: Computed(make) for name, make in computed.items()}
 
 
-def with_norms(block: Block, path: str, found: Mapping[str, Norm]) -> Block:
-    """A block with other norms, by path; those not named stay."""
-    return block.replaced(**{name.rpartition(".")[2]: found.get(name, norm) for name, norm in norms(block, path)})
+def with_norms(block: Block, path: str, new_norms: Mapping[str, Norm]) -> Block:
+    """Return a block with other norms, by path. Other norms stay."""
+    return block.replaced(**{name.rpartition(".")[2]: new_norms.get(name, norm) for name, norm in norms(block, path)})
 
 
-def exchanged(spec: ModelSpec, found: Mapping[str, Norm]) -> ModelSpec:
-    """The tree with other records for its norms, by path; those not named stay."""
-    blocks = {layer: with_norms(block, f"blocks.{layer}", found) for layer, block in enumerate(spec.blocks)}
-    embedding = replace(spec.embedding, norm=found.get("embedding.norm", spec.embedding.norm))
-    return with_blocks(spec, blocks, embedding=embedding, final_norm=found.get("final_norm", spec.final_norm))
+def exchanged(spec: ModelSpec, new_norms: Mapping[str, Norm]) -> ModelSpec:
+    """Return the model with other records for its norms, by path. Other norms stay."""
+    blocks = {layer: with_norms(block, f"blocks.{layer}", new_norms) for layer, block in enumerate(spec.blocks)}
+    embedding = replace(spec.embedding, norm=new_norms.get("embedding.norm", spec.embedding.norm))
+    return with_blocks(spec, blocks, embedding=embedding, final_norm=new_norms.get("final_norm", spec.final_norm))
 
 
 def chosen_norms(spec: ModelSpec, layers: tuple[int, ...] | None) -> dict[str, Norm]:
-    """The norms on the stream, or those of some layers, by path."""
+    """Return the norms on the residual stream, or those of some layers, by path."""
     if layers is None:
         return dict(stream_norms(spec))
     return {path: norm for layer in layers for path, norm in norms(spec.blocks[layer], f"blocks.{layer}")}
 
 
 def resized(spec: ModelSpec, size: int) -> ModelSpec:
-    """The tree with a stream of `size`; eps stays as it is."""
+    """Return the model with a residual stream of `size`. eps is unchanged."""
 
     def part(node: Any) -> Any:
-        """A component that meets the stream, and the experts inside of it."""
+        """Resize a component that reads or writes the residual stream, and the experts in it."""
         if node is None:
             return None
         width = "hidden_size" if hasattr(node, "hidden_size") else "size"
@@ -124,8 +124,8 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
         return replace(node, **inner, **{width: size})
 
     def block(record: Block) -> Block:
-        found = {path.rpartition(".")[2]: part(each) for path, each in norms(record, "")}
-        return record.replaced(**found, **{each.mixer.slot: part(each.mixer) for each in record.sublayers})
+        resized_norms = {path.rpartition(".")[2]: part(norm) for path, norm in norms(record, "")}
+        return record.replaced(**resized_norms, **{norm.mixer.slot: part(norm.mixer) for norm in record.sublayers})
 
     return replace(
         spec,
@@ -141,13 +141,13 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
-    """The norms of a block that look at the stream, each of a kind that swaps know: (path, record)."""
+    """Yield the path and record of each norm of a block that reads the residual stream, of a supported kind."""
     block.plain()
     return (known(f"{path}.{name}_norm", norm) for name, norm in block.norms().items())
 
 
 def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
-    """A norm and its path; raises SwapRefused where it is of a kind that swaps do not know, or there is none."""
+    """Return a norm and its path. Raises SwapRefused for an unsupported kind, and without a norm."""
     if not isinstance(norm, LayerNorm | RMSNorm):
         raise unknown(path, norm, "LayerNorm or RMSNorm")
     if isinstance(norm, LayerNorm) and norm.groups > 1:
@@ -158,13 +158,17 @@ def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
 
 
 def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """Every norm that looks at the stream, from the first layer to the last norm (not one on the token table)."""
-    found = [each for layer, block in enumerate(spec.blocks) for each in norms(block, f"blocks.{layer}")]
-    return [*found, known("final_norm", spec.final_norm)]
+    """Return every norm that reads the residual stream, from the first layer to the last norm, without the token
+    table's.
+    """
+    block_norms = [
+        named_norm for layer, block in enumerate(spec.blocks) for named_norm in norms(block, f"blocks.{layer}")
+    ]
+    return [*block_norms, known("final_norm", spec.final_norm)]
 
 
 def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """The norms on the stream, and the one on the token table."""
+    """Return the norms on the residual stream, and the one on the token table."""
     table = spec.embedding.norm
     if table is not None and spec.embedding.multiplier != 1:
         raise SwapRefused("the embedding has a multiplier before its norm, which this swap does not support")
@@ -172,6 +176,6 @@ def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
 
 
 def require_weights(spec: ModelSpec) -> None:
-    """Raise SwapRefused where a norm that a stream meets does not multiply by its weight as it is."""
+    """Raise SwapRefused if a norm on the residual stream does not multiply by its plain weight."""
     for path, norm in every_norm(spec):
         weighed(path, norm)

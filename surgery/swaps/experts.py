@@ -1,12 +1,12 @@
-"""How many experts a mixture has: fewer, those that stay as they are.
+"""The number of experts in a mixture: fewer of them, which stay unchanged.
 
-Which go says a text, by REAP's criterion (Lasby et al. 2510.13999): the mean, over the tokens that the router leads to
-an expert, of the weight that it gives times the norm of what the expert answers. What is left of the router chooses as
-many as before of the others. Without a text (--approximate) the experts of the smallest weights go.
+A text decides which ones stay, by REAP's criterion (Lasby et al. 2510.13999): the mean of an expert's weight times the
+norm of its output, over its tokens. The rest of the router chooses as many experts per token as before. Without a text
+(--approximate) the experts with the smallest weights go.
 
-Exact where all experts are alike and their weights sum to one, and where the router can never choose those that go:
-scores are sigmoids, between 0 and 1, and the bias of the choice is by 1 or more below that of as many others as are
-chosen.
+This is exact if all experts are alike and their weights sum to one. It is also exact if the router can never choose the
+dropped experts: scores are sigmoids, between 0 and 1, and the choice bias of a dropped expert is lower by at least 1
+than that of enough others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .mlp import experts_alike, is_mixture, weights_sum_to_one
 
 
 def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tree with so many experts in each mixture that is asked for."""
+    """Reduce the number of experts in the chosen mixtures."""
     new = asked.number("a number of experts")
     layers = asked.those(spec, is_mixture, "none of these layers has experts", "--mlp moe:8x2 makes 8 of each.")
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
@@ -36,27 +36,27 @@ def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
         _require(layer, mixture, new)
     alike = [i for i in layers if weights_sum_to_one(mixtures[i]) and experts_alike(spec, asked, i)]
     unused = {i: _never_chosen(asked, i, mixtures[i]) for i in layers if i not in alike}
-    open_ = {i: mixtures[i] for i, never in unused.items() if mixtures[i].experts - int(never.sum()) > new}
-    scores, by = _scores(open_, asked) if open_ else ({}, "never chosen")
-    # The first stay of those that are alike; those that the router never chooses go.
-    scores |= {i: -unused[i].astype(float) for i in unused if i not in open_}
+    undecided = {i: mixtures[i] for i, never in unused.items() if mixtures[i].experts - int(never.sum()) > new}
+    scores, by = _scores(undecided, asked) if undecided else ({}, "never chosen")
+    # Of equal experts the first ones stay; experts that the router never chooses go.
+    scores |= {i: -unused[i].astype(float) for i in unused if i not in undecided}
     scores |= {i: np.zeros(mixtures[i].experts) for i in alike}
-    tensors, kept = dict[str, Tensor](), dict[str, list[int]]()
+    tensors, stay = dict[str, Tensor](), dict[str, list[int]]()
     for layer, mixture in mixtures.items():
         index = _largest_in_groups(scores[layer], mixture.groups, new)
-        kept[str(layer)] = index.tolist()
+        stay[str(layer)] = index.tolist()
         tensors |= _chosen_experts(f"blocks.{layer}.feed_forward", mixture, index)
     changed = {layer: replace(mixture, experts=new) for layer, mixture in mixtures.items()}
     guarantee: Guarantee = "exact"
-    if open_:
-        guarantee = "approximate" if all(2 * new >= each.experts for each in open_.values()) else "retrained"
-    summary: dict[str, Any] = {"from": one_or_all(each.experts for each in mixtures.values()), "to": new, "kept": kept}
-    summary |= {"by": by} if open_ else {}
+    if undecided:
+        guarantee = "approximate" if all(2 * new >= old.experts for old in undecided.values()) else "retrained"
+    summary: dict[str, Any] = {"from": one_or_all(old.experts for old in mixtures.values()), "to": new, "kept": stay}
+    summary |= {"by": by} if undecided else {}
     return Swapped(with_mixers(spec, changed), guarantee, tensors, summary)
 
 
 def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
-    """Raise SwapRefused where a mixture cannot have so many experts."""
+    """Raise SwapRefused if a mixture cannot have `new` experts."""
     old, group = mixture.experts, mixture.groups
     least = -(-mixture.top_k * group // min(mixture.top_groups, group))
     least = max(least, group * mixture.group_best if group > 1 else 1)
@@ -68,24 +68,24 @@ def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
 
 
 def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
-    """For each expert whether the router takes others whatever the token, and loses nothing with it."""
-    every = np.ones(mixture.experts, dtype=bool)
-    alone = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
-    if not (alone and mixture.choice_bias):
-        return ~every
+    """Return for each expert whether the router never chooses it, for any token."""
+    all_experts = np.ones(mixture.experts, dtype=bool)
+    ungrouped = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
+    if not (ungrouped and mixture.choice_bias):
+        return ~all_experts
 
     def question(model: Model) -> np.ndarray:
         bias = model.wide(f"blocks.{layer}.feed_forward.choice.bias")
         return np.asarray(bias + 1 <= np.sort(bias)[-mixture.top_k])
 
-    return asked.weights.ask(question, ~every, every)
+    return asked.weights.ask(question, ~all_experts, all_experts)
 
 
 def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], str]:
-    """How much each expert of these layers matters, and by what."""
+    """Return the importance of each expert in these layers, and the name of the criterion."""
     if asked.approximate:
-        alike = {layer: np.ones(each.experts) for layer, each in mixtures.items()}
-        return asked.weights.ask(partial(_by_weights, mixtures=mixtures), alike, alike), "norms of weights"
+        equal = {layer: np.ones(mixture.experts) for layer, mixture in mixtures.items()}
+        return asked.weights.ask(partial(_by_weights, mixtures=mixtures), equal, equal), "norms of weights"
     calibration = asked.text("which experts matter least is seen")
 
     def question(model: Model) -> dict[int, Wide]:
@@ -97,26 +97,26 @@ def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], st
 
 
 def _by_weights(model: Model, mixtures: dict[int, Any]) -> dict[int, Wide]:
-    """The norm of all that each expert has."""
-    found = {}
+    """Return the norm of all weights of each expert."""
+    norms = {}
     for layer, mixture in mixtures.items():
         paths = [f"blocks.{layer}.feed_forward.experts.{number}" for number in range(mixture.experts)]
-        squares = [sum((model.wide(f"{path}.{each}") ** 2).sum() for each in mixture.expert.shapes()) for path in paths]
-        found[layer] = np.sqrt(np.array(squares))
+        squares = [sum((model.wide(f"{path}.{name}") ** 2).sum() for name in mixture.expert.shapes()) for path in paths]
+        norms[layer] = np.sqrt(np.array(squares))
         model.release()
-    return found
+    return norms
 
 
 def _largest_in_groups(score: Wide, groups: int, new: int) -> Index:
-    """The experts of the largest scores, as many of each group."""
+    """Return the experts with the largest scores, equally many from each group."""
     order = np.argsort(-score.reshape(groups, -1), axis=1, kind="stable")[:, : new // groups]
     first = np.arange(groups)[:, None] * (len(score) // groups)
     return np.sort((order + first).reshape(-1))
 
 
 def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[str, Tensor]:
-    """The tensors with some experts alone."""
-    by_expert = (f"{path}.{name}" for name, each in mixture.weights().items() if each.shape[0] == mixture.experts)
+    """Return the tensors with only some experts."""
+    by_expert = (f"{path}.{name}" for name, weight in mixture.weights().items() if weight.shape[0] == mixture.experts)
     tensors: dict[str, Tensor] = {name: taken(name, index) for name in by_expert}
     for new, old in enumerate(index.tolist()):
         for inner, node in walk(mixture.expert, ""):
@@ -126,7 +126,7 @@ def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Three quarters of them."""
+    """Return three quarters of the number of experts."""
     counts = {block.feed_forward.experts for block in spec.blocks if isinstance(block.feed_forward, MixtureOfExperts)}
     return tuple(str(count * 3 // 4) for count in counts if len(counts) == 1 and count >= 4)
 

@@ -1,14 +1,14 @@
-"""Constants that move from one place of a block to another, which changes nothing it computes.
+"""Constants that move to another place in a block, which changes none of its outputs.
 
-value-bias: attention weights of a query sum to one, so a bias of the values is one of the outputs: b_o += W_o b_v, b_v
-of a key-value head for every query head of its group (TransformerLens, `fold_value_biases`).
-scale: the scale of the scores goes into the queries, and becomes 1, or 1/√head_dim with "scale:head", which is what
-most families have. Where a norm follows the projection its weight takes the factor.
-norm: γ goes into the weights that read the norm, β into their biases (TransformerLens, `fold_ln`).
+value-bias: attention weights of a query sum to one, so a bias of the values is one of the outputs: b_o += W_o b_v, with
+b_v of a key-value head for every query head of its group (TransformerLens, `fold_value_biases`).
+scale: the scale of the scores is folded into the queries, and becomes 1, or 1/√head_dim with "scale:head", the scale of
+most families. If a norm follows the projection, its weight takes the factor.
+norm: γ is folded into the weights that read the norm, β into their biases (TransformerLens, `fold_ln`).
 
-Biases may also go. Leaving out a bias that is zero is exact. So is leaving out the bias of the keys where no positions
-are turned into them and no norm follows: it adds the same to all of a query's scores, and softmax does not see a shift.
-Any other is missed; what that costs is measured.
+Biases may also be dropped. Dropping a bias of zeros is exact. So is dropping the bias of the keys if they have no
+positions and no norm: it shifts all of a query's scores equally, and softmax ignores shifts. Any other bias matters,
+and its damage is measured.
 """
 
 import math
@@ -40,12 +40,12 @@ from .norm import has_bias, shifts_taken
 
 
 def _output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
-    """W_o b_v: output [hidden, heads · head_dim], bias [kv_heads · head_dim], which `group` query heads share."""
+    """Return W_o b_v: output [hidden, heads · head_dim], bias [kv_heads · head_dim] for `group` query heads each."""
     return np.asarray(output @ np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1))
 
 
 def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The values' bias into the output's."""
+    """Fold the values' bias into the output's."""
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
     for layer, attention in attentions(spec, asked.chosen(spec), ", which has no bias of the values").items():
         path = f"blocks.{layer}.attention"
@@ -57,8 +57,8 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
             raise SwapRefused(f"{path} has attention sinks, so its attention weights do not sum to one")
 
         def make(model: Model, value: str = value, output: str = output, attention: Attention = attention) -> Wide:
-            given = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
-            moved = _output_of_value_bias(*given)
+            operands = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
+            moved = _output_of_value_bias(*operands)
             return moved + model.wide(f"{output}.bias") if attention.output_bias else moved
 
         tensors[f"{output}.bias"] = Computed(make)
@@ -70,14 +70,14 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
-    """A tensor times a factor; of a norm's what it multiplies by, and its bias."""
+    """Return a tensor times a factor; for a norm, its gain or its bias."""
     if norm is not None:
         return Computed(regained(norm, name, partial(np.multiply, factor)))
     return Computed(lambda model: model.wide(name) * factor)
 
 
 def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The scale of the scores into the queries."""
+    """Fold the scale of the scores into the queries."""
     if asked.argument not in (None, "head"):
         raise SwapRefused(f"--fold {asked.value!r} is unknown", "Known: scale, scale:head.")
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
@@ -102,31 +102,33 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _scaled_inputs(weight: str, gamma: str) -> Compute:
-    """A reader [out, in] of a norm whose weight has become 1: R·diag(γ)."""
+    """Return a function that computes a reader [out, in] of a norm whose weight becomes 1: R·diag(γ)."""
     return lambda model: model.wide(weight) * model.wide(gamma)
 
 
 def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """γ and β of the norms before attention and feed-forward, and of the last one, into what reads them."""
+    """Fold γ and β of the norms before attention and feed-forward, and of the last norm, into their readers."""
     require_weights(spec)
-    made, whole = dict[str, Compute](), asked.layers is None
+    computed, whole = dict[str, Compute](), asked.layers is None
     for layer in asked.chosen(spec):
         if spec.blocks[layer].residual == "normed":
             raise SwapRefused(
                 f"layer {layer} takes its residual from the output of its norm, which this swap does not support"
             )
-    blocks, head = shifts_taken(spec, asked.layers, made)
+    blocks, head = shifts_taken(spec, asked.layers, computed)
     cleared: dict[str, Norm] = {}
     for layer, block in blocks.items():
         path = f"blocks.{layer}"
-        made |= {each.weight: _scaled_inputs(each.weight, f"{each.norm}.weight") for each in readers(block, path)}
+        computed |= {
+            reader.weight: _scaled_inputs(reader.weight, f"{reader.norm}.weight") for reader in readers(block, path)
+        }
         cleared |= norms(block, path)
         plain = {name: _without_bias(norm) for name, norm in norms(block, path)}
         blocks[layer] = with_norms(block, path, plain)
     if whole:
-        made["head.weight"] = _scaled_inputs(head_weight(spec), "final_norm.weight")
+        computed["head.weight"] = _scaled_inputs(head_weight(spec), "final_norm.weight")
         cleared |= [known("final_norm", spec.final_norm)]
-    tensors: dict[str, Tensor] = {name: Computed(make) for name, make in made.items()}
+    tensors: dict[str, Tensor] = {name: Computed(make) for name, make in computed.items()}
     for path, norm in cleared.items():
         _clear(norm, path, tensors)
     final = _without_bias(cleared["final_norm"]) if whole else spec.final_norm
@@ -137,12 +139,12 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _without_bias(norm: Norm) -> Norm:
-    """The norm without its bias."""
+    """Return the norm without its bias."""
     return replace(norm, bias=False) if has_bias(norm) else norm
 
 
 def _clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
-    """A norm's weight becomes 1."""
+    """Set a norm's weight to 1."""
     tensors[f"{path}.weight"] = Filled((norm.size,), 1.0, f"{path}.weight")
 
 
@@ -165,71 +167,71 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "down.bias": ("down_proj.bias",),
     "biases": (),
 }
-"""What can be dropped, and what it is called in its component; "biases" are all of them."""
+"""The names of biases to drop, and their names in components. "biases" means all of them."""
 
 
 def _biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
-    """The bias tensors that a name of `NAMES` stands for, in some layers or in all of the model."""
-    own = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
+    """Return the bias tensors for a name of `NAMES`, in some layers or in the whole model."""
+    components = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
     if what == "head.bias":
-        own = {"head": spec.has_head()}
-    found = {f"{path}.{name}" for path, node in own.items() for name in node.weights() if name in NAMES[what]}
+        components = {"head": spec.has_head()}
+    names = {f"{path}.{name}" for path, node in components.items() for name in node.weights() if name in NAMES[what]}
     return [
         p.name
         for p in spec.parameters()
-        if p.role == "bias" and (what == "biases" or p.name in found) and (layers is None or p.layer in layers)
+        if p.role == "bias" and (what == "biases" or p.name in names) and (layers is None or p.layer in layers)
     ]
 
 
 def _shift_of_scores(spec: ModelSpec, name: str) -> bool:
-    """Whether a bias adds the same to all of a query's scores, whatever its values."""
+    """Return whether a bias always shifts all of a query's scores equally."""
     parts = name.split(".")
     if parts[0] != "blocks" or parts[-2] != "k_proj":
         return False
     attention = spec.blocks[int(parts[1])].attention
     if not isinstance(attention, Attention) or (attention.position is not None and attention.position.turns):
         return False
-    # What norms, clips or caps sees where scores lie, and so does the score of a sink, which no bias shifts.
+    # Norms, clips and caps depend on the size of scores, and the score of a sink is not shifted.
     return attention.k_norm is None and attention.clip is None and attention.cap is None and not attention.sinks
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Leave out biases; the flags of components where nothing is left, zeros where others of its kind stay."""
+    """Drop biases. A flag of a component is cleared if none remain, and otherwise its dropped biases are zeros."""
     what = asked.value
     if what not in NAMES:
         near = nearest("drop", what)
         hint = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(NAMES)}"
         raise UsageError(f"--drop {what!r} is unknown", hint)
-    gone = _biases_of(spec, what, asked.layers)
-    if not gone:
+    dropped = _biases_of(spec, what, asked.layers)
+    if not dropped:
         has = [name for name in NAMES if _biases_of(spec, name, asked.layers)]
         known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
         raise SwapRefused(f"the model has no bias {what} to drop", known)
-    missed = [name for name in gone if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
-    zero = {name for name in _biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
-    new = without_biases(spec, {*gone, *zero})
-    # Zero biases of other kinds stay where they are, unless the same flag is theirs: q, k and v have one.
-    left = {parameter.name for parameter in new.parameters()}
-    owners = {name.rsplit(".", 2)[0] for name in gone if name not in left}
-    new = without_biases(spec, {*gone, *(name for name in zero if name.rsplit(".", 2)[0] in owners)})
-    left = {parameter.name for parameter in new.parameters()}
+    missed = [name for name in dropped if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
+    zero = {name for name in _biases_of(spec, "biases") if name not in dropped and asked.weights.zero(name)}
+    new = without_biases(spec, {*dropped, *zero})
+    # Zero biases of other kinds stay, unless they share a flag with dropped ones: q, k and v have one flag.
+    remaining = {parameter.name for parameter in new.parameters()}
+    owners = {name.rsplit(".", 2)[0] for name in dropped if name not in remaining}
+    new = without_biases(spec, {*dropped, *(name for name in zero if name.rsplit(".", 2)[0] in owners)})
+    remaining = {parameter.name for parameter in new.parameters()}
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in gone if name in left}
+    tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in dropped if name in remaining}
     notes: tuple[str, ...] = ()
     if missed:
         way, fold = {"value.bias": ("value-bias", _fold_value_bias), "norm.bias": ("norm", _fold_norm)}.get(
             what, ("", _drop)
         )
-        keeps = (
+        advice = (
             f"; --fold {way} folds them into other parameters exactly" if way and _possible(fold, spec, asked) else ""
         )
-        notes = (f"{len(missed)} of {len(gone)} dropped biases are not zero, for example {missed[0]}{keeps}",)
-    summary = {"dropped": len(gone), "nonzero": len(missed)}
+        notes = (f"{len(missed)} of {len(dropped)} dropped biases are not zero, for example {missed[0]}{advice}",)
+    summary = {"dropped": len(dropped), "nonzero": len(missed)}
     return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
 
 
 def _possible(fold: Callable[[ModelSpec, Asked], Swapped], spec: ModelSpec, asked: Asked) -> bool:
-    """Whether a fold does not refuse."""
+    """Return whether a fold is not refused."""
     try:
         fold(spec, asked)
     except (MissingComponent, SwapRefused):

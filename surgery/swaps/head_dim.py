@@ -1,18 +1,18 @@
 """The width of a head.
 
-Wider, exact: keys and values get elements that are zero. Scores stay as they are, and the scale that families compute
-from the width, 1/√N, is made up for in the queries: q·√(N/d).
+Wider, exact: keys and values get elements that are zero. Scores are unchanged. The queries compensate for the scale
+1/√N, which families compute from the width: q·√(N/d).
 
-- Rotary positions over the whole head: a family that exports rotates whole heads, so both halves (or the end, with
-  adjacent pairs) are filled up, and the base becomes θ^(N/d): the pairs there were keep their frequencies θ^(-2i/d).
-  What a scaling makes of them is compared as numbers: linear and llama3 look at frequencies alone, YaRN's ramp moves
-  with the base, longrope's divisors are appended to, dynamic scaling takes a power of the width and does not fit.
-- Where that does not fit, or fp32 would round the frequencies otherwise by too much, the head is filled up at its end
-  and only its first d elements go on turning: not a bit differs, but no family here exports it.
-- q and k norms: the mean of squares is over more elements, so γ·√(d/N) and eps·d/N; the query's γ is left as it was,
-  for the scale asks for the inverse.
+- Rotary positions over the whole head: families rotate whole heads, so both halves (or the end, with adjacent pairs)
+  are padded, and the base becomes θ^(N/d). So old pairs keep their frequencies θ^(-2i/d). The scaled frequencies are
+  compared as numbers: linear and llama3 use only frequencies, YaRN's ramp moves with the base, and longrope gets more
+  divisors. Dynamic scaling uses a power of the width, and does not fit.
+- If that does not fit, or fp32 would round the frequencies too differently, the head is padded at its end and only its
+  first d elements rotate. Every bit is the same, but no family here exports it.
+- q and k norms: the mean of squares has more elements, so γ·√(d/N) and eps·d/N. The query's γ is unchanged, since the
+  scale needs the inverse factor.
 
-Narrower: the same backwards, where the elements that go reach no score and no output. (Derived for this project.)
+Narrower: the reverse, if the removed elements reach no score and no output. (Derived for this project.)
 """
 
 import math
@@ -33,21 +33,21 @@ from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
 from .rotation import for_width
 
-_SAME = 1e-13  # how near, relative, frequencies in fp64 are to be called the same
-_ANGLE = 1e-4  # radians by which fp32 may round angles otherwise, at the longest of the positions looked at
-_POSITIONS = 1024  # positions looked at, at most
+_SAME = 1e-13  # the largest relative difference of equal frequencies in fp64
+_ANGLE = 1e-4  # the largest difference of angles in fp32, in radians, at the longest position
+_POSITIONS = 1024  # positions to compare, at most
 
 
 class _Plan(NamedTuple):
-    """How a head is filled up or cut: for each new element the old one, -1 for zero, and the positions it gets."""
+    """A plan to pad or cut a head."""
 
-    within: Index
-    position: object
+    within: Index  # for each new element the old one, -1 for zero
+    position: object  # the new positions
     note: str = ""
 
 
 def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tree with heads of another width, in the layers asked for."""
+    """Change the width of heads in the chosen layers."""
     size = asked.number("a width")
     how = asked.value.partition(":")[0] if asked.argument is not None else ""
     if how not in ("", "theta", "partial"):
@@ -71,15 +71,13 @@ def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         tensors |= _refilled(path, attention, new, plan.within)
     if not tensors:
         raise SwapRefused(f"the head dimension is already {size}", "Give another dimension.")
-    found = [attention.head_dim for attention in old.values()]
-    summary = {"from": found[0] if len(set(found)) == 1 else found, "to": size}
+    widths = [attention.head_dim for attention in old.values()]
+    summary = {"from": widths[0] if len(set(widths)) == 1 else widths, "to": size}
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary, tuple(dict.fromkeys(filter(None, notes))))
 
 
 def _by_rms(path: str, attention: Attention) -> None:
-    """Raise SwapRefused where queries or keys are normed otherwise than each head by its mean square, for a swap that
-    changes how wide heads are.
-    """
+    """Raise SwapRefused if queries or keys have norms other than a root mean square of each head."""
     if not attention.by_head:
         raise SwapRefused(
             f"{path} normalises the queries or keys of all heads at once, which this swap does not support"
@@ -93,19 +91,19 @@ def _by_rms(path: str, attention: Attention) -> None:
 
 
 def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> _Plan:
-    """The plan that is exact; see the module's text for the order of preference."""
+    """Return the exact plan; the module's docstring has the order of preference."""
     old, rotary = attention.head_dim, attention.position
     plans, reason = list[_Plan](), ""
     if isinstance(rotary, Rotary) and rotary.dim == old and how != "partial":
-        other = _refit_base(rotary, size) if size % 2 == 0 else None
+        widened = _refit_base(rotary, size) if size % 2 == 0 else None
         if size % 2:
             reason = f"RoPE rotates pairs of dimensions, and {size} is odd"
-        elif other is None:
+        elif widened is None:
             reason = f"the base {rotary.base:g} to the power of {size}/{old} is too large"
         else:
-            reason = _why_not_same(rotary, other, spec, strict=how != "theta")
+            reason = _why_not_same(rotary, widened, spec, strict=how != "theta")
         if not reason:
-            plans.append(_Plan(_spread(rotary, size), other))
+            plans.append(_Plan(_spread(rotary, size), widened))
     if how == "theta" and not plans:
         raise SwapRefused(
             f"the head dimension cannot change from {old} to {size}: {reason or 'RoPE does not rotate whole heads'}"
@@ -128,7 +126,7 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
 
 
 def _spread(rotary: Rotary, size: int) -> Index:
-    """Where a head's elements come from when pairs are appended to its rotary, or the last ones taken off."""
+    """Return the old places of a head's elements after pairs are appended to its rotary, or the last ones removed."""
     half, new_half = rotary.dim // 2, size // 2
     if rotary.pairs == "adjacent":
         return padded(rotary.dim, size)
@@ -137,16 +135,18 @@ def _spread(rotary: Rotary, size: int) -> Index:
 
 
 def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
-    """The rotary over `size` elements whose first pairs turn as the old ones do, or None where there is none."""
+    """Return the rotary over `size` elements whose first pairs rotate as before, or None if there is none."""
     base = 0.0
     with suppress(OverflowError):
         base = rotary.base ** (size / rotary.exponent)
-    there = 0 < base < math.inf
-    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size), spread=None) if there else None
+    finite = 0 < base < math.inf
+    return (
+        replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size), spread=None) if finite else None
+    )
 
 
 def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
-    """Why the pairs that two rotaries share do not turn alike, or nothing. `strict`: in fp32 too."""
+    """Return why the shared pairs of two rotaries do not rotate alike, or "". `strict` includes fp32."""
     pairs = min(old.dim, new.dim) // 2
     import torch
 
@@ -156,11 +156,11 @@ def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True
     if isinstance(old.scaling, DynamicScaling | LongRopeScaling | YarnScaling):
         lengths += [old.scaling.original_context + 1, 3 * old.scaling.original_context]
     for length in lengths:
-        first, second = (inverse_frequencies(each, length, torch.float64)[:pairs] for each in (old, new))
+        first, second = (inverse_frequencies(rotary, length, torch.float64)[:pairs] for rotary in (old, new))
         if not bool(((first - second).abs() <= _SAME * first).all()):
             return f"{type(old.scaling).__name__} depends on the head dimension"
     longest = min(spec.context_length or _POSITIONS, _POSITIONS)
-    first, second = (inverse_frequencies(each, 1, torch.float32)[:pairs].double() for each in (old, new))
+    first, second = (inverse_frequencies(rotary, 1, torch.float32)[:pairs].double() for rotary in (old, new))
     angle = float((first - second).abs().max()) * longest
     if strict and angle > _ANGLE:
         return f"another base would rotate position {longest:,} differently by {angle:.0e} in fp32 (theta:{new.dim})"
@@ -168,22 +168,22 @@ def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True
 
 
 def _in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
-    """Whether elements of a head that go reach a score or an output."""
-    gone = np.setdiff1d(np.arange(attention.head_dim), within)
+    """Return whether removed elements of a head reach a score or an output."""
+    removed = np.setdiff1d(np.arange(attention.head_dim), within)
 
     def zero(name: str, heads: int, axis: int = 0) -> np.ndarray:
-        """For each key-value head and element that goes, whether all there is of it is zero."""
+        """Return for each key-value head and removed element whether its values are all zero."""
         values = np.moveaxis(model.wide(f"{path}.{name}"), axis, 0)
         values = values.reshape(attention.kv_heads, heads // attention.kv_heads, attention.head_dim, -1)
-        found: np.ndarray = np.asarray(~values[:, :, gone].any(axis=(1, 3)))
-        return found
+        zeros: np.ndarray = np.asarray(~values[:, :, removed].any(axis=(1, 3)))
+        return zeros
 
     def silent(projection: str, heads: int) -> np.ndarray:
-        found = zero(f"{projection}.weight", heads)
-        return found & zero(f"{projection}.bias", heads) if attention.qkv_bias else found
+        zeros = zero(f"{projection}.weight", heads)
+        return zeros & zero(f"{projection}.bias", heads) if attention.qkv_bias else zeros
 
     q, k = silent("q_proj", attention.heads), silent("k_proj", attention.kv_heads)
-    # A norm over the head sees what no score does.
+    # A norm over the head reads elements that no score does.
     scores = (q if attention.q_norm else q | k) & (k if attention.k_norm else q | k)
     outputs = silent("v_proj", attention.kv_heads) | zero("o_proj.weight", attention.heads, axis=1)
     return not bool((scores & outputs).all())
@@ -193,21 +193,21 @@ def _in_use(model: Model, path: str, attention: Attention, within: Index) -> boo
 
 
 def _resized(attention: Attention, size: int, plan: _Plan) -> Attention:
-    """The record with heads of another width, and the scale that goes with it unless a bias has it too."""
+    """Return the record with heads of another width, and with its scale, unless the scale also multiplies a bias."""
     old, scale = attention.head_dim, attention.scale
     if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
         scale = float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
 
-    own = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
-    norms = {n: each and replace(each, size=size, eps=eps_for(each.eps, old, size)) for n, each in own.items()}
+    old_norms = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+    norms = {n: norm and replace(norm, size=size, eps=eps_for(norm.eps, old, size)) for n, norm in old_norms.items()}
     return replace(attention, head_dim=size, scale=scale, position=plan.position, **norms)
 
 
 def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
-    """The tensors of heads of another width."""
+    """Return the tensors of heads of another width."""
     by_query = by_head(np.arange(old.heads), within, old.head_dim)
     by_key = by_head(np.arange(old.kv_heads), within, old.head_dim)
-    # Where keys and values are zero, queries and outputs are free: as other elements, so that training reaches both.
+    # Queries and outputs are free if keys and values are zero: copies of other elements, so that training reaches both.
     free = np.where(within < 0, np.arange(len(within)) % old.head_dim, within)
     open_query = by_head(np.arange(old.heads), within if old.q_norm or old.k_norm else free, old.head_dim)
     output, louder = f"{path}.o_proj.weight", _query_factor(old, new)
@@ -223,12 +223,12 @@ def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[
 
 
 def _query_factor(old: Attention, new: Attention) -> float:
-    """What queries are multiplied by, where no norm follows: the scale before over the scale after."""
+    """Return the factor of queries without a norm: the old scale over the new scale."""
     return old.scale / new.scale
 
 
 def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
-    """What the weights of the norms on heads are multiplied by: √(d/N), and for queries the scale as well."""
+    """Yield the factors of the weights of norms on heads: √(d/N), and for queries also the scale."""
     ratio = length_ratio(old.head_dim, new.head_dim)
     if old.q_norm is not None:
         product = ratio * _query_factor(old, new)
@@ -238,15 +238,15 @@ def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]
 
 
 def _widths(spec: ModelSpec) -> set[int | None]:
-    """How wide heads are; None for those that are made of a latent."""
+    """Return the widths of heads; None for heads that come from a latent."""
     return {getattr(block.attention, "head_dim", None) for block in spec.blocks}
 
 
 def _examples(spec: ModelSpec) -> list[str]:
-    """Widths worth trying."""
-    found = _widths(spec)
-    widest = max((each for each in found if each), default=0)
-    return [] if None in found else [str(widest + 8), f"partial:{widest + 4}"]
+    """Return widths to try in a listing."""
+    widths = _widths(spec)
+    widest = max((width for width in widths if width), default=0)
+    return [] if None in widths else [str(widest + 8), f"partial:{widest + 4}"]
 
 
 ORDER = 110

@@ -2,16 +2,16 @@
 
 Wider, exact:
 
-- k times as wide, any norms: the stream is its coordinates k times over, (x, x, …). Mean and variance stay, readers
-  take the first copy alone. Every value is only moved.
-- any width, RMSNorm: zeros are appended, which nothing writes to; the mean of squares is over more of them, so
-  γ·√(d/d') and eps·d/d'.
-- any width, LayerNorm: the mean of x is appended, so that the mean stays and the variance shrinks by d/d'; γ and eps as
-  above. Writers have the mean of their rows as new ones, and β is 0 there, so that readers see nothing of it.
+- k times as wide, any norms: the stream is repeated k times, (x, x, …). Mean and variance stay, and readers use only
+  the first copy. Every value is only moved.
+- any width, RMSNorm: zeros are appended, which nothing writes to. The mean of squares has more elements, so γ·√(d/d')
+  and eps·d/d'.
+- any width, LayerNorm: the mean of x is appended, so the mean stays and the variance shrinks by d/d'; γ and eps as
+  above. Writers get the mean of their rows as new rows, and β is 0 there, so that readers ignore the new coordinates.
 
-Narrower, exact: what these have added is taken away again, where it still is as they made it. Narrower otherwise, with
-RMSNorm: a rotation puts most of what the norms see into the first coordinates, and the rest is left out (SliceGPT
-2401.15024, section 3, but one rotation for all layers, so that nothing has to turn between them).
+Narrower, exact: coordinates that these swaps added are removed again, if they are unchanged. Narrower otherwise, with
+RMSNorm: a rotation puts most of the norms' inputs into the first coordinates, and the rest is dropped (SliceGPT
+2401.15024, section 3, but with one rotation for all layers, so that no rotation is needed between them).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .basis import (
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
 
-_SAME = 1e-15  # how near, beside the largest value, what is computed in fp64 comes to what it should be
+_SAME = 1e-15  # the largest error of fp64 computations, relative to the largest value
 
 
 def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tree with a stream of another width."""
+    """Change the width of the residual stream."""
     old, new = spec.hidden_size, asked.number("a width")
     if new == old:
         raise SwapRefused(f"the hidden size is already {old}", "Give a larger or a smaller size.")
@@ -66,28 +66,28 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _vectors(spec: ModelSpec) -> list[tuple[str, str]]:
-    """The norms' tensors: (path of the norm, tensor)."""
+    """Return the norms' tensors: (path of the norm, tensor)."""
     return [(path, f"{path}.{name}") for path, norm in every_norm(spec) for name in norm.shapes()]
 
 
 def _mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
-    """What writes with the coordinates of the one index, what reads with those of the other."""
+    """Return the writers with the coordinates of the index `write`, and the readers with those of `read`."""
     tensors: dict[str, Tensor] = {name: taken(name, write, axis) for name, axis in written(spec)}
     return tensors | {name: taken(name, read, 1) for name in read_weights(spec)}
 
 
 def _rescaled(spec: ModelSpec, new: int) -> ModelSpec:
-    """The tree in another width, with eps as that needs it."""
+    """Return the model in another width, with eps for that width."""
     old = spec.hidden_size
-    found = {path: replace(norm, eps=eps_for(norm.eps, old, new)) for path, norm in every_norm(spec)}
-    return resized(exchanged(spec, found), new)
+    norms_by_path = {path: replace(norm, eps=eps_for(norm.eps, old, new)) for path, norm in every_norm(spec)}
+    return resized(exchanged(spec, norms_by_path), new)
 
 
 # --- wider ------------------------------------------------------------------------------------------------------------
 
 
 def _wider(spec: ModelSpec, new: int) -> Swapped:
-    """Exact; see the module's text."""
+    """Widen the residual stream exactly; see the module's docstring."""
     old = spec.hidden_size
     appended, again = padded(old, new), padded(old, new, repeat=True)
     if new % old == 0:  # copies side by side
@@ -105,7 +105,7 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
             f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
         )
     if centred == {False}:
-        # What new coordinates are read as is free; as the old ones, so that training reaches what is to write them.
+        # Readers may use any weights for new coordinates: copies of the old ones, so that training changes the writers.
         gains = {name: _gamma(name, old, new) for _, name in _vectors(spec)}
         return Swapped(_rescaled(spec, new), "exact", _mapped(spec, appended, again) | gains, {"method": "zeros"})
     if any(block.residual == "normed" for block in spec.blocks):
@@ -118,34 +118,34 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
 
 
 def _gamma(name: str, old: int, new: int) -> Tensor:
-    """A norm's weight for another width: γ·√(d/d'), and the same for a weight of 1 in coordinates that are new."""
+    """Return a norm's weight for another width: γ·√(d/d'), with a weight of 1 in new coordinates."""
     ratio = length_ratio(old, new)
     return Computed(lambda model: np.append(model.wide(name), np.ones(new - old)) * ratio)
 
 
 def _with_mean(array: Wide, new: int, axis: int) -> Wide:
-    """An array with its mean along an axis appended until it is `new` long."""
+    """Append an array's mean along an axis until it has the length `new`."""
     mean = array.mean(axis=axis, keepdims=True)
     return np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
 
 
 def _append_mean(name: str, new: int, axis: int) -> Compute:
-    """A tensor with the mean of what it writes in new coordinates."""
+    """Return a function that computes a tensor with its mean in new coordinates."""
     return lambda model: _with_mean(model.wide(name), new, axis)
 
 
 def _with_means(spec: ModelSpec, new: int) -> Swapped:
-    """LayerNorm: new coordinates that are always the mean of the old ones."""
+    """Widen a residual stream with LayerNorms: new coordinates are always the mean of the old ones."""
     old, norm, changed = spec.hidden_size, spec.embedding.norm, _rescaled(spec, new)
     tensors: dict[str, Tensor] = {name: Computed(_append_mean(name, new, axis)) for name, axis in written(spec)}
     tensors |= {name: taken(name, padded(old, new, repeat=True), 1) for name in read_weights(spec)}
-    for path, each in stream_norms(spec):
+    for path, stream_norm in stream_norms(spec):
         tensors[f"{path}.weight"] = _gamma(f"{path}.weight", old, new)
-        if "bias" in each.shapes():
+        if "bias" in stream_norm.shapes():
             tensors[f"{path}.bias"] = taken(f"{path}.bias", padded(old, new))
     notes: tuple[str, ...] = ()
     if norm is not None:
-        # Its output has a mean of its own, so it is worked into the table, which a tied head cannot then share.
+        # Its output has a mean, so it is folded into the table, which a tied head cannot share any more.
         tensors["embedding.weight"] = Computed(lambda model: _with_mean(table_rows(model, norm), new, 1))
         if spec.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
@@ -159,25 +159,27 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
 
 
 def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
-    """Exact where the last coordinates say nothing new, else a rotation, or the largest coordinates."""
+    """Narrow the residual stream: exactly if the last coordinates are redundant, or to its main or largest
+    coordinates.
+    """
     old = spec.hidden_size
     if asked.approximate:
-        alike = np.ones(old)
-        energy = asked.weights.ask(_energies, alike, alike)
+        equal = np.ones(old)
+        energy = asked.weights.ask(_energies, equal, equal)
         index = np.sort(np.argsort(-energy, kind="stable")[:new])
-        found = _cut(spec, index)
+        narrower = _cut(spec, index)
         summary = {"method": "largest", "energy_kept": float(energy[index].sum() / energy.sum())}
-        return Swapped(found.spec, "approximate", found.tensors, summary)
+        return Swapped(narrower.spec, "approximate", narrower.tensors, summary)
 
-    def holds(question: Callable[[Model, int], bool]) -> bool:
+    def is_true(question: Callable[[Model, int], bool]) -> bool:
         return asked.weights.ask(lambda model: question(model, new), False, True)
 
     centred = {norm.centred for _, norm in every_norm(spec)}
-    if old % new == 0 and holds(_are_copies):
+    if old % new == 0 and is_true(_are_copies):
         return Swapped(resized(spec, new), "exact", _chosen_tensors(spec, np.arange(new)), {"method": "copies"})
-    if centred == {False} and holds(_are_zero):
+    if centred == {False} and is_true(_are_zero):
         return _cut(spec, np.arange(new))
-    if centred == {True} and spec.embedding.norm is None and holds(_are_means):
+    if centred == {True} and spec.embedding.norm is None and is_true(_are_means):
         return _cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
@@ -195,7 +197,7 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
 
 
 def _are_copies(model: Model, new: int) -> bool:
-    """Whether the stream is its first `new` coordinates over and over, and readers take only the first."""
+    """Return whether the residual stream repeats its first `new` coordinates, and readers use only these."""
     spec, old = model.spec, model.spec.hidden_size
     write, read = padded(new, old, repeat=True), padded(new, old)
 
@@ -212,28 +214,28 @@ def _are_copies(model: Model, new: int) -> bool:
 
 
 def _are_zero(model: Model, new: int) -> bool:
-    """Whether nothing writes into the coordinates from `new` on."""
+    """Return whether nothing writes into the coordinates from `new` on."""
     return not any(np.moveaxis(model.wide(name), axis, 0)[new:].any() for name, axis in written(model.spec))
 
 
 def _are_means(model: Model, new: int) -> bool:
-    """Whether the coordinates from `new` on hold the mean of those before, and LayerNorms add nothing to them."""
+    """Return whether the coordinates from `new` on are the mean of the others, and LayerNorms add nothing to them."""
     for name, axis in written(model.spec):
         values = model.wide(name)
-        kept = np.take(values, np.arange(new), axis)
-        gap = np.abs(values - _with_mean(kept, values.shape[axis], axis)).max()
+        first = np.take(values, np.arange(new), axis)
+        gap = np.abs(values - _with_mean(first, values.shape[axis], axis)).max()
         if gap > _SAME * np.abs(values).max():
             return False
     return not any(model.wide(name)[new:].any() for _, name in _vectors(model.spec) if name.endswith("bias"))
 
 
 def _chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
-    """Every tensor with some coordinates of the stream alone."""
+    """Return every tensor with only some coordinates of the residual stream."""
     return _mapped(spec, index, index) | {name: taken(name, index) for _, name in _vectors(spec)}
 
 
 def _cut(spec: ModelSpec, index: Index) -> Swapped:
-    """With some coordinates alone, which hold all of the stream's length."""
+    """Keep only some coordinates, which have all of the residual stream's length."""
     ratio = length_ratio(spec.hidden_size, len(index))
     gains = (f"{path}.weight" for path, _ in every_norm(spec))
     tensors = _chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
@@ -241,7 +243,7 @@ def _cut(spec: ModelSpec, index: Index) -> Swapped:
 
 
 def _energies(model: Model) -> Wide:
-    """The squares of all that is written into each coordinate."""
+    """Return the sum of squares of all writers into each coordinate."""
     energy = np.zeros(model.spec.hidden_size)
     for name, axis in written(model.spec):
         values = model.wide(name)
@@ -251,9 +253,9 @@ def _energies(model: Model) -> Wide:
 
 
 def _directions(model: Model, calibration: Calibration) -> Wide:
-    """The eigenvectors [d, d] of what the norms see on a text, as columns, the largest eigenvalue first.
+    """Return the eigenvectors [d, d] of the norms' inputs on a text, as columns, the largest eigenvalue first.
 
-    Each norm counts alike: its inputs are taken at length √d, as its readers see them.
+    Every norm counts equally: its inputs have length √d, as its readers see them.
     """
     spec = model.spec
     total = np.zeros((spec.hidden_size, spec.hidden_size))
@@ -267,15 +269,15 @@ def _directions(model: Model, calibration: Calibration) -> Wide:
 
 
 def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
-    """The stream in its `new` largest principal directions."""
+    """Reduce the residual stream to its `new` largest principal directions."""
     fitted, old = Scratch(lambda model: iter([{"directions": _directions(model, calibration)}])), spec.hidden_size
 
     def into(model: Model, rows: Wide) -> Wide:
         return np.asarray(rows @ fitted.of(model, "directions")[:, :new])
 
-    found, tensors = in_basis(spec, new, into, lambda _, norm: replace(norm, eps=eps_for(norm.eps, old, new)))
+    new_spec, tensors = in_basis(spec, new, into, lambda _, norm: replace(norm, eps=eps_for(norm.eps, old, new)))
     notes = ("the head was untied from the embedding, because it takes up the last norm's weight",)
-    return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.tied else ())
+    return Swapped(new_spec, "approximate", tensors, {"method": "principal directions"}, notes if spec.tied else ())
 
 
 ORDER = 170

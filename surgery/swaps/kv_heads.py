@@ -1,16 +1,15 @@
 """Key-value heads: repeated for more of them, merged for fewer (MHA, GQA 2305.13245, MQA 1911.02150).
 
-More is exact: every head is repeated for its share of the query heads. Fewer is exact where the heads that become one
-are equal bit for bit, as after a repetition. Otherwise they are fitted on a text (`regression`), or, plainly, averaged
-(the GQA paper's mean-pooling).
+More is exact: every head is repeated for its share of the query heads. Fewer is exact if the merged heads are equal bit
+for bit, as after a repetition. Otherwise they are fitted on a text (`regression`), or plainly averaged (the GQA paper's
+mean-pooling).
 
-Or multi-head latent attention in place of keys and values a head (DeepSeek-V2 2405.04434; TransMLA 2502.07864).
-"mla:full" changes nothing: the latent is all values (and what of the keys is not rotated), and every rotary key head
-stays a shared one, which queries of other heads multiply by zero. The cache is as large as before; it is where training
-may start from. "mla:R" keeps a latent of R numbers per token; where keys and values have no more than R, it is
-"mla:full". Values come out of it by the best linear map of that rank on a text; keys without rotary positions too.
-Rotary keys become one that all heads share. Lossless where R is as much as there is to hold and there is one rotary key
-head.
+Multi-head latent attention replaces keys and values per head (DeepSeek-V2 2405.04434; TransMLA 2502.07864). "mla:full"
+changes nothing: the latent stores all values and all keys without rotation. Every rotary key head stays as a shared
+one, which queries of other heads multiply by zero. The cache is as large as before; it is a start for training. "mla:R"
+has a latent of R numbers per token, and equals "mla:full" if keys and values have no more than R. Values, and keys
+without rotary positions, come out of the latent by the best linear map of that rank on a text. Rotary keys become one
+that all heads share. It is lossless if R is large enough for all of them and there is one rotary key head.
 """
 
 import dataclasses
@@ -33,27 +32,29 @@ from ..registry import Asked, Clears, Swap
 
 
 def _repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
-    """[kv_heads · head_dim, …] -> [kv_heads · times · head_dim, …], each head `times` times in a row."""
+    """Repeat each head `times` times: [kv_heads · head_dim, …] -> [kv_heads · times · head_dim, …]."""
     heads = tensor.reshape(-1, head_dim, *tensor.shape[1:])
     return np.repeat(heads, times, axis=0).reshape(-1, *tensor.shape[1:])
 
 
 def first_of_groups(tensor: Array, group: int, head_dim: int) -> Array:
-    """[kv_heads · head_dim, …] -> [kv_heads / group · head_dim, …], the first head of each group."""
+    """Return the first head of each group: [kv_heads · head_dim, …] -> [kv_heads / group · head_dim, …]."""
     heads = tensor.reshape(-1, group, head_dim, *tensor.shape[1:])
     return np.ascontiguousarray(heads[:, 0]).reshape(-1, *tensor.shape[1:])
 
 
-def mean_of_groups(tensor: Wide, own: int, new: int, heads: int, head_dim: int) -> Wide:
-    """Rows of `own` heads -> `new` heads: the mean over the query heads of a group (Ainslie et al., section 2.1)."""
-    every = _repeated_heads(tensor, heads // own, head_dim)  # one a query head, so that groups need not divide the old
-    grouped = every.reshape(new, heads // new, head_dim, *tensor.shape[1:])
+def mean_of_groups(tensor: Wide, old: int, new: int, heads: int, head_dim: int) -> Wide:
+    """Average rows of `old` heads to `new` heads, over the query heads of a group (Ainslie et al., section 2.1)."""
+    repeated = _repeated_heads(
+        tensor, heads // old, head_dim
+    )  # one per query head, so that groups need not divide the old heads
+    grouped = repeated.reshape(new, heads // new, head_dim, *tensor.shape[1:])
     return np.asarray(grouped.mean(axis=1).reshape(-1, *tensor.shape[1:]))
 
 
 def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
-    """The layers that change: (their attention, its new number of key-value heads)."""
-    found, latent = {}, ", whose heads share one latent"
+    """Return the layers that change: their attention, and the new number of key-value heads."""
+    changes, latent = {}, ", whose heads share one latent"
     for layer, attention in attentions(
         spec, asked.chosen(spec), latent, "Choose the other layers with --blocks."
     ).items():
@@ -64,14 +65,14 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
             hint = f"Possible here: {possible}."
             raise SwapRefused(f"{wanted} key-value heads cannot be shared evenly by {heads} query heads", hint)
         if wanted != attention.kv_heads:
-            found[layer] = (attention, wanted)
-    if not found:
+            changes[layer] = (attention, wanted)
+    if not changes:
         raise SwapRefused(f"all these layers already have {wanted} key-value heads")
-    return found
+    return changes
 
 
 def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) -> bool:
-    """Whether the heads that would become one are the same bits."""
+    """Return whether the heads to be merged have the same bits."""
     if attention.kv_heads % wanted:
         return False
     for name in tensors_of(path, attention, "k_proj", "v_proj"):
@@ -83,13 +84,13 @@ def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int)
 
 
 def with_heads(attention: Attention, wanted: int) -> Attention:
-    """The attention with so many key-value heads: one, or one a query head, broadcast; others are repeated."""
+    """Return the attention with `wanted` key-value heads. Some numbers of heads are repeated instead of broadcast."""
     several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)
 
 
 def _change(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Another number of key-value heads; those that are merged are fitted on a text, or plainly their mean."""
+    """Change the number of key-value heads. Merged heads are fitted on a text, or averaged."""
     tensors: dict[str, Tensor] = {}
     changed, merged = dict[int, Attention](), dict[int, Attention]()
     for layer, (old, wanted) in _wanted_heads(spec, asked).items():
@@ -102,7 +103,7 @@ def _change(spec: ModelSpec, asked: Asked) -> Swapped:
             move = partial(first_of_groups, group=old.kv_heads // wanted, head_dim=dim)
         else:
             merged[layer] = changed[layer]
-            mean = partial(mean_of_groups, own=old.kv_heads, new=wanted, heads=old.heads, head_dim=dim)
+            mean = partial(mean_of_groups, old=old.kv_heads, new=wanted, heads=old.heads, head_dim=dim)
             for name in names if asked.approximate else ():
                 tensors[name] = Computed(lambda model, name=name, mean=mean: mean(model.wide(name)))  # type: ignore[misc]
             continue
@@ -117,20 +118,18 @@ def _change(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
-    """What a fit of these layers makes: the projections of their attention but for the bias of its output, and with
-    `down` one down_proj.
-    """
-    found = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes() if "_proj." in name]
+    """Return the tensors that a fit of these layers changes: attention projections, and with `down` also down_proj."""
+    names = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes() if "_proj." in name]
     downs = {f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed if down}
     downs &= {parameter.name for parameter in spec.parameters()}
-    return [*(name for name in found if not name.endswith("o_proj.bias")), *downs]
+    return [*(name for name in names if not name.endswith("o_proj.bias")), *downs]
 
 
 def _fewer(spec: ModelSpec) -> list[str]:
-    """Half as many and so on, and twice as many, where the query heads can share them."""
+    """Return half and twice the number of heads, if the query heads can share them."""
     attention = spec.blocks[0].attention
-    own = getattr(attention, "kv_heads", 0)
-    counts = [count for count in (own // 2, own * 2) if count > 1 and attention.heads % count == 0]
+    present = getattr(attention, "kv_heads", 0)
+    counts = [count for count in (present // 2, present * 2) if count > 1 and attention.heads % count == 0]
     return [f"gqa:{count}" for count in counts if count != attention.heads]
 
 
@@ -138,29 +137,27 @@ def _fewer(spec: ModelSpec) -> list[str]:
 
 
 def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
-    """The record in a grouped attention's place."""
+    """Return the record that replaces a grouped attention."""
     rotary, dims = isinstance(attention.position, Rotary), (_plain_dim(attention), attention.head_dim)
     sizes = {"kv_rank": rank, "nope_dim": dims[0], "value_dim": dims[1], "rope_heads": rope_heads if rotary else 0}
-    found: LatentAttention = recast(
-        attention, LatentAttention, **sizes, fused=False
-    )  # which says of what other products
-    return found
+    record: LatentAttention = recast(attention, LatentAttention, **sizes, fused=False)
+    return record
 
 
 def _plain_dim(attention: Attention) -> int:
-    """Elements of a key head that no position is turned into."""
+    """Return the number of elements of a key head without rotary positions."""
     return attention.head_dim - (attention.position.dim if isinstance(attention.position, Rotary) else 0)
 
 
 def whole(attention: Attention) -> int:
-    """The rank that holds all there is of values, and of keys without rotary positions."""
+    """Return the rank of a latent that stores all values, and all keys without rotary positions."""
     return attention.kv_heads * (attention.head_dim + _plain_dim(attention))
 
 
 def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
-    """The attentions that change."""
-    found = attentions(spec, asked.chosen(spec), " already")
-    for layer, attention in found.items():
+    """Return the attentions that change."""
+    grouped = attentions(spec, asked.chosen(spec), " already")
+    for layer, attention in grouped.items():
         if attention.q_norm is not None or attention.k_norm is not None:
             reason = f"layer {layer} normalises queries and keys per head, which latent attention does not support"
             raise SwapRefused(reason, "Use fewer key-value heads: --attention gqa:N or mqa.")
@@ -168,14 +165,14 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
             raise SwapRefused(
                 f"layer {layer} caps its scores at {attention.cap:g}, which latent attention does not support"
             )
-    return found
+    return grouped
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
 def _spread_queries(tensor: Array, attention: Attention) -> Array:
-    """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: zero but for its own key head."""
+    """Spread queries over all key heads, with zeros: [heads · head_dim, …] -> [heads · (plain + all rotary), …]."""
     plain = _plain_dim(attention)
     dim = attention.head_dim - plain
     heads = tensor.reshape(attention.heads, attention.head_dim, *tensor.shape[1:])
@@ -188,7 +185,7 @@ def _spread_queries(tensor: Array, attention: Attention) -> Array:
 
 
 def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
-    """The rows of the keys [kv_heads · head_dim, …] that are rotated, or those that are not, heads in order."""
+    """Return the rotary or the other rows of the keys [kv_heads · head_dim, …], heads in order."""
     dim = attention.head_dim - _plain_dim(attention)
     heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
     part = heads[:, :dim] if rotary else heads[:, dim:]
@@ -196,41 +193,41 @@ def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
 
 
 def _picking(attention: Attention, width: int, start: int, rank: int) -> Array:
-    """The map [heads · width, rank] by which query heads take their group's part out of the latent at `start`."""
-    found = np.zeros((attention.heads, width, rank))
+    """Return the map [heads · width, rank] from the latent, from `start` on, to the parts of the query heads."""
+    selection = np.zeros((attention.heads, width, rank))
     for head in range(attention.heads):
         first = start + (head // attention.group) * width
-        found[head, np.arange(width), first + np.arange(width)] = 1
-    return found.reshape(-1, rank)
+        selection[head, np.arange(width), first + np.arange(width)] = 1
+    return selection.reshape(-1, rank)
 
 
 def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
-    """Every tensor of "mla:full", nothing of it computed."""
+    """Return every tensor of "mla:full"; none is computed."""
     plain, rank = _plain_dim(attention), whole(attention)
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
         q, k, v = (f"{path}.{name}_proj.{part}" for name in "qkv")
-        made[q] = Moved(q, lambda tensor: _spread_queries(tensor, attention))
-        made[f"{path}.kv_down_proj.{part}"] = Moved(
+        tensors[q] = Moved(q, lambda tensor: _spread_queries(tensor, attention))
+        tensors[f"{path}.kv_down_proj.{part}"] = Moved(
             (k, v), lambda key, value: np.concatenate([_key_rows(key, attention, False), value])
         )
         if plain < attention.head_dim:
-            made[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: _key_rows(key, attention, True))
+            tensors[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: _key_rows(key, attention, True))
     ups = (("k_up_proj", plain, 0), ("v_up_proj", attention.head_dim, attention.kv_heads * plain))
     for name, width, start in ups if plain else ups[1:]:
         maps = partial(_picking, attention, width, start, rank)
-        made[f"{path}.{name}.weight"] = Filled((attention.heads * width, rank), maps, f"{path}.v_proj.weight")
-    return made
+        tensors[f"{path}.{name}.weight"] = Filled((attention.heads * width, rank), maps, f"{path}.v_proj.weight")
+    return tensors
 
 
 def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Latent attention that computes what was there."""
+    """Convert into latent attention that computes the same."""
     old = _grouped(spec, asked)
     tensors: dict[str, Tensor] = {}
     for layer, attention in old.items():
         tensors |= _lossless(f"blocks.{layer}.attention", attention)
-    changed = {layer: _latent_of(each, whole(each), each.kv_heads) for layer, each in old.items()}
-    summary = {"layers": sorted(changed), "rank": sorted({each.kv_rank for each in changed.values()})}
+    changed = {layer: _latent_of(new, whole(new), new.kv_heads) for layer, new in old.items()}
+    summary = {"layers": sorted(changed), "rank": sorted({new.kv_rank for new in changed.values()})}
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
 
 
@@ -238,22 +235,24 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
-    """A latent of R numbers, and one rotary key."""
+    """Convert into a latent of R numbers, and one rotary key."""
     rank = asked.number("numbers per token in the latent")
     old = _grouped(spec, asked)
-    most = max(2 * each.kv_heads * each.head_dim for each in old.values())
+    most = max(2 * attention.kv_heads * attention.head_dim for attention in old.values())
     if rank >= most:
         note = f"keys and values have {most} numbers per token, and the latent with the rotary keys stores all of them"
         return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
-    for layer, each in old.items():
-        if rank > whole(each):
-            reason = f"layer {layer} has {whole(each)} numbers per token, which is less than a latent of {rank}"
-            hint = f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing."
+    for layer, attention in old.items():
+        if rank > whole(attention):
+            reason = f"layer {layer} has {whole(attention)} numbers per token, which is less than a latent of {rank}"
+            hint = (
+                f"Possible here: mla:{whole(attention)} or less, or mla:full ({most} with keys), which changes nothing."
+            )
             raise SwapRefused(reason, hint)
-    several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())
-    if not several and all(rank == whole(each) for each in old.values()):
+    several = any(isinstance(attention.position, Rotary) and attention.kv_heads > 1 for attention in old.values())
+    if not several and all(rank == whole(attention) for attention in old.values()):
         return _to_whole(spec, asked)
-    changed = {layer: _latent_of(each, rank, 1) for layer, each in old.items()}
+    changed = {layer: _latent_of(attention, rank, 1) for layer, attention in old.items()}
     if asked.approximate:
         scratch = Scratch.by("kv_fit.averaged_layers", changed)
     else:
@@ -264,7 +263,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _half(spec: ModelSpec) -> list[str]:
-    """Half of what there is to hold."""
+    """Return a latent of half the full rank."""
     attention = spec.blocks[0].attention
     if not isinstance(attention, Attention) or attention.q_norm is not None:
         return []
@@ -309,7 +308,9 @@ OPTIONS = (
             "gqa:": ("key-value heads", lambda spec: {getattr(b.attention, "kv_heads", None) for b in spec.blocks}),
             "mla:": (
                 "numbers that a token leaves in a layer's cache",
-                lambda spec: {sum(work_of(each).left for each in spec.block_operations(b)) for b in set(spec.blocks)},
+                lambda spec: {
+                    sum(work_of(operation).left for operation in spec.block_operations(b)) for b in set(spec.blocks)
+                },
             ),
         },
     ),

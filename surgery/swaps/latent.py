@@ -1,8 +1,8 @@
-"""Latent attention in the form in which DeepSeek-V3's own code has it: "mla:deepseek", which changes nothing.
+"""Latent attention in the form of DeepSeek-V3's own code: "mla:deepseek", which changes nothing.
 
-Several rotary keys become one, as wide as all of them, in which frequencies repeat (LongRoPE's divisors say any). A
-latent without a norm gets one that leaves it as it is, beside constant elements so large that they alone decide what it
-divides by.
+Several rotary keys become one, as wide as all of them, with repeated frequencies (LongRoPE's divisors allow any). A
+latent without a norm gets one without effect: constant elements of the latent are so large that they alone determine
+the norm's divisor.
 """
 
 from functools import partial
@@ -18,9 +18,9 @@ from ..registry import Asked, Clears
 from .kv_heads import latent
 from .rotation import NEUTRAL, amplitude, frequencies, original_context, pair_elements, reordered
 
-CONSTANT = 2.0**40  # of a latent's elements: the square of any other vanishes beside its own, in fp64 too
+CONSTANT = 2.0**40  # the constant elements of a latent; squares of others vanish next to theirs, even in fp64
 SHARE = 64
-"""One element in so many of a latent is constant. With the root of this, a power of two, no dtype rounds."""
+"""One of 64 elements of a latent is constant. The root of this is a power of two, so no dtype rounds."""
 EPS = 1e-6  # of DeepSeek's norms on latents
 
 
@@ -29,22 +29,22 @@ def _is_latent(block: Block) -> bool:
 
 
 def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) -> LatentAttention:
-    """The record in a latent attention's place."""
+    """Return the record that replaces a latent attention."""
     position = attention.position
     if not isinstance(position, Rotary):
         hint = "Use --position rope:neutral before --attention mla:full."
         raise SwapRefused(f"layer {layer} has no RoPE, which DeepSeek's latent attention needs", hint)
-    found = replace(attention, rope_heads=1, position=_widened(layer, position, attention.rope_heads, context))
-    found = replace(found, fused=True, gathered=position.pairs == "adjacent")
+    form = replace(attention, rope_heads=1, position=_widened(layer, position, attention.rope_heads, context))
+    form = replace(form, fused=True, gathered=position.pairs == "adjacent")
     if attention.kv_norm is not None:
-        return found
+        return form
     rank, low = SHARE * -(-attention.kv_rank // (SHARE - 1)), attention.q_rank is not None
-    found = replace(found, kv_rank=rank, kv_norm=RMSNorm(size=rank, eps=EPS))
-    return replace(found, qkv_bias=low, kv_bias=not low, output_bias=True)
+    form = replace(form, kv_rank=rank, kv_norm=RMSNorm(size=rank, eps=EPS))
+    return replace(form, qkv_bias=low, kv_bias=not low, output_bias=True)
 
 
 def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rotary:
-    """Rotary positions of one key as wide as so many, which turn the pairs of each as before."""
+    """Return rotary positions of one key as wide as `keys` keys. They rotate the pairs of each key as before."""
     if keys == 1:
         return rotary
     if isinstance(rotary.scaling, DynamicScaling):
@@ -56,7 +56,7 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
     by_length = isinstance(rotary.scaling, LongRopeScaling) and original is not None
     lengths = (1, original + 1 if by_length and original is not None else 1)
     slowest = 1 / NEUTRAL.factor  # of pairs that do not turn
-    short, long = (tuple(1 / np.maximum(frequencies(rotary, each), slowest)) for each in lengths)
+    short, long = (tuple(1 / np.maximum(frequencies(rotary, length), slowest)) for length in lengths)
     scaling = LongRopeScaling(
         short_factor=tuple(map(float, short)) * keys,
         long_factor=tuple(map(float, long)) * keys,
@@ -67,7 +67,7 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
 
 
 def _key_order(rotary: Rotary, keys: int) -> Index:
-    """Where the elements of a wide key come from: those of several, one behind the other."""
+    """Return the order of the elements of a wide key made of several."""
     if rotary.pairs == "adjacent":
         return np.arange(keys * rotary.dim)
     starts = rotary.dim * np.arange(keys)[:, None]
@@ -75,7 +75,7 @@ def _key_order(rotary: Rotary, keys: int) -> Index:
 
 
 def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Latent attention in DeepSeek-V3's form."""
+    """Convert latent attention into DeepSeek-V3's form."""
     changed: dict[int, LatentAttention] = {}
     tensors: dict[str, Tensor] = {}
     for layer in asked.chosen(spec):
@@ -98,33 +98,33 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) -> dict[str, Tensor]:
-    """The tensors that are otherwise."""
-    made: dict[str, Tensor] = {}
+    """Return the tensors that change."""
+    tensors: dict[str, Tensor] = {}
     assert isinstance(old.position, Rotary)
     order = _key_order(old.position, old.rope_heads)
     if old.rope_heads > 1:
         queries = np.concatenate((np.arange(old.nope_dim), old.nope_dim + order))
         for part, rows in ((old.queries, queries), ("k_rope_proj", order)):
-            made |= {name: Moved(name, partial(reordered, order=rows)) for name in tensors_of(path, old, part)}
+            tensors |= {name: Moved(name, partial(reordered, order=rows)) for name in tensors_of(path, old, part)}
     if new.kv_rank == old.kv_rank:
-        return made
-    down, more = f"{path}.kv_down_proj", new.kv_rank - old.kv_rank
+        return tensors
+    down, added = f"{path}.kv_down_proj", new.kv_rank - old.kv_rank
     constants = np.zeros(new.kv_rank)
     constants[-(new.kv_rank // SHARE) :] = CONSTANT
-    made[f"{down}.weight"] = Moved(f"{down}.weight", lambda weight: np.pad(weight, ((0, more), (0, 0))))
+    tensors[f"{down}.weight"] = Moved(f"{down}.weight", lambda weight: np.pad(weight, ((0, added), (0, 0))))
     before = old.shapes()
     for name, shape in new.shapes().items():
         if name.endswith("bias") and name not in before:
-            made[f"{path}.{name}"] = Filled(shape, 0.0, f"{down}.weight")
+            tensors[f"{path}.{name}"] = Filled(shape, 0.0, f"{down}.weight")
     if "kv_down_proj.bias" in before:
-        made[f"{down}.bias"] = Computed(lambda model: np.pad(model.wide(f"{down}.bias"), (0, more)) + constants)
+        tensors[f"{down}.bias"] = Computed(lambda model: np.pad(model.wide(f"{down}.bias"), (0, added)) + constants)
     else:
-        made[f"{down}.bias"] = Filled((new.kv_rank,), lambda: constants, f"{down}.weight")
+        tensors[f"{down}.bias"] = Filled((new.kv_rank,), lambda: constants, f"{down}.weight")
     norm = CONSTANT / SHARE**0.5
-    made[f"{path}.kv_norm.weight"] = Filled((new.kv_rank,), norm, f"{down}.weight")
+    tensors[f"{path}.kv_norm.weight"] = Filled((new.kv_rank,), norm, f"{down}.weight")
     for name in (name for part in ("k_up_proj", "v_up_proj") for name in tensors_of(path, old, part)):
-        made[name] = Moved(name, lambda weight: np.pad(weight, ((0, 0), (0, more))))
-    return made
+        tensors[name] = Moved(name, lambda weight: np.pad(weight, ((0, 0), (0, added))))
+    return tensors
 
 
 ORDER = 91

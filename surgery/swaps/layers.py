@@ -1,12 +1,12 @@
 """Layers picked, repeated, added and dropped.
 
-- "keep:0-11,14-29", or the list alone, keeps those layers in that order; "drop:12,13" keeps all others. Dropping one
-  that writes nothing into the stream is exact. A number alone is refused: it may be a layer or a number of layers.
+- "keep:0-11,14-29", or the list alone, keeps the listed layers in that order; "drop:12,13" keeps all others. Dropping
+  a layer that adds nothing to the residual stream is exact. A number alone is refused as ambiguous.
 - "+N" adds copies whose last projections are zero, spread over the depth (LLaMA Pro 2401.02415, section 3.2): a copy
-  adds nothing to the stream until it is trained. Exact where blocks add to the stream itself.
-- "auto:N" keeps the N layers that a greedy search by KL on a text finds: the layer without which the KL is least goes,
-  and again (`fits.dropping`). Those of the largest block influence (ShortGPT 2403.03853) stay instead where they have
-  less KL, or all but the last ones before the last, which is also what --approximate keeps, without a text.
+  adds nothing to the stream until it is trained. This is exact if blocks add to the stream itself.
+- "auto:N" keeps N layers. A greedy search drops the layer without which the KL on a text is least, and repeats
+  (`fits.dropping`). Two other choices win if they have less KL: the layers with the largest block influence (ShortGPT
+  2403.03853), and all layers except the last ones before the final layer. --approximate uses the latter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """The tree with these of its layers, in this order, and where their tensors are copied from."""
+    """Return the model with these of its layers, in this order, and the recipes of their tensors."""
     new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
     tensors: dict[str, Tensor] = {}
     for parameter in new.parameters():
@@ -43,12 +43,12 @@ def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[st
 
 
 def _silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer adds nothing to the stream: every weight and bias that writes into it is zero."""
+    """Return whether a layer adds nothing to the residual stream: every weight and bias that writes into it is zero."""
     block = spec.blocks[layer]
-    if block.residual == "normed" or any(each.sum_norm is not None for each in block.sublayers):
+    if block.residual == "normed" or any(sublayer.sum_norm is not None for sublayer in block.sublayers):
         return False
-    found = writers(spec.blocks[layer], f"blocks.{layer}")
-    names = [name for each in found for name in (each.weight, each.bias_name)]
+    linears = writers(spec.blocks[layer], f"blocks.{layer}")
+    names = [name for linear in linears for name in (linear.weight, linear.bias_name)]
     return asked.weights.zero(*names, *written_biases(block, f"blocks.{layer}"))
 
 
@@ -57,25 +57,25 @@ def _named(layers: Sequence[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {ranges(layers).replace(',', ', ')}"
 
 
-def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
-    """These layers, in this order."""
+def _with_layers(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
+    """Keep these layers, in this order."""
     layers = len(spec.blocks)
     new, tensors = _arranged(spec, order)
-    gone = [layer for layer in range(layers) if layer not in order]
+    dropped = [layer for layer in range(layers) if layer not in order]
     in_order = list(order) == sorted(set(order))
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
-    stay = f"the new model has {_named(order)} of the {layers}" + (f"; {_named(gone)} dropped" if gone else "")
-    if in_order and all(_silent(spec, asked, layer) for layer in gone):
-        note = f"{stay}; the dropped layers add nothing to the residual stream" if gone else stay
+    stay = f"the new model has {_named(order)} of the {layers}" + (f"; {_named(dropped)} dropped" if dropped else "")
+    if in_order and all(_silent(spec, asked, layer) for layer in dropped):
+        note = f"{stay}; the dropped layers add nothing to the residual stream" if dropped else stay
         return Swapped(new, "exact", tensors, record, (note,))
-    note = stay if gone else f"{stay}: no layer is dropped; they are repeated or change places"
-    # A model survives the loss of some layers, not of most of them, nor their change of places.
-    guarantee: Guarantee = "approximate" if in_order and len(gone) * 2 <= layers else "retrained"
+    note = stay if dropped else f"{stay}: no layer is dropped; they are repeated or change places"
+    # A model tolerates the loss of some layers, but not of most, and not another order.
+    guarantee: Guarantee = "approximate" if in_order and len(dropped) * 2 <= layers else "retrained"
     return Swapped(new, guarantee, tensors, record, (note,))
 
 
 def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Keep the layers of a list, or those that "drop:" does not name."""
+    """Keep the layers of a list, or drop those after "drop:"."""
     layers, (word, colon, rest) = len(spec.blocks), asked.value.partition(":")
     if not colon and asked.value.strip().isdecimal():
         number = int(asked.value)
@@ -86,30 +86,30 @@ def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
         )
     named = layers_in(rest if colon else asked.value, layers)
     if word != "drop":
-        return _kept(spec, asked, named, {})
+        return _with_layers(spec, asked, named, {})
     order = [layer for layer in range(layers) if layer not in named]
     if not order:
         raise SwapRefused(f"{asked.value!r} drops all {layers} layers", "Leave at least one of them.")
-    return _kept(spec, asked, order, {})
+    return _with_layers(spec, asked, order, {})
 
 
 # --- more of them -----------------------------------------------------------------------------------------------------
 
 
-def expansion(layers: int, more: int) -> list[tuple[int, bool]]:
-    """(old layer, whether it is a copy that adds nothing): copies follow their originals, evenly spread."""
+def expansion(layers: int, copies_to_add: int) -> list[tuple[int, bool]]:
+    """Return (old layer, whether it is a copy that adds nothing). Copies follow their originals, evenly spread."""
     copies = [0] * layers
-    for number in range(more):
-        copies[(number + 1) * layers // more - 1 if more <= layers else number % layers] += 1
-    return [each for layer in range(layers) for each in [(layer, False)] + [(layer, True)] * copies[layer]]
+    for number in range(copies_to_add):
+        copies[(number + 1) * layers // copies_to_add - 1 if copies_to_add <= layers else number % layers] += 1
+    return [entry for layer in range(layers) for entry in [(layer, False)] + [(layer, True)] * copies[layer]]
 
 
 def _add(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Copies that add nothing."""
-    more = Asked(asked.value.removeprefix("+")).number("layers to add")
-    if more > 10_000:
-        raise UsageError(f"{asked.value!r}: {more:,} more layers are too many")
-    order = expansion(len(spec.blocks), more)
+    """Add copies that add nothing to the residual stream."""
+    number = Asked(asked.value.removeprefix("+")).number("layers to add")
+    if number > 10_000:
+        raise UsageError(f"{asked.value!r}: {number:,} more layers are too many")
+    order = expansion(len(spec.blocks), number)
     normed = [old for old, copy in order if copy and spec.blocks[old].residual == "normed"]
     if normed:
         raise SwapRefused(
@@ -117,7 +117,7 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
             " changes the residual stream",
             "Repeat layers instead, for example --layers keep:0-1,1-, and train the model.",
         )
-    summed = [old for old, copy in order if copy and any(each.sum_norm for each in spec.blocks[old].sublayers)]
+    summed = [old for old, copy in order if copy and any(sublayer.sum_norm for sublayer in spec.blocks[old].sublayers)]
     if summed:
         raise SwapRefused(
             f"layer {summed[0]} has a sum_norm, which changes the residual stream even if nothing is added to it",
@@ -126,66 +126,66 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     new, tensors = _arranged(spec, [old for old, _ in order])
     added = [index for index, (_, copy) in enumerate(order) if copy]
     tensors.update(_silenced(new, added, order))
-    one = f"layer {added[0]} is a copy that adds nothing yet"
-    note = f"layers {ranges(added).replace(',', ', ')} are copies that add nothing yet" if len(added) > 1 else one
+    single = f"layer {added[0]} is a copy that adds nothing yet"
+    note = f"layers {ranges(added).replace(',', ', ')} are copies that add nothing yet" if len(added) > 1 else single
     return Swapped(new, "exact", tensors, {"from": len(spec.blocks), "to": len(order), "added": added}, (note,))
 
 
 def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
-    """Zeros for what writes into the stream in these layers of the new tree."""
+    """Return zeros for the tensors that write into the residual stream in these layers of the new model."""
     shapes = {parameter.name: parameter.shape for parameter in new.parameters()}
-    found: dict[str, Tensor] = {}
+    zeros: dict[str, Tensor] = {}
     for layer in layers:
         path, old = f"blocks.{layer}", f"blocks.{order[layer][0]}"
-        names = [name for each in writers(new.blocks[layer], path) for name in each.names]
+        names = [name for writer in writers(new.blocks[layer], path) for name in writer.names]
         names += written_biases(new.blocks[layer], path)
-        found |= {name: Filled(shapes[name], 0.0, old + name.removeprefix(path)) for name in names}
-    return found
+        zeros |= {name: Filled(shapes[name], 0.0, old + name.removeprefix(path)) for name in names}
+    return zeros
 
 
 # --- fewer of them ----------------------------------------------------------------------------------------------------
 
 
 def _dropping(calibration: Calibration, plain: tuple[int, ...], model: Model) -> Dropping:
-    """Which layers of a model stay, as many as plainly do."""
+    """Return the search result for the layers of a model to keep, as many as in `plain`."""
     from ..fits.dropping import drop
 
     return drop(model, calibration, plain)
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The layers go that the model can best do without."""
+    """Drop the layers that the model can best do without."""
     layers = len(spec.blocks)
     wanted = asked.number("layers to keep")
     if wanted > layers:
-        more = wanted - layers
+        missing = wanted - layers
         raise SwapRefused(
-            f"{wanted} layers cannot be kept, because the model has {layers}", f"--layers +{more} adds {more}."
+            f"{wanted} layers cannot be kept, because the model has {layers}", f"--layers +{missing} adds {missing}."
         )
     plain = (*range(wanted - 1), layers - 1) if wanted > 1 else (0,)
     if asked.approximate:
-        return _kept(spec, asked, plain, {"by": "the last but one"})
+        return _with_layers(spec, asked, plain, {"by": "the last but one"})
     calibration = asked.text("which layers a model can do without is measured")
-    found = asked.weights.run(partial(_dropping, calibration, plain))
-    record: dict[str, object] = {"by": found.by, "influence": [round(score, 6) for score in found.influence]}
-    swapped = _kept(spec, asked, found.kept, record)
-    return dataclasses.replace(swapped, notes=(*swapped.notes, *_told(layers, found)))
+    search = asked.weights.run(partial(_dropping, calibration, plain))
+    record: dict[str, object] = {"by": search.by, "influence": [round(score, 6) for score in search.influence]}
+    swapped = _with_layers(spec, asked, search.layers, record)
+    return dataclasses.replace(swapped, notes=(*swapped.notes, *_notes_on(layers, search)))
 
 
-def _told(layers: int, found: Dropping) -> Iterator[str]:
-    """Say which layers were left out for a try, and the KL without them."""
-    yield f"chosen by {found.by}, by KL on {found.tokens:,} tokens of the text; tried without these layers, best first:"
+def _notes_on(layers: int, best: Dropping) -> Iterator[str]:
+    """Yield notes on the layers that were left out on trial, and the KL without them."""
+    yield f"chosen by {best.by}, by KL on {best.tokens:,} tokens of the text; tried without these layers, best first:"
     by_size: dict[int, list[tuple[float, str]]] = {}
-    for kept, kl in found.tried.items():
-        gone = [layer for layer in range(layers) if layer not in kept]
-        by_size.setdefault(len(gone), []).append((kl, ranges(gone)))
+    for stay, kl in best.tried.items():
+        dropped = [layer for layer in range(layers) if layer not in stay]
+        by_size.setdefault(len(dropped), []).append((kl, ranges(dropped)))
     for size, tried in sorted(by_size.items()):
         if size:
-            yield "; ".join(f"{gone}: {kl:.4f}" for kl, gone in sorted(tried))
+            yield "; ".join(f"{dropped}: {kl:.4f}" for kl, dropped in sorted(tried))
 
 
 def _examples(spec: ModelSpec) -> list[str]:
-    """All layers but the last but one."""
+    """Return the list of all layers except the last but one."""
     last = len(spec.blocks) - 1
     return [f"0-{last - 2},{last}"] if last > 2 else []
 

@@ -1,8 +1,8 @@
-"""Linear attention in place of attention: what a layer keeps of earlier tokens is of one size, however many they are.
+"""Linear attention in place of attention: a layer's memory of earlier tokens has a fixed size.
 
-Queries, keys, values and the output projection carry over (as in 2408.15237 and 2410.10254), and scores weigh by the
-first terms of the exponential's series (2402.18668). How fast heads forget is fitted on a text, with the projections
-behind; the plain form has one rate for all. Either way the model is to be trained: `gptkit heal`.
+Queries, keys, values and the output projection stay (as in 2408.15237 and 2410.10254). Scores use the first terms of
+the exponential's series as weights (2402.18668). The forgetting rates of heads, and the projections after attention,
+are fitted on a text. The plain form has one rate for all. Both forms have to be trained: `gptkit heal`.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from ..layerwise import with_blocks
 from ..registry import Asked, Swap
 
 _FITTED = ("q_proj", "gate_proj", "o_proj.weight")
-"""What a text has a say in, of a layer's own parameters."""
+"""The parameters of a layer that are fitted on a text."""
 
 
 def _recurrent(spec: ModelSpec, layer: int) -> Block:
-    """A layer with linear attention in attention's place."""
+    """Return a layer with linear attention in place of attention."""
     block = spec.blocks[layer]
     attention = block.mixer("attention")
     if not isinstance(attention, Attention):
@@ -30,14 +30,16 @@ def _recurrent(spec: ModelSpec, layer: int) -> Block:
         )
     try:
         mixer = recast(attention, LinearAttention)
-        sublayers = (replace(each, mixer=mixer) if each.mixer is attention else each for each in block.sublayers)
+        sublayers = (
+            replace(sublayer, mixer=mixer) if sublayer.mixer is attention else sublayer for sublayer in block.sublayers
+        )
         return replace(block, sublayers=tuple(sublayers))
     except ConfigError as error:
         raise SwapRefused(f"layer {layer}: {error.message}") from error
 
 
 def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Linear attention, and its tensors: those that were there under another name, its gates, and what is fitted."""
+    """Replace attention by linear attention. Its tensors are renamed, filled (gates), or fitted."""
     changed = {layer: _recurrent(spec, layer) for layer in asked.chosen(spec)}
     new, before = with_blocks(spec, changed), {parameter.name for parameter in spec.parameters()}
     tensors: dict[str, Tensor] = {}
@@ -47,13 +49,13 @@ def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
         name, old = parameter.name, parameter.name.replace(".recurrence", ".attention", 1)
         if name in before:
             continue
-        beside, start = f"blocks.{parameter.layer}.attention.q_proj.weight", parameter.initial
+        like, start = f"blocks.{parameter.layer}.attention.q_proj.weight", parameter.initial
         if old in before:
             tensors[name] = Moved(old)
-        else:  # the gates, as where training starts
+        else:  # the gates start as in training
             assert isinstance(start, float)
-            tensors[name] = Filled(parameter.shape, start, beside)
-        fitted += [name] * any(f".recurrence.{each}" in name for each in _FITTED)
+            tensors[name] = Filled(parameter.shape, start, like)
+        fitted += [name] * any(f".recurrence.{ending}" in name for ending in _FITTED)
     summary: dict[str, Any] = {"layers": sorted(changed), "by": "weights alone" if asked.approximate else "regression"}
     if not asked.approximate:
         fit = Scratch.by("linear_fit.fitted_layers", changed, asked.text("linear attention is fitted"))
@@ -62,7 +64,7 @@ def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _possible(spec: ModelSpec) -> tuple[str, ...]:
-    """Where the first layer is such that it applies."""
+    """Return the value to try if the first layer allows it."""
     try:
         _recurrent(spec, 0)
     except SwapRefused:

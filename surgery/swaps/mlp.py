@@ -1,25 +1,25 @@
 """Plain feed-forward <-> gated feed-forward, and dense <-> mixture of experts.
 
-A plain feed-forward is a gated one whose other factor is 1: gate = up, and up = 0·x + 1. That is exact and leaves every
-bit where it was. The way back is exact where that factor is the same for every input: its weight is zero, and its bias
-c goes into the columns of the output projection, down·diag(c).
+A plain feed-forward is a gated one whose other factor is 1: gate = up, and up = 0·x + 1. That is exact, and every bit
+stays. The reverse is exact if that factor is the same for every input: its weight is zero, and its bias c is folded
+into the columns of the output projection, down·diag(c).
 
-Where it depends on the input it has to go, and what is left is a smaller kind of network. On a calibration text the
-output projection is fitted anew, by least squares, so that down'·act(gate(x)) comes nearest to what the layer gave:
-on the bundled llama, all 5 layers, KL 1.1 nats, against 6.9 where it is left as it was. (Leaving out the gate instead,
-down·act(up(x)), starts better, at 4.4, and ends no better, at 1.2.)
+If the factor depends on the input, it is removed, and the result is a smaller kind of network. On a calibration text,
+least squares fit the output projection so that down'·act(gate(x)) is nearest to the old output. On the bundled llama
+(all 5 layers) that costs a KL of 1.1 nats, against 6.9 without the fit. (Without the gate instead, down·act(up(x)), it
+is 4.4 without the fit and 1.2 with it.)
 
-Of experts there are
+There are two kinds of experts:
 
-- copies (Sparse Upcycling 2212.05055): each expert is the feed-forward there was, and a router of random weights takes
-  K of the E. Their weights are made to sum to 1, so experts that are alike give what one of them gives. Exact, until
-  training parts them.
-- a split: each expert is one of E parts of the intermediate dimension, all of them taken. A router of zeros weighs each
-  with 1/E, which E times the output projection makes up for: exact. (The fine-grained experts of DeepSeekMoE
-  2401.06066 start so.)
+- copies (Sparse Upcycling 2212.05055): each expert is the old feed-forward, and a router of random weights chooses K of
+  the E. Their weights sum to 1, so equal experts have the output of one of them. It is exact, and training makes the
+  experts different.
+- a split: each expert is one of E parts of the intermediate dimension, and all of them are chosen. A router of zeros
+  weighs each with 1/E, and E times the output projection compensates: exact. (This is a start for the fine-grained
+  experts of DeepSeekMoE 2401.06066.)
 
-Back: experts that are alike are one; those that a router of zeros all takes stand side by side again. Otherwise there
-is their mean, each expert weighted with how much the router gave it on a text.
+In the reverse direction, equal experts become one, and the experts of a router of zeros are joined again. Otherwise the
+result is their mean, each weighted by its share in the router's weights on a text.
 """
 
 import re
@@ -40,25 +40,25 @@ from ..registry import Asked, Clears, Swap
 
 
 def dense_of(block: Block) -> Dense:
-    """A block's feed-forward, or what each of its experts is."""
+    """Return a block's feed-forward, or the record of its experts."""
     inner = block.feed_forward
     return inner.expert if isinstance(inner, MixtureOfExperts) else inner
 
 
 def with_dense(block: Block, dense: Dense) -> Block:
-    """The block with another feed-forward, or with experts that are such."""
+    """Return the block with another feed-forward, or with experts of this kind."""
     inner = block.feed_forward
     mixture = isinstance(inner, MixtureOfExperts)
     return block.replaced(feed_forward=replace(inner, expert=dense) if mixture else dense)
 
 
 def paths(spec: ModelSpec, layer: int) -> list[str]:
-    """The paths of a layer's feed-forwards: one, or one an expert."""
-    return [each.path for each in experts(spec.blocks[layer], layer)]
+    """Return the paths of a layer's feed-forwards: one, or one for each expert."""
+    return [expert.path for expert in experts(spec.blocks[layer], layer)]
 
 
 def _is_gated(block: Block) -> bool:
-    """Whether a block's feed-forward, or each of its experts, is gated."""
+    """Return whether a block's feed-forward, or each of its experts, is gated."""
     return isinstance(dense_of(block), GatedFeedForward)
 
 
@@ -66,7 +66,7 @@ def _is_gated(block: Block) -> bool:
 
 
 def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Plain -> gated, with the same activation. Exact, and every value keeps its bits."""
+    """Convert plain into gated feed-forwards with the same activation. It is exact, and every value keeps its bits."""
     hint = "To change the gates' function, use --activation; to remove the gates, --mlp plain."
     plain = asked.those(spec, lambda b: not _is_gated(b), "these feed-forwards are gated already", hint)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
@@ -79,12 +79,12 @@ def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _gated(old: Dense) -> GatedFeedForward:
-    """The gated feed-forward in a plain one's place. Its one flag for both biases has to be set: up's is the 1."""
+    """Return the gated feed-forward that replaces a plain one. One flag covers both biases, and up's is the 1."""
     return cast("GatedFeedForward", recast(old, GatedFeedForward, up_bias=True))
 
 
 def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
-    """gate = up, with its bias or none; up = 0·x + 1."""
+    """Return the tensors for gate = up, with its bias or none, and up = 0·x + 1."""
     weight, inner = f"{path}.up_proj.weight", (old.intermediate_size,)
     bias = Moved(f"{path}.up_proj.bias") if old.up_bias else Filled(inner, 0.0, like=weight)
     return {
@@ -99,16 +99,16 @@ def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Gated -> plain: exact where the factor `up` is the same for every input, refitted on a text where it is not."""
+    """Convert gated into plain feed-forwards: exact if `up` is constant, and otherwise refitted on a text."""
     hint = "To make them gated, use --mlp gated."
-    found = asked.those(spec, _is_gated, "these feed-forwards are plain already", hint)
+    gated = asked.those(spec, _is_gated, "these feed-forwards are plain already", hint)
     zero = asked.weights.zero
-    plain = {layer: recast(dense_of(spec.blocks[layer]), FeedForward) for layer in found}
-    # Where its weight is zero, up(x) is the same for every x.
-    varying = [i for i in found if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
+    plain = {layer: recast(dense_of(spec.blocks[layer]), FeedForward) for layer in gated}
+    # If its weight is zero, up(x) is the same for every x.
+    varying = [i for i in gated if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
     refit = None if asked.approximate or not varying else _refitted(spec, varying, asked)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
-    for layer in found:
+    for layer in gated:
         old = dense_of(spec.blocks[layer])
         gate_biases = [f"{path}.gate_proj.bias" for path in paths(spec, layer)]
         bias = old.up_bias and not (asked.settings.get("drop_zero_bias") and zero(*gate_biases))
@@ -119,20 +119,20 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
             elif refit is not None:
                 tensors |= refit.waiting([f"{path}.down_proj.weight"])
         blocks[layer] = with_dense(spec.blocks[layer], replace(plain[layer], up_bias=bias))
-    summary = {"from": "gated", "to": "plain", "layers": found, "refitted": varying if refit is not None else []}
+    summary = {"from": "gated", "to": "plain", "layers": gated, "refitted": varying if refit is not None else []}
     note = f"in {in_words(varying)}, the factor without an activation was left out, although it depends on the input"
     guarantee = guarantee_of(len(varying), len(spec.blocks))
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, (note,) if varying else ())
 
 
 def _plain_tensors(path: str, bias: bool) -> dict[str, Tensor]:
-    """up = gate, what it was multiplied by left out."""
+    """Return the tensors for up = gate, without its factor."""
     parts = ("weight", "bias") if bias else ("weight",)
     return {f"{path}.up_proj.{part}": Moved(f"{path}.gate_proj.{part}") for part in parts}
 
 
 def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
-    """The constant that gate was multiplied by goes into down, unless it is 1; without a bias it is 0."""
+    """Fold the constant factor of the gate into down unless it is 1. Without a bias, the constant is 0."""
     constant, down = f"{path}.up_proj.bias", f"{path}.down_proj.weight"
     if not old.up_bias:
         return {down: Computed(lambda model: 0 * model.wide(down))}
@@ -142,7 +142,7 @@ def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
-    """The output projections of layers, fitted on the text to make up for the factor that goes."""
+    """Return the output projections of layers, fitted on the text to compensate for the removed factor."""
     mixed = [layer for layer in layers if isinstance(spec.blocks[layer].feed_forward, MixtureOfExperts)]
     if mixed or asked.calibration is None:
         raise SwapRefused(
@@ -156,17 +156,17 @@ def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-_MOST = 1024  # experts that a mixture may have; see `components.MixtureOfExperts`
-_NORMALISED = True  # the weights of the experts that are taken are made to sum to 1
+_MOST = 1024  # experts in a mixture, at most; see `components.MixtureOfExperts`
+_NORMALISED = True  # whether the weights of the chosen experts sum to 1
 
 
 def is_mixture(block: Block) -> bool:
-    """Whether a block's feed-forward is a mixture of experts."""
+    """Return whether a block's feed-forward is a mixture of experts."""
     return isinstance(block.feed_forward, MixtureOfExperts)
 
 
 def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
-    """E and K of "moe:ExK", and the layers asked for that have one feed-forward, with it."""
+    """Return E and K of "moe:ExK", and the single feed-forwards of the chosen layers."""
     match = re.fullmatch(r"moe:(\d{1,9})x(\d{1,9})(:split)?", asked.value)
     if match is None:
         raise UsageError(f"{asked.value!r}: expected moe:ExK, such as moe:8x2 for 8 experts with 2 of them per token")
@@ -189,11 +189,11 @@ def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
 
 
 def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Dense -> E experts that are copies, K of them for each token; or its parts, all of them taken."""
+    """Convert feed-forwards into E experts: copies, K of them for each token, or parts, which are all used."""
     seed = asked.settings.get("seed", 0)
     if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number from 0")
-    count, top, found = _wanted(spec, asked)
+    count, top, dense_layers = _wanted(spec, asked)
     if split and top != count:
         hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."
         raise SwapRefused(
@@ -201,25 +201,25 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
             hint,
         )
     tensors: dict[str, Tensor] = {}
-    for layer, dense in found.items():
+    for layer, dense in dense_layers.items():
         path, width = f"blocks.{layer}.feed_forward", dense.intermediate_size
         router = f"{path}.router.weight"
         if split:
             if width % count:
                 fits = ", ".join(str(n) for n in range(2, min(width, _MOST) + 1) if width % n == 0)
                 raise SwapRefused(f"the width {width} is not divisible into {count} equal parts", f"Possible: {fits}")
-            found[layer] = replace(dense, intermediate_size=width // count)
+            dense_layers[layer] = replace(dense, intermediate_size=width // count)
             tensors[router] = Filled((count, spec.hidden_size), 0.0, like=f"{path}.down_proj.weight")
             for index in range(count):
-                tensors |= _part(path, found[layer], index, count)
+                tensors |= _part(path, dense_layers[layer], index, count)
         else:
             first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
             draw = partial(_drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
             tensors |= {router: Moved(first, draw)} | _copies(path, dense, count)
-    made: dict[str, Any] = {"experts": count, "top_k": top, "normalise": _NORMALISED and not split}
-    mixture = partial(MixtureOfExperts, hidden_size=spec.hidden_size, **made)
-    new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in found.items()})
-    summary = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(found)}
+    fields: dict[str, Any] = {"experts": count, "top_k": top, "normalise": _NORMALISED and not split}
+    mixture = partial(MixtureOfExperts, hidden_size=spec.hidden_size, **fields)
+    new = with_mixers(spec, {layer: mixture(expert=expert) for layer, expert in dense_layers.items()})
+    summary = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(dense_layers)}
     summary |= {"split": True} if split else {"seed": seed}
     notes = (
         ("every token uses all experts with equal weights; to use fewer per token, train the model",) if split else ()
@@ -228,20 +228,23 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
-    """Every expert's tensors: those of the feed-forward that there was."""
+    """Return every expert's tensors, copied from the old feed-forward."""
     return {f"{path}.experts.{i}.{name}": Moved(f"{path}.{name}") for i in range(count) for name in dense.shapes()}
 
 
 def _drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
-    """A router (rows, columns) of elements drawn at random from a weight, the same ones on every machine for a seed."""
+    """Return a router (rows, columns) of random elements of a weight. A seed gives the same router on every machine."""
     chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
     result: NDArray[Any] = weight.reshape(-1)[chosen]
     return result
 
 
 def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
-    """One expert of a split: its rows of what reads, its columns of what writes, the latter times `count`. The output
-    bias is every expert's, as an activation's own numbers are: weighted with 1/count each, they sum to it.
+    """Return one expert of a split: its rows of input projections, and its columns of the output projection times
+    `count`.
+
+    Every expert has the output bias and the activation's own numbers: weighted with 1/count each, they sum to the old
+    ones.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
     tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}
@@ -253,12 +256,12 @@ def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]
 
 
 def _numbers(expert: Dense) -> list[str]:
-    """The tensors of an activation's own numbers, which units do not share out."""
+    """Return the tensors of an activation's own numbers, which do not belong to units."""
     return [name for name in expert.weights() if name.startswith("activation.")]
 
 
 def _weighed(name: str, cut: slice, factor: float) -> Computed:
-    """Columns of a weight, times a number."""
+    """Return columns of a weight, times a number."""
     return Computed(lambda model: model.wide(name)[:, cut] * factor)
 
 
@@ -266,47 +269,47 @@ def _weighed(name: str, cut: slice, factor: float) -> Computed:
 
 
 def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Mixture -> one feed-forward: exact where the experts are alike or all weighted alike, else their mean."""
+    """Convert mixtures into single feed-forwards: exact if experts are equal or equally weighted, else their mean."""
     hint = "--mlp moe:8x2 makes 8 experts from each."
-    found = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
-    mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in found}
+    layers = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
+    mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
     for layer, mixture in mixtures.items():
         if mixture.beside:
-            told = f"the mixture of layer {layer} has {', '.join(mixture.beside)}"
+            reason = f"the mixture of layer {layer} has {', '.join(mixture.beside)}"
             raise SwapRefused(
-                f"{told}: experts can be merged into one only if a softmax weighs them and there is no shared expert"
+                f"{reason}: experts can be merged into one only if a softmax weighs them and there is no shared expert"
             )
-    one = [layer for layer in found if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
-    all_of = [layer for layer in found if layer not in one and _all_weighed_alike(spec, asked, layer)]
-    lossy = [layer for layer in found if layer not in (*one, *all_of)]
-    shares = None  # all count alike
+    equal = [layer for layer in layers if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
+    weighed_equally = [layer for layer in layers if layer not in equal and _all_weighed_alike(spec, asked, layer)]
+    lossy = [layer for layer in layers if layer not in (*equal, *weighed_equally)]
+    shares = None  # equal shares
     if lossy and not asked.approximate and asked.calibration is not None:
         shares = Scratch.by("feed_forward.shares", asked.calibration(), set(lossy))
     changed, tensors = dict[int, Dense](), dict[str, Tensor]()
     for layer, mixture in mixtures.items():
         path, dense = f"blocks.{layer}.feed_forward", mixture.expert
-        if layer in one:
+        if layer in equal:
             tensors |= {f"{path}.{name}": Moved(f"{path}.experts.0.{name}") for name in dense.shapes()}
-        elif layer in all_of:
+        elif layer in weighed_equally:
             tensors |= _side_by_side(path, mixture)
             dense = replace(dense, intermediate_size=dense.intermediate_size * mixture.experts)
         else:
             for name in dense.shapes():
                 tensors[f"{path}.{name}"] = _mean(path, name, mixture.experts, shares, layer)
         changed[layer] = dense
-    summary = {"from": "experts", "to": "dense", "layers": found, "alike": one, "side_by_side": all_of}
+    summary = {"from": "experts", "to": "dense", "layers": layers, "alike": equal, "side_by_side": weighed_equally}
     notes = (f"{in_words(lossy)}: the experts differ and were replaced by their mean",) if lossy else ()
     guarantee = guarantee_of(len(lossy), len(spec.blocks))
     return Swapped(with_mixers(spec, changed), guarantee, tensors, summary, notes)
 
 
 def weights_sum_to_one(mixture: MixtureOfExperts) -> bool:
-    """Whether the weights of the experts that a token gets do, whatever the router says."""
+    """Return whether the weights of a token's experts always sum to one."""
     return mixture.normalise or mixture.top_k == mixture.experts
 
 
 def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether every expert of a layer has the same values."""
+    """Return whether all experts of a layer have the same values."""
     mixture: Any = spec.blocks[layer].feed_forward
     path = f"blocks.{layer}.feed_forward.experts"
     pairs = ((name, i) for name in mixture.expert.shapes() for i in range(1, mixture.experts))
@@ -314,7 +317,7 @@ def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer's router takes all experts for every token, each with the weight 1/E, and one activation."""
+    """Return whether a layer's router weighs all experts with 1/E for every token, and all share one activation."""
     mixture: Any = spec.blocks[layer].feed_forward
     path = f"blocks.{layer}.feed_forward"
     pairs = ((name, i) for name in _numbers(mixture.expert) for i in range(1, mixture.experts))
@@ -326,7 +329,7 @@ def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
-    """One feed-forward of all the experts' units, the output projection over E; the mean of the output biases."""
+    """Return one feed-forward of all the experts' units, with the output projection over E and the mean output bias."""
     tensors: dict[str, Tensor] = {}
     for name in mixture.expert.shapes():
         names = tuple(f"{path}.experts.{i}.{name}" for i in range(mixture.experts))
@@ -336,18 +339,18 @@ def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
         elif name == "down_proj.weight":
             how = _joined(names, mixture.experts)
         elif name == "down_proj.bias" and len(names) > 1:
-            how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))  # type: ignore[misc]
+            how = Computed(lambda model, names=names: np.mean([model.wide(source) for source in names], axis=0))  # type: ignore[misc]
         tensors[f"{path}.{name}"] = how
     return tensors
 
 
 def _joined(names: tuple[str, ...], divisor: float) -> Computed:
-    """The columns of several weights side by side, over a number."""
+    """Return the concatenated columns of several weights, divided by a number."""
     return Computed(lambda model: np.concatenate([model.wide(name) for name in names], axis=1) / divisor)
 
 
 def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -> Computed:
-    """The mean of one of the experts' tensors, by their shares."""
+    """Return the mean of one of the experts' tensors, by their shares."""
 
     def compute(model: Model) -> Wide:
         share = np.full(count, 1 / count) if shares is None else shares.of(model, str(layer))
@@ -358,7 +361,7 @@ def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) 
 
 
 def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
-    """Where some layer is dense, and all that are have halves."""
+    """Return a split into halves if some layer is dense, and all dense widths are even."""
     widths = {block.feed_forward.intermediate_size for block in spec.blocks if not is_mixture(block)}
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 

@@ -3,18 +3,18 @@
 LayerNorm -> RMSNorm, exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858;
 TransformerLens' centering): if every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
 
-- whatever writes into the stream is centred: W -= mean over outputs, b -= mean(b), the token and position tables too;
-- β moves into what reads the norm: R.bias += R·β, for the last norm into a bias of the head;
+- all writers into the stream are centred: W -= mean over outputs, b -= mean(b), and the token and position tables;
+- β moves into the readers of the norm: R.bias += R·β, and for the last norm into a bias of the head;
 - γ and eps stay.
 
-The mean of the stream reaches nothing but the norms, so subtracting it changes nothing else. A tied head reads the
-same matrix that must be centred on the embedding's side, so it is untied first. Where a norm sits on the embedding
-(BLOOM) the table becomes centre(LayerNorm(table)) and the norm goes. Where the norm's *output* is the residual the
-mean is not free, and no exact form is known: what is left of it is the mean of γ⊙n, n being the normed vector.
+Only the norms read the mean of the stream, so subtracting it changes nothing else. A tied head reads the same matrix
+that must be centred for the embedding, so it is untied first. If a norm follows the embedding (BLOOM), the table
+becomes centre(LayerNorm(table)) and the norm is removed. If the norm's *output* is the residual, the mean matters, and
+no exact form is known: the mean of γ⊙n remains, with n the normed vector.
 
-RMSNorm -> LayerNorm, exact with one more dimension: an isometry takes the stream to where its mean is zero (`basis`),
-and there the two norms are one function. A stream that is centred already needs no more than the exchange. For the same
-reason both ways hold for some layers alone: in a centred stream either kind of norm may stand anywhere.
+RMSNorm -> LayerNorm, exact with one more dimension: an isometry maps the stream to vectors of mean zero (`basis`), on
+which the two norms are the same function. If the stream is centred already, only the norms are exchanged. In a centred
+stream both kinds of norm are possible in every layer, so both swaps are possible for some layers only.
 """
 
 import math
@@ -48,88 +48,89 @@ from .mlp import dense_of, with_dense
 
 
 def _require_exact(way: str, reason: str | None) -> None:
-    """Raise SwapRefused where there is a reason why it cannot be exact."""
+    """Raise SwapRefused if there is a reason why a swap cannot be exact."""
     if reason is not None:
         hint = "Use --approximate to replace the norms anyway and to measure the damage."
         raise SwapRefused(f"{way} cannot be exact here: {reason}", hint)
 
 
 def _asked_for(path: str, layers: tuple[int, ...] | None) -> bool:
-    """Whether the norm at a path is one of those of some layers, or all are asked for."""
+    """Return whether the norm at a path belongs to the chosen layers."""
     return layers is None or (path.startswith("blocks.") and int(path.split(".")[1]) in layers)
 
 
 def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """What the output's record says of LayerNorms that become RMSNorms. Raises SwapRefused where there are none."""
-    found = [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
-    if not found:
+    """Return the output's record of LayerNorms that become RMSNorms. Raises SwapRefused if there are none."""
+    paths = [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
+    if not paths:
         raise SwapRefused("this model has no LayerNorm: all its norms are RMSNorm")
-    return {"from": "layernorm", "to": "rmsnorm", "norms": sum(_asked_for(path, layers) for path in found)}
+    return {"from": "layernorm", "to": "rmsnorm", "norms": sum(_asked_for(path, layers) for path in paths)}
 
 
 def why_not_exact(spec: ModelSpec) -> str | None:
-    """The reason why LayerNorm -> RMSNorm cannot be exact for this tree, or None."""
+    """Return the reason why LayerNorm -> RMSNorm cannot be exact for this model, or None."""
     _of_layer_norms(spec)
-    tables(spec)  # which are centred
+    tables(spec)  # raises SwapRefused for tables that cannot be centred
     if any(block.residual == "normed" for block in spec.blocks):
         return (
             "the residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
             " LayerNorm removes is part of what the model computes"
         )
-    kept = [path for path, norm in every_norm(spec) if not norm.centred]
-    if kept:
-        return f"{kept[0]} is an RMSNorm already, and its output would change if the residual stream lost its mean"
+    rms_norms = [path for path, norm in every_norm(spec) if not norm.centred]
+    if rms_norms:
+        return f"{rms_norms[0]} is an RMSNorm already, and its output would change if the residual stream lost its mean"
     return None
 
 
 def _to_rms(norm: Norm) -> Norm:
-    """The RMSNorm in a LayerNorm's place; one that is there stays."""
+    """Return the RMSNorm that replaces a LayerNorm. An RMSNorm stays."""
     return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
 
 
 def _without_mean(values: Wide, axis: int) -> Wide:
-    """Values less their mean along an axis."""
+    """Return values minus their mean along an axis."""
     return np.asarray(values - values.mean(axis=axis, keepdims=True))
 
 
 def _centred(name: str, axis: int = 0) -> Compute:
-    """A writer's weight [out, in] or bias [out], or the rows of a table (axis 1), with the mean taken off."""
+    """Return a function that centres a writer's weight [out, in] or bias [out], or a table's rows (axis 1)."""
     return lambda model: _without_mean(model.wide(name), axis)
 
 
 def _shifted(weight: str, bias: str | None, beta: str) -> Compute:
-    """A reader's bias after β moved into it: bias + W·β."""
+    """Return a function that computes a reader's bias after β moved into it: bias + W·β."""
     if bias is None:
         return lambda model: model.wide(weight) @ model.wide(beta)
     return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
 
 
 def shifts_taken(
-    spec: ModelSpec, layers: tuple[int, ...] | None, made: dict[str, Compute], routers: bool = True
+    spec: ModelSpec, layers: tuple[int, ...] | None, computed: dict[str, Compute], routers: bool = True
 ) -> tuple[dict[int, Block], Head]:
-    """The blocks of some layers, or of all with the head, whose linears have biases that take up those of the norms
-    that they read; the tensors go into `made`. Raises SwapRefused where a router would have to, but for `routers`.
+    """Return the blocks of some layers, or all blocks and the head, with the norms' biases moved into their readers.
+
+    The tensors are added to `computed`. Raises SwapRefused if a router would need a bias, unless `routers` is False.
     """
     blocks, head = {}, spec.has_head()
     for layer in range(len(spec.blocks)) if layers is None else layers:
         block, path = spec.blocks[layer], f"blocks.{layer}"
         shifting = {name for name, norm in norms(block, path) if has_bias(norm)}
-        for each in readers(block, path):
-            if each.norm in shifting and each.may_have_bias:
-                old = each.bias_name if each.bias else None
-                made[each.bias_name] = _shifted(each.weight, old, f"{each.norm}.bias")
-            elif each.norm in shifting and routers:
-                raise SwapRefused(f"the bias of {each.norm} cannot be moved into {each.path}, which has no bias")
+        for reader in readers(block, path):
+            if reader.norm in shifting and reader.may_have_bias:
+                old = reader.bias_name if reader.bias else None
+                computed[reader.bias_name] = _shifted(reader.weight, old, f"{reader.norm}.bias")
+            elif reader.norm in shifting and routers:
+                raise SwapRefused(f"the bias of {reader.norm} cannot be moved into {reader.path}, which has no bias")
         blocks[layer] = _with_read_biases(block, path, shifting)
     if layers is None and spec.final_norm is not None and has_bias(spec.final_norm):
-        made["head.bias"] = _shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
+        computed["head.bias"] = _shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
         head = replace(head, bias=True)
     return blocks, head
 
 
 def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
-    """A block with biases for those of some norms: in what reads them, and in what is added to a norm's output."""
-    if not shifting:  # of layers without attention too
+    """Return a block with biases for those of some norms, in their readers and in additions to their outputs."""
+    if not shifting:  # a layer may have no attention
         return block
     attention, dense, out = block.attention, dense_of(block), block.residual == "normed"
     if f"{path}.attention_norm" in shifting:
@@ -137,20 +138,22 @@ def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
         attention = replace(attention, **reads, output_bias=attention.output_bias or out)
     if _inner_norm(block, path) in shifting:
         mixture = block.feed_forward
-        if isinstance(mixture, MixtureOfExperts) and mixture.shared is not None:  # which reads that norm too
+        if (
+            isinstance(mixture, MixtureOfExperts) and mixture.shared is not None
+        ):  # the shared expert reads that norm too
             block = block.replaced(feed_forward=replace(mixture, shared=replace(mixture.shared, up_bias=True)))
-        own = out and f"{path}.feed_forward_norm" in shifting
-        dense = replace(dense, up_bias=True, down_bias=dense.down_bias or own)
+        of_residual = out and f"{path}.feed_forward_norm" in shifting
+        dense = replace(dense, up_bias=True, down_bias=dense.down_bias or of_residual)
     return with_dense(block.replaced(attention=attention), dense)
 
 
 def has_bias(norm: Norm) -> bool:
-    """Whether a norm has a bias."""
+    """Return whether a norm has a bias."""
     return "bias" in norm.shapes()
 
 
 def _inner_norm(block: Block, path: str) -> str:
-    """The path of the norm that the feed-forward reads."""
+    """Return the path of the norm before the feed-forward."""
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
@@ -158,7 +161,7 @@ def _inner_norm(block: Block, path: str) -> str:
 
 
 def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The exact swap, for all norms or those of some layers."""
+    """Replace LayerNorms exactly, all of them or those of some layers."""
     _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
     new, tensors = _centred_tree(spec, layers)
     notes = (
@@ -170,60 +173,66 @@ def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
 
 
 def _centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
-    made: dict[str, Compute] = {}
-    blocks, head = shifts_taken(spec, layers, made, routers=False)
-    made |= {name: _centred(name, axis) for name, axis in written(spec)}
+    """Return a model with RMSNorms and a residual stream of mean zero, unless the residual stream is a
+    norm's output.
+    """
+    computed: dict[str, Compute] = {}
+    blocks, head = shifts_taken(spec, layers, computed, routers=False)
+    computed |= {name: _centred(name, axis) for name, axis in written(spec)}
     for layer, block in enumerate(spec.blocks):
         path = f"blocks.{layer}"
-        gone = dict(norms(block, path)) if layer in blocks else {}
-        for each in writers(block, path):
-            norm = f"{path}.{each.slot}_norm"
-            if block.residual == "normed" and norm in gone and has_bias(gone[norm]):  # β is part of the residual too
+        old_norms = dict(norms(block, path)) if layer in blocks else {}
+        for writer in writers(block, path):
+            norm = f"{path}.{writer.slot}_norm"
+            if (
+                block.residual == "normed" and norm in old_norms and has_bias(old_norms[norm])
+            ):  # the residual includes β
 
                 def with_beta(
-                    model: Model, name: str = each.bias_name, there: bool = each.bias, at: str = norm
+                    model: Model, name: str = writer.bias_name, there: bool = writer.bias, at: str = norm
                 ) -> Wide:
                     return _without_mean(model.wide(f"{at}.bias") + (model.wide(name) if there else 0), 0)
 
-                made[each.bias_name] = with_beta
-        blocks[layer] = with_norms(blocks.get(layer, block), path, {name: _to_rms(norm) for name, norm in gone.items()})
+                computed[writer.bias_name] = with_beta
+        blocks[layer] = with_norms(
+            blocks.get(layer, block), path, {name: _to_rms(norm) for name, norm in old_norms.items()}
+        )
     final, table = spec.final_norm, spec.embedding.norm
     if layers is None:
         final = _to_rms(known("final_norm", final)[1])
     if table is not None:
         assert table.centred
         weighed("embedding.norm", table)
-        made["embedding.weight"] = lambda model: _without_mean(table_rows(model, table), 1)
+        computed["embedding.weight"] = lambda model: _without_mean(table_rows(model, table), 1)
     untied: dict[str, Tensor] = {"head.weight": Moved("embedding.weight")} if head.tied else {}
     ends = {"embedding": replace(spec.embedding, norm=None), "final_norm": final, "head": replace(head, tied=False)}
-    return with_blocks(spec, blocks, **ends), {name: Computed(make) for name, make in made.items()} | untied
+    return with_blocks(spec, blocks, **ends), {name: Computed(make) for name, make in computed.items()} | untied
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The plain replacement: γ and eps kept, β and the centring dropped. Approximate at best."""
+    """Replace LayerNorms plainly: γ and eps stay, β and the centring are dropped. It is approximate at best."""
     record, old = _of_layer_norms(spec, layers), chosen_norms(spec, layers)
     if spec.embedding.norm is not None and layers is None:
         old["embedding.norm"] = spec.embedding.norm
-    new = exchanged(spec, {path: _to_rms(known(path, each)[1]) for path, each in old.items()})
+    new = exchanged(spec, {path: _to_rms(known(path, norm)[1]) for path, norm in old.items()})
     return Swapped(new, "approximate", {}, record)
 
 
 def _steered(model: Model, router: str, beta: str) -> bool:
-    """Whether β moves a router's scores otherwise than all alike, which the softmax would not see."""
+    """Return whether β changes a router's scores unequally. An equal shift is ignored by the softmax."""
     shift = _shifted(f"{router}.weight", None, beta)(model)
     return bool(np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())))
 
 
 def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
-    """The first router that LayerNorm's β would steer: it has no bias that could take it up."""
+    """Return the first router that LayerNorm's β would affect. It has no bias to compensate."""
     for layer in asked.those(spec, lambda block: isinstance(block.mixer("feed_forward"), MixtureOfExperts)):
         path, block = f"blocks.{layer}", spec.blocks[layer]
         norm, router = _inner_norm(block, path), f"{path}.feed_forward.router"
         if not has_bias(dict(norms(block, path))[norm]):
             continue
         question = partial(_steered, router=router, beta=f"{norm}.bias")
-        # What is all alike in scores is seen by everything but a softmax.
+        # Only a softmax ignores an equal shift of all scores.
         plain = isinstance(block.feed_forward, MixtureOfExperts) and not block.feed_forward.beside
         if asked.weights.ask(question, True, False) or not (plain or asked.weights.zero(f"{norm}.bias")):
             return router
@@ -231,7 +240,7 @@ def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
 
 
 def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """LayerNorm -> RMSNorm, as exactly as is asked."""
+    """Replace LayerNorms by RMSNorms, exactly or plainly as requested."""
     reason = why_not_exact(spec)
     if asked.approximate:
         mixture = any(isinstance(block.mixer("feed_forward"), MixtureOfExperts) for block in spec.blocks)
@@ -255,27 +264,27 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def why_not_layernorm(spec: ModelSpec) -> str | None:
-    """The reason why RMSNorm -> LayerNorm cannot be exact for this tree, or None."""
+    """Return the reason why RMSNorm -> LayerNorm cannot be exact for this model, or None."""
     if all(norm.centred for _, norm in stream_norms(spec)):
         raise SwapRefused("this model has no RMSNorm on its residual stream: all these norms are LayerNorm")
     if any(block.residual == "normed" for block in spec.blocks):
         return "the residual is taken from the norm's output, and the norm's weight does not commute with the rotation"
-    kept = [path for path, norm in (*stream_norms(spec), *every_norm(spec)) if norm.centred]
-    if kept:
-        return f"{kept[0]} is a LayerNorm already and removes a mean that the other norms keep"
+    layer_norms = [path for path, norm in (*stream_norms(spec), *every_norm(spec)) if norm.centred]
+    if layer_norms:
+        return f"{layer_norms[0]} is a LayerNorm already and removes a mean that the other norms keep"
     return None
 
 
 def _to_layer_norm(norm: Norm) -> Norm:
-    """The LayerNorm in an RMSNorm's place; one that is there stays."""
+    """Return the LayerNorm that replaces an RMSNorm. A LayerNorm stays."""
     return norm if norm.centred else LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
 
 
 def _off_the_mean(rows: Wide) -> Wide:
-    """Rows [n, d] in the space of the vectors of d + 1 elements whose mean is zero, lengths and angles kept.
+    """Map rows [n, d] to vectors of d + 1 elements with mean zero, and preserve lengths and angles.
 
-    A zero is appended and the Householder reflection applied that takes the last unit vector to (1, …, 1)/√(d + 1):
-    what was at right angles to the one is then to the other.
+    A zero is appended. Then a Householder reflection maps the last unit vector to (1, …, 1)/√(d + 1): vectors
+    orthogonal to the former become orthogonal to the latter.
     """
     size = rows.shape[1] + 1
     v = np.full(size, -1 / math.sqrt(size))
@@ -285,8 +294,10 @@ def _off_the_mean(rows: Wide) -> Wide:
 
 
 def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """RMSNorm -> LayerNorm, as exactly as is asked: one dimension wider and the head untied, unless the stream has no
-    mean. The plain replacement keeps γ and eps and drops the mean.
+    """Replace RMSNorms by LayerNorms, exactly or plainly as requested.
+
+    Exactly, the model gets one more dimension and an untied head, unless the residual stream has no mean. The plain
+    replacement keeps γ and eps and drops the mean.
     """
     reason, layers, old = why_not_layernorm(spec), asked.layers, spec.hidden_size
     record = {"from": "rmsnorm", "to": "layernorm", "norms": sum(not n.centred for _, n in stream_norms(spec))}
@@ -315,9 +326,9 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _stream_is_centred(model: Model) -> bool:
-    """Whether nothing that writes into the stream has a mean."""
-    every = ((model.wide(name), axis) for name, axis in written(model.spec))
-    return all(bool(np.abs(each.mean(axis=axis)).max() <= CENTRED * np.abs(each).max()) for each, axis in every)
+    """Return whether nothing that writes into the residual stream has a mean."""
+    tensors = ((model.wide(name), axis) for name, axis in written(model.spec))
+    return all(bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max()) for values, axis in tensors)
 
 
 _entry = partial(Swap, option="norm", by_layer=True, each_stack=True)

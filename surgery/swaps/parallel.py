@@ -3,13 +3,13 @@
     serial:    a = x + attention(norm₁(x)),  y = a + feed_forward(norm₂(a))
     parallel:  y = x + attention(norm₁(x)) + feed_forward(norm₂(x))
 
-with the same weights. The two differ in what the feed-forward reads, and so they are one function where the attention
-writes nothing (norm₂ sees x in both) or the feed-forward does; that is looked up in the weights. Otherwise one layer is
-a small change and all of them together are too much for a model that was not trained so. (PaLM 2204.02311 and GPT-J
+with the same weights. The two differ in the input of the feed-forward. They are the same function if the attention
+writes nothing (norm₂ reads x in both) or the feed-forward writes nothing; the weights tell. Otherwise one changed layer
+is a small change, and all layers together are too much for a model that was not trained so. (PaLM 2204.02311 and GPT-J
 were.)
 
-Both norms stay. Falcon 7b's and GPT-J's parallel blocks have one for both branches: "shared" leaves the second out
-where it is the same as the first, and on the way to serial blocks a shared norm is copied.
+Both norms stay. The parallel blocks of Falcon 7b and GPT-J have one norm for both branches: "shared" removes the second
+if it equals the first, and the conversion to serial blocks copies a shared norm.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from ..registry import Asked, Clears, Swap
 
 
 def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer is one function serial and parallel: all but one of its sub-layers write nothing."""
+    """Return whether a layer is the same function serial and parallel: all but one of its sub-layers write nothing."""
     written: dict[str, list[str]] = {}
-    for each in writers(spec.blocks[layer], f"blocks.{layer}"):
-        written.setdefault(each.slot, []).extend((each.weight, each.bias_name))
+    for writer in writers(spec.blocks[layer], f"blocks.{layer}"):
+        written.setdefault(writer.slot, []).extend((writer.weight, writer.bias_name))
     for name in written_biases(spec.blocks[layer], f"blocks.{layer}"):
         written[name.split(".")[2].removesuffix("_output_norm")].append(name)
     return any(
@@ -37,15 +37,18 @@ def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether the feed-forward's norm is the attention's, by kind and by every value."""
-    block, one, other = spec.blocks[layer], *(f"blocks.{layer}.{slot}_norm" for slot in ("attention", "feed_forward"))
+    """Return whether the feed-forward's norm equals the attention's, in kind and values."""
+    block, first, second = (
+        spec.blocks[layer],
+        *(f"blocks.{layer}.{slot}_norm" for slot in ("attention", "feed_forward")),
+    )
     names = block.attention_norm.shapes()
-    same = (asked.weights.same(f"{one}.{name}", f"{other}.{name}") for name in names)
+    same = (asked.weights.same(f"{first}.{name}", f"{second}.{name}") for name in names)
     return block.feed_forward_norm == block.attention_norm and all(same)
 
 
 def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Serial -> parallel with the same weights; `shared`: one norm for both branches, where the two are the same."""
+    """Convert serial into parallel blocks with the same weights. `shared` uses one norm if the two are equal."""
     serial = asked.those(spec, lambda block: not block.parallel)
     two = asked.those(spec, lambda block: block.feed_forward_norm is not None)
     if not serial and not (shared and two):
@@ -60,15 +63,15 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     alone = [layer for layer in serial if len(spec.blocks[layer].sublayers) < 2]
     if alone:
         raise SwapRefused(f"{in_words(alone)}: there is only one sub-layer, so there is nothing to run in parallel")
-    beside = [layer for layer in serial if any(each.beside for each in spec.blocks[layer].sublayers)]
-    if beside:
+    grouped = [layer for layer in serial if any(sublayer.beside for sublayer in spec.blocks[layer].sublayers)]
+    if grouped:
         raise SwapRefused(
-            f"{in_words(beside)}: attention runs in parallel with another layer already, and the feed-forward "
+            f"{in_words(grouped)}: attention runs in parallel with another layer already, and the feed-forward "
             "follows them"
         )
     for layer in serial:
-        there = spec.blocks[layer].norms()
-        if "attention" in there and "feed_forward" not in there:
+        norms = spec.blocks[layer].norms()
+        if "attention" in norms and "feed_forward" not in norms:
             raise SwapRefused(
                 f"the feed-forward of layer {layer} has no norm, and in a parallel block it would read the output of"
                 " attention's norm"
@@ -80,13 +83,13 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     blocks = {layer: spec.blocks[layer].replaced(parallel=True) for layer in serial}
     for layer in two if shared else ():
         blocks[layer] = blocks.get(layer, spec.blocks[layer]).replaced(feed_forward_norm=None)
-    alike = [] if shared else [layer for layer in serial if layer not in differing]
-    note = f"{in_words(alike)}: both norms are the same; --block parallel:shared stores only one" if alike else None
+    equal = [] if shared else [layer for layer in serial if layer not in differing]
+    note = f"{in_words(equal)}: both norms are the same; --block parallel:shared stores only one" if equal else None
     return _rearranged(spec, asked, serial, blocks, {}, "parallel", note)
 
 
 def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Parallel -> serial with the same weights; a norm that both branches share is copied."""
+    """Convert parallel into serial blocks with the same weights. A shared norm is copied."""
     none = "these layers are serial already"
     parallel = asked.those(spec, lambda block: block.parallel, none, "--block parallel makes them parallel.")
     tensors: dict[str, Tensor] = {}
@@ -101,7 +104,7 @@ def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _copied_norm(block: Block, path: str) -> dict[str, Tensor]:
-    """The shared norm's values for the feed-forward's own."""
+    """Copy the shared norm's values to the feed-forward's norm."""
     names = block.attention_norm.shapes()
     return {f"{path}.feed_forward_norm.{name}": Moved(f"{path}.attention_norm.{name}") for name in names}
 
@@ -115,7 +118,7 @@ def _rearranged(
     to: str,
     note: str | None,
 ) -> Swapped:
-    """The tree with these blocks, `changed` of them from one order to the other."""
+    """Return the model with these blocks, of which `changed` get another order."""
     lossy = [layer for layer in changed if not _same_either_way(spec, asked, layer)]
     why = f"{in_words(lossy)}: the feed-forward reads a different input, because both branches write" if lossy else None
     summary = {"to": to, "layers": changed, "exact_layers": [layer for layer in changed if layer not in lossy]}

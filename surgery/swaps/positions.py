@@ -1,15 +1,15 @@
-"""What tells positions apart: rotary, ALiBi, a learned table, nothing; and the context that a tree is for: the number,
-and the rows of a table of positions.
+"""The position encoding (rotary, ALiBi, a learned table or none), and the context length of a model.
 
-From one to another is a start for training but where nothing was told apart before and after. The starts:
+A change of the position encoding is a start for training, except between two forms without position information. The
+starts:
 
-- a learned table goes: its mean joins the token embeddings, so that the stream keeps its place (a tied head keeps the
-  old table, and is untied);
-- rotary positions go: each pair of a head is turned by its mean rotation instead, folded into q (`rope.mean_rotation`);
-- a learned table comes: it is zero. Neutral rotary positions turn nothing: a tree without positions in the form that
-  llama-like families can hold.
+- a removed table: its mean joins the token embeddings, so that the residual stream keeps its mean (a tied head keeps
+  the old table, and is untied);
+- removed rotary positions: each pair of a head has its mean rotation instead, folded into q (`rope.mean_rotation`);
+- a new table is zero. Neutral rotary positions rotate nothing: they are the form in which llama-like families can
+  express a model without positions.
 
-With a text, the projections behind attention are fitted on it too. `--approximate` leaves that and the means out.
+With a text, the projections after attention are also fitted on it. `--approximate` leaves out that fit and the means.
 """
 
 import math
@@ -37,17 +37,17 @@ _TABLE = "positions.weight"
 
 
 def kind(spec: ModelSpec) -> str:
-    """What tells positions apart: learned, rope (not neutral), alibi, none; "mixed" where layers differ."""
-    found = {_kind_of(block.attention.position) for block in spec.blocks}
+    """Return the position encoding: learned, rope (not neutral), alibi, none, or "mixed" if layers differ."""
+    kinds = {_kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
         if not isinstance(spec.positions, LearnedPositions):
             raise unknown("the model", spec.positions, "a table of positions")
-        return "learned" if found == {"none"} else "mixed"
-    return found.pop() if len(found) == 1 else "mixed"
+        return "learned" if kinds == {"none"} else "mixed"
+    return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
-    """The same of one layer."""
+    """Return the kind of one layer's positions."""
     match position:
         case None:
             return "none"
@@ -63,9 +63,9 @@ def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
 
 
 def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Rotary positions: of base 10,000, of the base that is asked for, or neutral ones.
+    """Convert into rotary positions with the base 10,000 or the requested base, or into neutral ones.
 
-    On rotary layers another base is all that changes.
+    On rotary layers only the base changes.
     """
     neutral, base = asked.argument == "neutral", None
     if asked.argument is not None and not neutral:
@@ -98,14 +98,14 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
-    """ALiBi: as other layers have it, else outside the scale of the scores, as in the paper."""
-    others = (block.attention.position for block in spec.blocks)
-    alibi = next((each for each in others if isinstance(each, ALiBi)), ALiBi())
+    """Convert into ALiBi in the form of other layers, or else outside the scale of the scores, as in the paper."""
+    present = (block.attention.position for block in spec.blocks)
+    alibi = next((position for position in present if isinstance(position, ALiBi)), ALiBi())
     return _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
 
 
 def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
-    """A table of positions, all zero."""
+    """Convert into a table of positions, all zero."""
     if asked.layers is not None:
         hint = "Leave --blocks out."
         raise SwapRefused("a position table is added to the token embeddings, so it affects every layer", hint)
@@ -127,8 +127,8 @@ def _repositioned(
     hint: str | None = None,
     table: LearnedPositions | None = None,
 ) -> Swapped:
-    """Each layer with the positions that are given for it, and the table that is, or none."""
-    changed = {layer: each for layer, each in positions.items() if spec.blocks[layer].attention.position != each}
+    """Return the model with the given positions of each layer, and with the given table or none."""
+    changed = {layer: new for layer, new in positions.items() if spec.blocks[layer].attention.position != new}
     if not changed and table is None and spec.positions is None:
         where = "these layers" if asked.layers is not None else "its layers"
         raise SwapRefused(f"{where} already have this position encoding: {to}", hint)
@@ -143,13 +143,13 @@ def _repositioned(
         tensors |= {} if asked.approximate else turned
     after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
-        tables(spec)  # one joins the other
+        tables(spec)  # raises SwapRefused if the table cannot join the embedding
         after = _without_table(after, asked, tensors, notes)
     if table is not None:
         after = replace(after, positions=table, context_length=table.length)
         tensors["positions.weight"] = Filled((table.length, table.size), 0.0, "embedding.weight")
-    # Exact where nothing told positions apart before and nothing does after.
-    kinds = {_kind_of(each) for layer, new in changed.items() for each in (spec.blocks[layer].attention.position, new)}
+    # Exact if there is no position information before or after.
+    kinds = {_kind_of(p) for layer, new in changed.items() for p in (spec.blocks[layer].attention.position, new)}
     exact = kinds <= {"none"} and (
         spec.positions is None
         or asked.weights.zero(_TABLE)
@@ -163,11 +163,13 @@ def _repositioned(
 
 
 def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tuple[Any, dict[str, Tensor]]:
-    """A layer's attention with other positions, and what of its rounding does not go with them as they need it; and its
-    queries, turned by the mean rotation where rotary positions go. ALiBi draws attention nearer, and so does the mean.
+    """Return a layer's attention with other positions, and its tensors that change.
+
+    Rounding details that do not fit the new positions change too. If rotary positions are removed, queries get the mean
+    rotation, which favours short distances before ALiBi.
     """
-    attention, comes = spec.blocks[layer].attention, isinstance(position, ALiBi)
-    before, more = attention.position, dict[str, Any]()
+    attention, is_alibi = spec.blocks[layer].attention, isinstance(position, ALiBi)
+    before, rounding = attention.position, dict[str, Any]()
     if isinstance(attention, LatentAttention):
         if isinstance(before, Rotary) != isinstance(position, Rotary):
             hint = "--position rope:neutral turns the rotation off and keeps them."
@@ -176,35 +178,35 @@ def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tu
                 hint,
             )
         return replace(attention, position=position), {}
-    if comes:
+    if is_alibi:
         several = attention.kv_expansion == "broadcast"
-        more = {"scores": "input", "kv_expansion": "repeat" if several else attention.kv_expansion}
+        rounding = {"scores": "input", "kv_expansion": "repeat" if several else attention.kv_expansion}
     turned: dict[str, Tensor] = {}
     if isinstance(before, Rotary) and not is_neutral(before) and _kind_of(position) != "rope":
-        factors = mean_rotation(before, spec.context_length, attention.window, 1.0 if comes else 0.5)
-        made = turned_queries(f"blocks.{layer}.attention", attention, before, factors)
-        turned = {name: Computed(make) for name, make in made.items()}
-    return replace(attention, position=position, **more), turned
+        factors = mean_rotation(before, spec.context_length, attention.window, 1.0 if is_alibi else 0.5)
+        functions = turned_queries(f"blocks.{layer}.attention", attention, before, factors)
+        turned = {name: Computed(make) for name, make in functions.items()}
+    return replace(attention, position=position, **rounding), turned
 
 
 def _alike(rows: Wide) -> bool:
-    """Whether a table has one row over and over."""
+    """Return whether all rows of a table are equal."""
     return bool((rows == rows[0]).all())
 
 
 def _mean_row(rows: Wide) -> Wide:
-    """The mean of a table's rows, and that row itself where all are alike: their sum may round."""
+    """Return the mean of a table's rows. Equal rows are not summed, since a sum may round."""
     return np.asarray(rows[0] if _alike(rows) else rows.mean(axis=0))
 
 
 def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
-    """The tree without its table, whose mean joins the token embeddings."""
+    """Return the model without its table, whose mean joins the token embeddings."""
     after = replace(spec, positions=None)
 
-    def joining(name: str, there: bool = True) -> Computed:
-        # Rows are multiplied before positions join them, and a norm's bias is not.
+    def joining(name: str, present: bool = True) -> Computed:
+        # Positions are added to multiplied rows, and a norm's bias is not multiplied.
         factor = spec.embedding.multiplier if spec.embedding.norm is None else 1.0
-        return Computed(lambda model: _mean_row(model.wide(_TABLE)) / factor + (model.wide(name) if there else 0))
+        return Computed(lambda model: _mean_row(model.wide(_TABLE)) / factor + (model.wide(name) if present else 0))
 
     if asked.approximate or asked.weights.zero(_TABLE):
         return after
@@ -231,7 +233,7 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
 
 
 def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
-    """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
+    """Return a value to try: neutral RoPE without positions, or a table for models without a context length."""
     if form == "rope:neutral":
         bare = all(block.attention.position is None for block in spec.blocks)
         return (form,) if bare and spec.positions is None else ()
@@ -261,7 +263,7 @@ _TO_ROPE = tuple(
     for step in ("position=rope", "position=rope:neutral")
     for clears in (Clears("*.position", step, theirs=Rotary), Clears("positions", step))
 )
-"""Where both cost as much, RoPE that turns comes first."""
+"""RoPE that rotates comes first at equal cost."""
 _TO_LEARNED = (
     *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
     Clears("positions", theirs=LearnedPositions),
@@ -272,25 +274,27 @@ _TO_LEARNED = (
 
 
 def _longer_table(table: Array, length: int) -> Array:
-    """A table with rows appended: the same rows backwards, then forwards again, and so on. The seam is smooth, and
-    every row is one that the model knows (own; Longformer, 2004.05150, starts over from the first row).
+    """Append rows to a table: its rows backwards, then forwards again, and so on.
+
+    The seam is smooth, and the model knows every row (derived for gptkit; Longformer, 2004.05150, repeats from the
+    first row).
     """
-    there = np.concatenate((table, table[::-1]))
-    return there[np.arange(length) % len(there)]
+    period = np.concatenate((table, table[::-1]))
+    return period[np.arange(length) % len(period)]
 
 
 def _first_rows(table: Array, length: int) -> Array:
-    """A table cut."""
+    """Return the first rows of a table."""
     return table[:length]
 
 
-def _behind(table: Array, move: Callable[[Array], Array], offset: int) -> Array:
-    """A table whose rows behind the first `offset` are moved."""
+def _after_offset(table: Array, move: Callable[[Array], Array], offset: int) -> Array:
+    """Move only the rows of a table after the first `offset`."""
     return np.concatenate([table[:offset], move(table[offset:])])
 
 
 def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
+    """Change the context length, and the rows of a position table: exact up to the shorter length."""
     length = asked.number("a context length", most=10**9)
     table, now = spec.positions, spec.context_length
     if now == length and (table is None or table.length == length):
@@ -313,14 +317,14 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         move, rows = _longer_table, "the table backwards and forwards"
     if length > table.length:
         notes = (f"exact up to {table.length:,} tokens; the rows after that ({rows}) need training",)
-    beyond = partial(_behind, move=partial(move, length=length), offset=table.offset)
+    beyond = partial(_after_offset, move=partial(move, length=length), offset=table.offset)
     moved = {"positions.weight": Moved("positions.weight", beyond if table.offset else partial(move, length=length))}
     new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))
     return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 
 
 def _lengths(spec: ModelSpec) -> tuple[str, ...]:
-    """Twice and half of what there is."""
+    """Return twice and half of the present length."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
     return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
 

@@ -1,11 +1,12 @@
-"""Linear weights of the blocks rounded to few bits, and stored as the numbers that they then stand for.
+"""Linear weights of the blocks rounded to few bits, and stored as the rounded numbers.
 
-With a text, weights are rounded by GPTQ (`fits.rounding`); without one, or with --approximate, to nearest. The grids
-are the same.
+With a text, weights are rounded by GPTQ (`fits.rounding`). Without one, or with --approximate, they are rounded to
+nearest, on the same grids.
 
-int8: symmetric, one scale an output row, the largest weight at 127 (torchao's Int8WeightOnly). intB:G: asymmetric, a
-scale and a zero point for every G inputs of a row, from their least to their largest (torchao's Int4WeightOnly). Norms,
-biases, tables and the head stay. What this measures is the damage of the rounding; the files are as large as before.
+int8: symmetric, one scale for each output row, the largest weight at 127 (torchao's Int8WeightOnly). intB:G:
+asymmetric, a scale and a zero point for every G inputs of a row, from their least to their largest (torchao's
+Int4WeightOnly). Norms, biases, tables and the head stay. This measures the damage of the rounding; the files are as
+large as before.
 """
 
 import math
@@ -39,9 +40,7 @@ def by_row(weight: Wide, bits: int) -> Grid:
 
 
 def by_group(weight: Wide, bits: int, size: int) -> Grid:
-    """Return the grid of a weight [out, in] with 2^bits values for every `size` inputs of a row, from their least to
-    their largest.
-    """
+    """Return the grid of a weight [out, in] with 2^bits values from least to largest for `size` inputs of a row."""
     groups = weight.reshape(weight.shape[0], -1, size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     scale = (high - low) / (2**bits - 1)
@@ -50,7 +49,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Grid:
 
 
 def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The weights of the linear maps in these layers, rounded; a router is none, nor a kernel."""
+    """Round the weights of the linear maps in the chosen layers. Routers and kernels stay."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
@@ -58,8 +57,10 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     size = asked.number("inputs a group") if group else None
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     layers = asked.those(spec, lambda _: True)
-    found = [linears(spec.blocks[layer], f"blocks.{layer}", *_ROLES) for layer in layers]
-    names = [linear.weight for each in found for linear in each if _is_weight(linear.weight)]
+    linears_by_layer = [linears(spec.blocks[layer], f"blocks.{layer}", *_ROLES) for layer in layers]
+    names = [
+        linear.weight for layer_linears in linears_by_layer for linear in layer_linears if _is_weight(linear.weight)
+    ]
     if size is not None:
         _require_whole_groups(bits, size, {name: shapes[name][1] for name in names})
     grid = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
@@ -80,12 +81,12 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _is_weight(name: str) -> bool:
-    """Whether a tensor is a linear's weight, rather than numbers that are multiplied one by one (Mamba's A_log)."""
+    """Return whether a tensor is a linear's weight, rather than numbers for elementwise products (Mamba's A_log)."""
     return name.endswith(".weight")
 
 
 def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
-    """A weight [out, in], or some beside one another [n, in, out], rounded to nearest."""
+    """Round a weight [out, in], or a stack of weights [n, in, out], to nearest."""
     weight = model.wide(name)
     if weight.ndim == 2:
         return grid(weight).nearest(weight)
@@ -95,18 +96,18 @@ def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
 
 
 def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]:
-    """The weights of a layer's linears by when they run: of each mixer those that read the stream, then what is
-    between, then those that write.
-    """
+    """Return the weights of a layer's linears in running order: for each mixer readers, inner ones, writers."""
     slots = [sublayer.mixer.slot for sublayer in block.sublayers]
-    by_role = [[(each.slot, each.weight) for each in linears(block, f"blocks.{layer}", role)] for role in _ROLES]
-    found = [[name for own, name in every if own == slot and name in names] for slot in slots for every in by_role]
-    return [stage for stage in found if stage]
+    by_role = [[(linear.slot, linear.weight) for linear in linears(block, f"blocks.{layer}", role)] for role in _ROLES]
+    stages = [
+        [name for owner, name in entries if owner == slot and name in names] for slot in slots for entries in by_role
+    ]
+    return [stage for stage in stages if stage]
 
 
 def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> None:
-    """Raise SwapRefused where a weight's inputs cannot be divided into groups of `size`, and name sizes that divide
-    the inputs of every weight that is asked for.
+    """Raise SwapRefused if a weight's inputs do not divide into groups of `size`. The hint names sizes that do for all
+    weights.
     """
     refused = next((name for name, inputs in widths.items() if inputs % size), None)
     if refused is None:

@@ -1,5 +1,5 @@
-"""Rotary positions: scaling for a longer context, how pairs lie, and RoPE on part of each head, where some pairs go on
-turning as they did and the others no longer turn.
+"""Rotary positions: scaling for a longer context, the order of the pairs, and RoPE on part of each head. In the last,
+some pairs rotate as before and the others no longer rotate.
 """
 
 import math
@@ -57,12 +57,12 @@ _KINDS = {
     "linear": ("positions divided", "Chen et al. 2306.15595; kaiokendev 2023"),
     "dynamic": ("base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
 }
-"""The ways to scale: what each is called, and its source."""
+"""The scaling methods: their titles and sources."""
 
 
 def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
-    """Positions scaled in one of the ways."""
-    more: dict[str, Any] = {"factor": factor, "original_context": context}
+    """Return positions that are scaled by a method."""
+    fields: dict[str, Any] = {"factor": factor, "original_context": context}
     scaling: RopeScaling
     match name:
         case "ntk":  # the fastest pair turns as it did, the slowest `factor` times slower
@@ -71,18 +71,18 @@ def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
             before = rotary.scaling.factor if isinstance(rotary.scaling, LinearScaling) else 1.0
             scaling = LinearScaling(factor=before * factor)
         case "dynamic":
-            scaling = DynamicScaling(**more)
+            scaling = DynamicScaling(**fields)
         case "yarn":  # with the paper's temperature (section 3.4) and transformers' defaults (_compute_yarn_parameters)
-            scaling = YarnScaling(**more, attention_factor=0.1 * math.log(factor) + 1.0)
+            scaling = YarnScaling(**fields, attention_factor=0.1 * math.log(factor) + 1.0)
         case "llama3":  # Llama 3.1's own bounds of the ramp, 1 and 4 turns within the original context
-            scaling = Llama3Scaling(**more, low_freq_factor=1.0, high_freq_factor=4.0)
+            scaling = Llama3Scaling(**fields, low_freq_factor=1.0, high_freq_factor=4.0)
         case _:
             raise AssertionError(name)
     return replace(rotary, scaling=scaling)
 
 
 def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Scaled rotary positions; with --approximate positions divided, the plain form of every way to scale."""
+    """Scale rotary positions. With --approximate, positions are divided, the plain form of every method."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 after the colon, such as yarn:4")
@@ -112,19 +112,19 @@ def _rescaled(
     summary: dict[str, Any],
     notes: tuple[str, ...] = (),
 ) -> Swapped:
-    """The tree with other angles in some layers, and another context."""
-    guarantee, promise = _held(before, after)
-    told = summary | {"context": [spec.context_length, context], "layers": list(before)}
-    return Swapped(with_rotary(spec, after, context_length=context), guarantee, {}, told, notes, promise)
+    """Return the model with other angles in some layers, and another context."""
+    guarantee, promise = _guarantee_of_angles(before, after)
+    record = summary | {"context": [spec.context_length, context], "layers": list(before)}
+    return Swapped(with_rotary(spec, after, context_length=context), guarantee, {}, record, notes, promise)
 
 
-def _held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
-    """What can be said of the logits when the angles change: the same where these are, perhaps up to a context."""
+def _guarantee_of_angles(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
+    """Return the guarantee and promise for a change of angles: exact if they are equal, perhaps up to a context."""
     lengths: list[int] = []
     for layer, rotary in before.items():
         scalings = [rotary.scaling, after[layer].scaling]
-        limits = [each.original_context for each in scalings if isinstance(each, DynamicScaling)]
-        trained = (original_context(each) for each in scalings)
+        limits = [scaling.original_context for scaling in scalings if isinstance(scaling, DynamicScaling)]
+        trained = (original_context(scaling) for scaling in scalings)
         checked = limits or [1, *(limit + 1 for limit in trained if limit is not None)]
         if not all(turns_alike(rotary, after[layer], length) for length in checked):
             return "approximate", Promise()
@@ -134,7 +134,7 @@ def _held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Gu
 
 
 def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
-    """Raise SwapRefused where a scaling does not compose with what is there."""
+    """Raise SwapRefused if a scaling cannot be combined with the present one."""
     if is_neutral(rotary):
         raise SwapRefused(f"RoPE of layer {layer} has only frequencies of 0, so scaling would change nothing")
     if rotary.scaling is not None and not (name == "linear" and isinstance(rotary.scaling, LinearScaling)):
@@ -149,7 +149,7 @@ def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
 
 
 def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Without scaling, and the context as it was before, where it is known."""
+    """Remove the scaling, and restore the context before it, if known."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
         hint = "If it was scaled by a larger base (ntk), restore the base with --position rope:BASE."
@@ -161,7 +161,7 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
         )
 
     def shorter(rotary: Rotary, context: int) -> int:
-        """The context that a model had before this scaling."""
+        """Return the context of a model before this scaling."""
         if isinstance(rotary.scaling, LinearScaling):
             return max(math.floor(context / rotary.scaling.factor), 1)
         return min(original_context(rotary.scaling) or context, context)
@@ -174,18 +174,18 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     return _rescaled(spec, layers, after, context, {"scaling": "none", "from": kinds})
 
 
-# --- how pairs lie ----------------------------------------------------------------------------------------------------
+# --- the order of pairs -----------------------------------------------------------------------------------------------
 
 
 def _pair_order(dim: int, pairs: Pairs) -> Index:
-    """Where the elements of a head come from when their pairs are to lie as `pairs` says, from the other way."""
+    """Return the old places of a head's elements after a change of the order of pairs to `pairs`."""
     if pairs == "adjacent":
         return np.stack(pair_elements(dim, "halves"), axis=1).ravel()
     return np.concatenate(pair_elements(dim, "adjacent"))
 
 
 def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The rows of q and k permuted, within each head."""
+    """Permute the rows of q and k within each head."""
     wanted: Pairs = "adjacent" if asked.value == "adjacent" else "halves"
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.pairs != wanted}
     if not layers:
@@ -199,7 +199,7 @@ def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Index]]:
-    """Each tensor with rows that turn, and the order of its rows within a head."""
+    """Yield each tensor with rotary rows, and the order of its rows within a head."""
     order = _pair_order(rotary.dim, wanted)
     if isinstance(attention, Attention):
         whole = np.concatenate((order, np.arange(rotary.dim, attention.head_dim)))
@@ -216,9 +216,10 @@ def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -
 
 
 def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
-    """RoPE on part of each head. The pairs that go are replaced by their mean rotation, and lie behind those that
-    stay; with --approximate the first elements of each head go on turning, at the frequencies that dim gives, as
-    partial_rotary_factor in a config has it.
+    """Restrict RoPE to part of each head. The mean rotation replaces dropped pairs, which move to the end.
+
+    With --approximate, the first elements of each head still rotate, at the frequencies of the new dimension, as with
+    partial_rotary_factor in a config.
     """
     match = re.fullmatch(r"(\d{1,9})(?::(slowest|fastest))?", asked.value)
     if match is None:
@@ -239,97 +240,97 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
             after[layer] = replace(attention, position=plain)
             continue
         after[layer] = replace(attention, position=kept_rotary(rotary, size, drop))
-        kept = kept_pairs(rotary.dim, size, drop)
-        matter = partial(_dropped_matter, path=path, attention=attention, rotary=rotary, kept=kept)
+        pairs = kept_pairs(rotary.dim, size, drop)
+        matter = partial(_dropped_matter, path=path, attention=attention, rotary=rotary, pairs=pairs)
         exact = exact and (is_neutral(rotary) or not asked.weights.ask(matter, True, False))
-        tensors |= _part_tensors(path, attention, rotary, kept, spec.context_length)
+        tensors |= _part_tensors(path, attention, rotary, pairs, spec.context_length)
     summary = {
         "dropped": "in place" if asked.approximate else f"{drop} pairs",
         "dims": sorted({rotary.dim for rotary in layers.values()}),
         "to": size,
         "layers": list(layers),
     }
-    grows = [rotary.scaling for rotary in layers.values() if isinstance(rotary.scaling, DynamicScaling)]
-    # Beyond its original context a base that grows does so by the dimension, which has changed.
-    promise = Promise(length=min((each.original_context for each in grows), default=None) if exact else None)
+    dynamic = [rotary.scaling for rotary in layers.values() if isinstance(rotary.scaling, DynamicScaling)]
+    # Beyond the original context, the growth of a dynamic base depends on the dimension, which has changed.
+    promise = Promise(length=min((scaling.original_context for scaling in dynamic), default=None) if exact else None)
     new = with_mixers(spec, after)
-    found = Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
-    return with_refits(found, asked, list(layers))
+    swapped = Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
+    return with_refits(swapped, asked, list(layers))
 
 
 def _require_part(layer: int, rotary: Rotary, size: int) -> None:
-    """Raise SwapRefused where a rotary of this dimension has no part of that one."""
-    widest, has = rotary.dim - 2, f"RoPE rotates {rotary.dim} dimensions of each head in layer {layer}"
+    """Raise SwapRefused if a rotary cannot be reduced to this dimension."""
+    widest, state = rotary.dim - 2, f"RoPE rotates {rotary.dim} dimensions of each head in layer {layer}"
     possible = (
         f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "No smaller number is possible."
     )
     if size % 2 or size < 2:
         raise SwapRefused(f"RoPE rotates pairs of dimensions: expected an even number from 2, not {size}", possible)
     if size >= rotary.dim:
-        raise SwapRefused(f"{has} already" if size == rotary.dim else f"{has}, which is less than {size}", possible)
+        raise SwapRefused(f"{state} already" if size == rotary.dim else f"{state}, which is less than {size}", possible)
     if isinstance(rotary.scaling, DynamicScaling) and size == 2:
         raise SwapRefused("dynamic scaling divides by the rotary dimension minus 2", "Possible here: from 4.")
 
 
 def kept_pairs(dim: int, size: int, drop: str) -> Index:
-    """The pairs that stay: the first are the fastest."""
+    """Return the pairs that stay; the first pairs are the fastest."""
     return np.arange(size // 2) if drop == "slowest" else np.arange((dim - size) // 2, dim // 2)
 
 
 def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
-    """Rotary positions of `size` elements that turn them as the pairs that stay turned.
+    """Return rotary positions of `size` elements with the frequencies of the remaining pairs.
 
-    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so the base changes alone; where a scaling depends on more than the
-    frequency, the divisor of every pair is written down.
+    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so only the base changes. If a scaling depends on more than the
+    frequency, the divisor of every pair is listed.
     """
-    kept = kept_pairs(rotary.dim, size, drop)
+    remaining = kept_pairs(rotary.dim, size, drop)
     original = original_context(rotary.scaling)
     dynamic_scaling = isinstance(rotary.scaling, DynamicScaling)
     lengths = [1] if original is None or dynamic_scaling else [1, original + 1]
-    wanted = [frequencies(rotary, length)[kept] for length in lengths]
-    first = rotary.base ** (2 * kept[0] / rotary.exponent)  # how much slower the first one that stays is
+    wanted = [frequencies(rotary, length)[remaining] for length in lengths]
+    first = rotary.base ** (2 * remaining[0] / rotary.exponent)  # the slowdown of the first remaining pair
     part = replace(rotary, dim=size, base=rotary.base ** (size / rotary.exponent), scaling=None, spread=None)
     by_pair = isinstance(rotary.scaling, LongRopeScaling)
     candidates = [] if by_pair else [replace(part, scaling=for_width(rotary.scaling, size))]
     if rotary.scaling is None or isinstance(rotary.scaling, LinearScaling):
         divided = getattr(rotary.scaling, "factor", 1.0)
         candidates.append(replace(part, scaling=LinearScaling(factor=divided * float(first))))
-    for each in candidates:
-        pairs = zip((frequencies(each, length) for length in lengths), wanted, strict=True)
-        if all(np.allclose(one, other, rtol=1e-13, atol=0) for one, other in pairs):
-            return each
+    for candidate in candidates:
+        pairs = zip((frequencies(candidate, length) for length in lengths), wanted, strict=True)
+        if all(np.allclose(new, old, rtol=1e-13, atol=0) for new, old in pairs):
+            return candidate
     if dynamic_scaling or original is None:
         raise SwapRefused(
             "the model's RoPE scaling depends on all pairs together", "Only the slowest pairs can be dropped here."
         )
     plain = frequencies(part)
-    short, long = (tuple(map(float, plain / each)) for each in wanted)
+    short, long = (tuple(map(float, plain / turns)) for turns in wanted)
     scaling = LongRopeScaling(
         short_factor=short, long_factor=long, original_context=original, attention_factor=amplitude(rotary)
     )
     return replace(part, scaling=scaling)
 
 
-def _part_order(rotary: Rotary, kept: Index, head_dim: int) -> Index:
-    """The elements of a head, those of the pairs that stay first, as pairs lie; then the others as they lay."""
-    first, second = (elements[kept] for elements in pair_elements(rotary.dim, rotary.pairs))
+def _part_order(rotary: Rotary, pairs: Index, head_dim: int) -> Index:
+    """Return the elements of a head with those of the remaining pairs first, in their order, then the others."""
+    first, second = (elements[pairs] for elements in pair_elements(rotary.dim, rotary.pairs))
     together = np.concatenate((first, second)) if rotary.pairs == "halves" else np.stack((first, second), 1).ravel()
     rest = np.setdiff1d(np.arange(head_dim), together)
     return np.concatenate((together, rest))
 
 
-def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, kept: Index) -> bool:
-    """Whether any score holds anything of the pairs that go: neither their queries nor their keys are zero."""
+def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, pairs: Index) -> bool:
+    """Return whether dropped pairs affect a score: neither their queries nor their keys are zero."""
     first, second = pair_elements(rotary.dim, rotary.pairs)
 
     def sizes(side: Literal["q", "k"]) -> np.ndarray:
-        """The largest weight of each pair, by key-value head; a mean that a norm takes away leaves something of all."""
+        """Return the largest weight of each pair, by key-value head. A norm that subtracts a mean makes all matter."""
         heads, norm = (attention.heads, attention.q_norm) if side == "q" else (attention.kv_heads, attention.k_norm)
         total = np.full((heads, rotary.dim // 2), float(norm is not None and norm.centred))
 
         def of_pairs(rows: Wide) -> np.ndarray:
-            each = rows.reshape(len(rows) // attention.head_dim, attention.head_dim, -1).max(axis=2)
-            return np.asarray(np.maximum(each[:, first], each[:, second]))
+            elements = rows.reshape(len(rows) // attention.head_dim, attention.head_dim, -1).max(axis=2)
+            return np.asarray(np.maximum(elements[:, first], elements[:, second]))
 
         for name in tensors_of(path, attention, f"{side}_proj"):
             total = total + of_pairs(np.abs(model.wide(name)))
@@ -339,56 +340,56 @@ def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotar
             total = total + of_pairs(np.abs(model.wide(f"{path}.{side}_norm.bias")))
         return np.asarray(total.reshape(attention.kv_heads, -1, rotary.dim // 2).max(axis=1))
 
-    dropped = np.setdiff1d(np.arange(rotary.dim // 2), kept)
+    dropped = np.setdiff1d(np.arange(rotary.dim // 2), pairs)
     return bool((sizes("q") * sizes("k"))[:, dropped].any())
 
 
 def _part_tensors(
-    path: str, attention: Attention, rotary: Rotary, kept: Index, context: int | None
+    path: str, attention: Attention, rotary: Rotary, pairs: Index, context: int | None
 ) -> dict[str, Tensor]:
-    """The rows of q and k in their new order, those of the pairs that go turned by their mean on the side of q."""
-    order = _part_order(rotary, kept, attention.head_dim)
+    """Return the rows of q and k in their new order, with dropped pairs of q rotated by their mean."""
+    order = _part_order(rotary, pairs, attention.head_dim)
     names = row_tensors(path, attention, "q") + row_tensors(path, attention, "k")
     tensors: dict[str, Tensor] = {}
     if not np.array_equal(order, np.arange(attention.head_dim)):
         tensors = {name: Moved(name, partial(reordered, order=order)) for name in names}
     factors = mean_rotation(rotary, context, attention.window, near=1.0)
-    factors[kept] = 1
+    factors[pairs] = 1
     for name, make in turned_queries(path, attention, rotary, factors).items():
         tensors[name] = Computed(lambda model, make=make: reordered(make(model), order))  # type: ignore[misc]
     return tensors
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Half of the least that turns."""
+    """Return half of the smallest rotary dimension."""
     dims = [rotary.dim for rotary in rotary_layers(spec, range(len(spec.blocks))).values()]
     half = min(dims, default=0) // 4 * 2
     return (f"{half}", f"{half}:fastest") if half else ()
 
 
 def _dims(spec: ModelSpec) -> set[int | None]:
-    """How many dimensions turn; None where there are no rotary positions."""
-    found = (block.attention.position for block in spec.blocks)
-    return {each.dim if isinstance(each, Rotary) else None for each in found}
+    """Return the rotary dimensions, and None for layers without rotary positions."""
+    positions = (block.attention.position for block in spec.blocks)
+    return {position.dim if isinstance(position, Rotary) else None for position in positions}
 
 
 _entry = partial(Swap, by_layer=True)
 
 
 def _way(kind: str, title: str, source: str) -> Swap:
-    """A way to scale."""
+    """Return the swap for a scaling method."""
     needs, guarantee = "rotary positions that are not scaled, a known context length", "approximate"
     if kind == "dynamic":
         needs, guarantee = f"{needs}; exact up to the original context", "exact"
 
     def examples(spec: ModelSpec) -> tuple[str, ...]:
-        found = rotary_layers(spec, range(len(spec.blocks))).values()
-        plain = found and all(each.scaling is None and each.dim > 2 for each in found)
+        rotaries = rotary_layers(spec, range(len(spec.blocks))).values()
+        plain = rotaries and all(rotary.scaling is None and rotary.dim > 2 for rotary in rotaries)
         return (f"{kind}:2",) if plain and spec.context_length is not None else ()
 
-    more: dict[str, Any] = {"needs": needs, "guarantee": guarantee, "source": source, "examples": examples}
-    more["reshape"] = partial(_rope_scaling, kind)
-    return _entry("rope_scaling", f"{kind}:FACTOR", takes="RoPE", gives=f"scaled RoPE ({title})", **more)
+    fields: dict[str, Any] = {"needs": needs, "guarantee": guarantee, "source": source, "examples": examples}
+    fields["reshape"] = partial(_rope_scaling, kind)
+    return _entry("rope_scaling", f"{kind}:FACTOR", takes="RoPE", gives=f"scaled RoPE ({title})", **fields)
 
 
 ORDER = 70

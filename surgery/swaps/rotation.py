@@ -1,11 +1,11 @@
-"""What rotary positions do to the pairs of a head, and how weights take it over.
+"""The effect of rotary positions on the pairs of a head, and its transfer into weights.
 
-A pair of elements, read as a complex number z, is turned by e^(iθm) at position m, and the scores see
-Re(q · conj(k) · e^(iθ(m-n))). So
+A pair of elements is read as a complex number z. It is rotated by e^(iθm) at position m, and the scores depend on Re(q
+· conj(k) · e^(iθ(m-n))). So
 
-- any complex factor on a pair of q commutes with the rotation, and folds into the rows of W_q;
-- a pair whose rotation goes is best replaced by its mean over the distances m - n, a complex factor on q;
-- pairs may be listed in any order, and their elements may lie in any place, if q and k agree.
+- any complex factor on a pair of q commutes with the rotation, and can be folded into the rows of W_q;
+- a pair without its rotation is best replaced by the mean rotation over the distances m - n, a complex factor on q;
+- pairs, and their elements, may be in any order if q and k agree.
 """
 
 import math
@@ -25,34 +25,34 @@ from ..registry import Asked
 
 Pairs = Literal["halves", "adjacent"]
 NEUTRAL = LinearScaling(factor=1e30)
-"""Positions divided by so much that nothing turns: cos is 1 in every dtype and sin at most 1e-21."""
-_DISTANCES = 4096  # distances that a mean rotation is taken over, at most
+"""Positions divided by 1e30, so that nothing rotates: cos is 1 in every dtype and sin at most 1e-21."""
+_DISTANCES = 4096  # distances in a mean rotation, at most
 
 
 def is_neutral(rotary: Rotary) -> bool:
-    """Whether it turns nothing at any position."""
+    """Return whether the positions rotate nothing."""
     return isinstance(rotary.scaling, LinearScaling) and rotary.scaling.factor >= NEUTRAL.factor
 
 
 def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
-    """The layers of these that have rotary positions."""
-    found = {layer: spec.blocks[layer].attention.position for layer in layers}
-    return {layer: position for layer, position in found.items() if isinstance(position, Rotary)}
+    """Return those of these layers that have rotary positions."""
+    positions = {layer: spec.blocks[layer].attention.position for layer in layers}
+    return {layer: position for layer, position in positions.items() if isinstance(position, Rotary)}
 
 
 def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
-    """The layers that are asked for and have rotary positions. Raises SwapRefused where there are none."""
-    found = rotary_layers(spec, asked.chosen(spec))
-    if not found:
+    """Return the chosen layers with rotary positions. Raises SwapRefused if there are none."""
+    layers = rotary_layers(spec, asked.chosen(spec))
+    if not layers:
         where = "these layers have" if asked.layers is not None else "this model has"
         raise SwapRefused(
             f"{where} no rotary positions", "--position rope adds RoPE; the model then has to be trained."
         )
-    return found
+    return layers
 
 
 def frequencies(rotary: Rotary, length: int = 1) -> Wide:
-    """The angle by which each pair turns from one position to the next, (dim/2,), in sequences of `length` tokens."""
+    """Return the angle of each pair from one position to the next, (dim/2,), in sequences of `length` tokens."""
     import torch
 
     from ...modules.positions import inverse_frequencies
@@ -61,26 +61,28 @@ def frequencies(rotary: Rotary, length: int = 1) -> Wide:
 
 
 def amplitude(rotary: Rotary) -> float:
-    """What cos and sin are multiplied by."""
+    """Return the factor of cos and sin."""
     return float(getattr(rotary.scaling, "attention_factor", 1.0))
 
 
 def turns_alike(a: Rotary, b: Rotary, length: int = 1) -> bool:
-    """Whether two turn every pair by the same angles, up to rounding."""
+    """Return whether two rotaries rotate every pair by the same angles, up to rounding."""
     same = a.dim == b.dim and math.isclose(amplitude(a), amplitude(b), rel_tol=1e-15)
     return same and bool(np.allclose(frequencies(a, length), frequencies(b, length), rtol=1e-14, atol=0))
 
 
 def original_context(scaling: RopeScaling | None) -> int | None:
-    """The context that a model was trained for before its positions were scaled, where the scaling says so."""
+    """Return the context that a model was trained for before its positions were scaled, if known."""
     return None if scaling is None else getattr(scaling, "original_context", None)
 
 
 def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
-    """A rotary's scaling for another dimension: the first divisors, the last one repeated; no more pairs that turn."""
+    """Return a rotary's scaling for another dimension: the first divisors, the last one repeated."""
     half = dim // 2
     if isinstance(scaling, LongRopeScaling):
-        short, long = ((*each, *(each[-1:] * half))[:half] for each in (scaling.short_factor, scaling.long_factor))
+        short, long = (
+            (*divisors, *(divisors[-1:] * half))[:half] for divisors in (scaling.short_factor, scaling.long_factor)
+        )
         return replace(scaling, short_factor=short, long_factor=long)
     if isinstance(scaling, ProportionalScaling):
         return replace(scaling, turning=min(scaling.turning, half))
@@ -88,18 +90,18 @@ def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
 
 
 def pair_elements(dim: int, pairs: Pairs) -> tuple[Index, Index]:
-    """Of each pair its first and its second element, the fastest pair first."""
-    each = np.arange(dim // 2)
-    return (each, each + dim // 2) if pairs == "halves" else (2 * each, 2 * each + 1)
+    """Return the first and the second element of each pair, the fastest pair first."""
+    index = np.arange(dim // 2)
+    return (index, index + dim // 2) if pairs == "halves" else (2 * index, 2 * index + 1)
 
 
 def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None, near: float = 0.5) -> Array:
-    """Each pair's rotation averaged over the distances within a context, as a complex factor (dim/2,), the squared
-    amplitude of cos and sin in it.
+    """Return each pair's mean rotation over the distances within a context, a complex factor (dim/2,).
 
-    A distance d counts (context - d) / (1 + d)^near: as often as it occurs, and more the nearer, since attention does.
+    It includes the squared amplitude of cos and sin. A distance d counts (context - d) / (1 + d)^near: by its
+    frequency, and more if it is short, as in attention.
     """
-    length = min(each for each in (context, window, _DISTANCES) if each is not None)
+    length = min(limit for limit in (context, window, _DISTANCES) if limit is not None)
     distances = np.arange(length)
     weights = (length - distances) / (1 + distances) ** near
     turned = np.exp(1j * np.outer(frequencies(rotary, context or 1), distances))
@@ -107,7 +109,7 @@ def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None
 
 
 def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide:
-    """Every head's pairs times their complex factors (dim/2,); rows (heads·head_dim, …). What does not turn stays."""
+    """Multiply every head's pairs in rows (heads·head_dim, …) by complex factors (dim/2,). Other rows are unchanged."""
     first, second = pair_elements(rotary.dim, rotary.pairs)
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     column = factors.reshape(-1, *[1] * (rows.ndim - 1))
@@ -118,20 +120,21 @@ def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide
 
 
 def reordered(array: Array, order: Index) -> Array:
-    """The elements of every head in another order; array (heads·len(order), …)."""
+    """Reorder the elements of every head in an array (heads·len(order), …)."""
     return array.reshape(-1, len(order), *array.shape[1:])[:, order].reshape(array.shape)
 
 
 def row_tensors(path: str, attention: Attention, side: Literal["q", "k"]) -> list[str]:
-    """The tensors whose rows are elements of query or of key heads, a norm of each head last."""
+    """Return the tensors whose rows are elements of query or key heads, with a norm of each head last."""
     norm = attention.q_norm if side == "q" else attention.k_norm
-    own = [] if norm is None else tensors_of(f"{path}.{side}_norm", norm)
-    return tensors_of(path, attention, f"{side}_proj") + own
+    norm_tensors = [] if norm is None else tensors_of(f"{path}.{side}_norm", norm)
+    return tensors_of(path, attention, f"{side}_proj") + norm_tensors
 
 
 def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Callable[..., Wide]]:
-    """The query rows with each pair times a complex factor; with a norm of each query head, which the rotation comes
-    after and which has no place for an angle, times its modulus in the norm's weight.
+    """Return functions that compute the query rows with each pair multiplied by a complex factor.
+
+    With a norm of each query head before the rotation, only the modulus is used, in the norm's weight.
     """
     if np.allclose(factors, 1, rtol=0, atol=1e-15):
         return {}
@@ -156,6 +159,6 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:
-    """The tree with other rotary positions in some layers, and other fields of its own."""
-    changed = {layer: replace(spec.blocks[layer].attention, position=each) for layer, each in positions.items()}
+    """Return the model with other rotary positions in some layers, and other fields of its own."""
+    changed = {layer: replace(spec.blocks[layer].attention, position=position) for layer, position in positions.items()}
     return with_mixers(spec, changed, **fields)

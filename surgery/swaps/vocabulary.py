@@ -1,16 +1,15 @@
 """The vocabulary: padded with rows of zeros, cut to its first tokens, pruned to chosen ones; the head's matrix.
 
-Rows of the embedding and of the head are moved as they are, so that every logit of a kept token stays what it was: what
-is compared afterwards is the kept tokens alone (`Promise.tokens`). A token that is new has a row of zeros in the head,
-and with it a logit of 0 wherever it is asked for, which is not the least there is.
+Rows of the embedding and of the head are moved unchanged, so every logit of a kept token stays the same. Comparisons
+use only the kept tokens (`Promise.tokens`). A new token has a row of zeros in the head, and so a logit of 0, which is
+not the least one.
 
-Fewer tokens need a tokenizer of fewer tokens; see `converter.vocabulary` for what becomes of its files.
+Fewer tokens need a smaller tokenizer; see `converter.vocabulary` for its files.
 
-The head's matrix and the embedding's are tied or untied. Untying copies the table to the head. Tying is exact where
-both hold the same values already. Where they do not, one matrix T has to stand for an embedding E and a head H:
-T = (E + H) / 2 minimises |T - E|² + |T - H|². On a trained model with matrices of its own (sample:llama) that costs a
-KL of 1.8 nats per token, where H for both costs 5.3 and E for both 7.3: a sum of matrices that have little in common
-still holds either.
+The head's matrix and the embedding's are tied or untied. Untying copies the table to the head. Tying is exact if both
+have the same values already. Otherwise one matrix T replaces an embedding E and a head H. T = (E + H) / 2 minimises
+|T - E|² + |T - H|². On a trained model with separate matrices (sample:llama) that costs a KL of 1.8 nats per token,
+while H for both costs 5.3 and E for both 7.3: the two matrices have little in common, and their sum preserves both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,22 +31,22 @@ from ..base import Computed, Guarantee, Moved, Promise, Swapped, Tensor, differi
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Clears, Swap
 
-_TOLD = 4  # tokens that a message names
+_NAMED = 4  # the number of tokens that a message names
 
 
 def _tables(spec: ModelSpec) -> list[str]:
-    """The tensors that have a row, or an element, for every token."""
+    """Return the tensors with a row, or an element, for every token."""
     rows = {} if spec.head is None else spec.head.shapes()
     return ["embedding.weight", *(f"head.{name}" for name in rows if "." not in name)]
 
 
 def _picked(ids: Sequence[int]) -> Callable[[Array], Array]:
-    """The rows of these tokens, in this order."""
+    """Return a function that returns the rows of these tokens, in this order."""
     return lambda table: table[np.asarray(ids)]
 
 
 def _moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
-    """Every table with the same done to its rows."""
+    """Return every table with the same change of its rows."""
     return {name: Moved(name, move) for name in _tables(spec)}
 
 
@@ -60,7 +59,7 @@ def _sized(
     files: Mapping[str, bytes | None] | None = None,
     **summary: Any,
 ) -> Swapped:
-    """The tree with so many tokens; `tokens` that are kept, by their old ids and by their new ones."""
+    """Return the model with `size` tokens. `tokens` are the old ids of the kept tokens, and their new ids."""
     head = None if spec.head is None else replace(spec.head, vocab_size=size)
     table: Any = spec.positions
     if table is not None and table.padding is not None:
@@ -72,16 +71,16 @@ def _sized(
         table = replace(table, padding=numbers[table.padding])
     _without_blank(spec)
     new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=head, positions=table)
-    told = {"from": spec.vocab_size, "to": size, **summary}
+    record = {"from": spec.vocab_size, "to": size, **summary}
     promise = Promise(tokens=(tuple(tokens[0]), tuple(tokens[1])))
-    return Swapped(new, "exact", _moved(spec, move), told, tuple(notes), promise, files or {})
+    return Swapped(new, "exact", _moved(spec, move), record, tuple(notes), promise, files or {})
 
 
 # --- padded, cut ------------------------------------------------------------------------------------------------------
 
 
 def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Padded with rows of zeros or cut to a number of tokens, or padded to the next `multiple` of it."""
+    """Pad with rows of zeros or cut to a number of tokens, or pad to the next `multiple` of it."""
     if asked.argument is not None and not multiple:
         raise UsageError(f"--vocab {asked.value!r} is unknown", "known: N, multiple:N, prune:FILE, prune-text:FILE")
     of, now = asked.number("a number of tokens"), spec.vocab_size
@@ -103,7 +102,7 @@ def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
-    """The first tokens alone."""
+    """Keep only the first tokens."""
     vocabulary = _vocabulary_of(asked)
     files: Mapping[str, bytes | None] = {}
     if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
@@ -115,26 +114,26 @@ def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
 
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
-    """Raise SwapRefused where the first `size` tokens cannot do without a later one."""
+    """Raise SwapRefused if the first `size` tokens need a later one."""
     hint = "--vocab prune:FILE keeps chosen tokens and the tokens that they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
     if needed:
-        some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)], _TOLD)
+        some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)], _NAMED)
         least = max(needed) + 1
         reason = f"the first {size:,} tokens are not enough: the tokenizer needs {some}"
         raise SwapRefused(reason, hint if least >= now else f"Possible from {least:,} on. {hint}")
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
-        some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:_TOLD])
-        told = f"some of the first {size:,} tokens are merged from {len(parts):,} that would be removed: {some}"
-        raise SwapRefused(told, hint)
+        some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:_NAMED])
+        message = f"some of the first {size:,} tokens are merged from {len(parts):,} that would be removed: {some}"
+        raise SwapRefused(message, hint)
 
 
 # --- pruned -----------------------------------------------------------------------------------------------------------
 
 
 def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tokens that a file lists, one a line: as the vocabulary writes it, or where it has none such, an id."""
+    """Keep the tokens in a file, one per line, spelled as in the vocabulary or given as an id."""
     vocabulary = _vocabulary_of(asked, needed=True)
     lines = [line for line in _read_plain(asked.argument or "").split("\n") if line]
     ids, unknown = set(), []
@@ -150,7 +149,7 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
             "Write one token per line, spelled as in the tokenizer's vocabulary. For plain text, use prune-text:FILE."
         )
         raise InvalidInput(
-            f"{asked.argument} contains entries that are neither a token nor an id: {some_of(unknown, _TOLD)}", hint
+            f"{asked.argument} contains entries that are neither a token nor an id: {some_of(unknown, _NAMED)}", hint
         )
     if not lines:
         raise InvalidInput(f"{asked.argument} contains no token")
@@ -158,7 +157,7 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tokens that a text encodes to."""
+    """Keep the tokens of a text."""
     vocabulary = _vocabulary_of(asked, needed=True)
     texts = asked.texts if asked.files is None or "tokenizer.json" in asked.texts else None
     tokenizer = load_tokenizer(asked.files or Path(), texts)
@@ -167,31 +166,31 @@ def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
-    """These tokens and all that they need, in the order in which they were, numbered from 0."""
-    kept = sorted(vocabulary.closed(ids | set(vocabulary.required())))
-    if kept[-1] >= spec.vocab_size:
+    """Keep these tokens and all tokens that they need, in their order, numbered from 0."""
+    stay = sorted(vocabulary.closed(ids | set(vocabulary.required())))
+    if stay[-1] >= spec.vocab_size:
         raise SwapRefused(
-            f"token {kept[-1]:,} of the tokenizer is {vocabulary.names[kept[-1]]!r}, but the embedding has only"
+            f"token {stay[-1]:,} of the tokenizer is {vocabulary.names[stay[-1]]!r}, but the embedding has only"
             f" {spec.vocab_size:,} rows",
             f"First give every token a row: --vocab {max(vocabulary.names) + 1}.",
         )
-    if len(kept) == spec.vocab_size:
+    if len(stay) == spec.vocab_size:
         hint = "Give a shorter list, or a text that uses fewer tokens."
         raise SwapRefused(
-            f"nothing to prune: the given tokens and those that they need are the whole vocabulary ({len(kept):,})",
+            f"nothing to prune: the given tokens and those that they need are the whole vocabulary ({len(stay):,})",
             hint,
         )
-    files, needed = vocabulary.cut({old: new for new, old in enumerate(kept)}), len(set(kept) - ids)
-    notes = [f"{len(kept):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
+    files, needed = vocabulary.cut({old: new for new, old in enumerate(stay)}), len(set(stay) - ids)
+    notes = [f"{len(stay):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
     lost = sorted(name for name, text in files.items() if text is None)
     if lost:
         notes.append(f"left out, because they describe the old tokens: {', '.join(lost)}")
-    tokens = kept, range(len(kept))
-    return _sized(spec, len(kept), _picked(kept), tokens, notes, files, asked_for=len(ids), added=needed)
+    tokens = stay, range(len(stay))
+    return _sized(spec, len(stay), _picked(stay), tokens, notes, files, asked_for=len(ids), added=needed)
 
 
 def _read_plain(name: str) -> str:
-    """A file as text."""
+    """Read a file as text."""
     try:
         return Path(name).expanduser().read_bytes().decode()
     except OSError as error:
@@ -205,15 +204,15 @@ def _vocabulary_of(asked: Asked) -> Vocabulary | None: ...
 @overload
 def _vocabulary_of(asked: Asked, needed: bool) -> Vocabulary: ...
 def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
-    """The vocabulary, and the ids that config.json names; without a tokenizer None, or SwapRefused if `needed`."""
+    """Return the vocabulary with the ids in config.json. Without one, return None, or raise SwapRefused if `needed`."""
     config = None if asked.origin is None else asked.origin.config_text
     if CONFIG in asked.texts:
         config = asked.texts[CONFIG].decode()
-    found = read_vocabulary(asked.files, asked.texts, config)
-    if found is None and needed:
+    vocabulary = read_vocabulary(asked.files, asked.texts, config)
+    if vocabulary is None and needed:
         hint = "--vocab N keeps the first N tokens."
         raise SwapRefused("the model has no tokenizer, so gptkit cannot tell which token each id is", hint)
-    return found
+    return vocabulary
 
 
 _PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
@@ -228,30 +227,32 @@ _BOTH = ("embedding.weight", "head.weight")
 
 
 def _without_blank(spec: ModelSpec) -> None:
-    """Raise SwapRefused where the row of a token counts as zeros, which a moved or copied row would not."""
+    """Raise SwapRefused if the row of a token counts as zeros, which a moved or copied row would not."""
     if spec.embedding.blank is not None:
         raise SwapRefused(
             f"the row of token {spec.embedding.blank} is treated as zeros, which this swap does not support"
         )
 
 
-def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
-    """The tree with its head tied to the embedding where it was not, or untied."""
+def _retied(
+    spec: ModelSpec, guarantee: Guarantee, tensors: Mapping[str, Tensor], *notes: str, **summary: Any
+) -> Swapped:
+    """Return the model with its head tied to the embedding if it was not, or untied."""
     _without_blank(spec)
     tied, words = spec.tied, {True: "tied", False: "untied"}
     new = replace(spec, head=replace(spec.has_head(), tied=not tied))
-    return Swapped(new, guarantee, made, {"from": words[tied], "to": words[not tied], **more}, notes)
+    return Swapped(new, guarantee, tensors, {"from": words[tied], "to": words[not tied], **summary}, notes)
 
 
 def _untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
-    """The head with a copy of the table."""
+    """Give the head a copy of the table."""
     if not spec.has_head().tied:
         raise SwapRefused("the head is not tied: it already has a matrix of its own", "--tie ties it to the embedding.")
     return _retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
 def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
-    """One matrix for both: the one that both are, or the mean; with `approximate`, the embedding's for both."""
+    """Tie the head: one matrix if both are equal, else the mean, or with `approximate` the embedding's."""
     if spec.has_head().tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
@@ -261,7 +262,7 @@ def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
             f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: they cannot be tied"
         )
     if asked.weights.same(*_BOTH):
-        # In the wider dtype of both, whose values are the same.
+        # Stored in the wider of the two dtypes, which have the same values.
         return _retied(spec, "exact", {_BOTH[0]: Moved(_BOTH, lambda table, head: table)})
     differ = asked.weights.ask(lambda model: sum(differing(model, *_BOTH)), table[0], 0)
     note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so tying them cannot be exact: "

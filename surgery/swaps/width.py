@@ -1,13 +1,13 @@
-"""The width of a feed-forward, and of each expert in a mixture.
+"""The width of a feed-forward, or of each expert in a mixture.
 
-Wider, exact: new units whose columns in down_proj are zero, so that nothing of them gets out (Net2Net 1511.05641).
-Their rows in up_proj and gate_proj are those of old units, so that training reaches the zeros.
+Wider, exact: the columns of new units in down_proj are zero, so the output is unchanged (Net2Net 1511.05641). Their
+rows in up_proj and gate_proj are copies of old units, so that training changes the zeros.
 
-Narrower, exact: units go that nothing comes out of, because their column in down_proj is zero, or what goes into it is.
-Otherwise the least important ones go: with a text those that the others can best make up for, down_proj being fitted
-again to give from the rest what it gave from all (ridge regression on the text's activations; Hassibi & Stork 1993);
-without one (--approximate) those of the smallest product of the norms of their weights. "N:active" keeps those that are
-most active on the text, as they are, and tells which (Minitron 2407.14679).
+Narrower, exact: units without any output are removed, because their column in down_proj or their input is zero.
+Otherwise the least important units are removed. With a text, these are the units that the others can best replace, and
+down_proj is fitted again (ridge regression on the text's activations; Hassibi & Stork 1993). Without one
+(--approximate), the product of the norms of a unit's weights decides. "N:active" keeps the most active units on the
+text unchanged, and records which (Minitron 2407.14679).
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,25 @@ from .mlp import dense_of, with_dense
 
 
 def _widths(spec: ModelSpec) -> set[int | None]:
-    """How wide feed-forwards are."""
+    """Return the widths of the feed-forwards."""
     return {block.feed_forward.intermediate_size for block in spec.blocks}
 
 
 def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
-    """The tree with feed-forwards of another width, in the layers asked for; `active` keeps the most active units."""
+    """Change the width of the feed-forwards in the chosen layers. `active` keeps the most active units."""
     size = asked.number("a width")
     none = f"the hidden size of these feed-forwards is {size} already"
     layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another dimension.")
-    inner = [each for layer in layers for each in experts(spec.blocks[layer], layer)]
+    mlps = [mlp for layer in layers for mlp in experts(spec.blocks[layer], layer)]
     changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}
     new = with_blocks(spec, {layer: with_dense(spec.blocks[layer], dense) for layer, dense in changed.items()})
-    summary: dict[str, Any] = {"intermediate_size": [one_or_all(each.units for each in inner), size]}
+    summary: dict[str, Any] = {"intermediate_size": [one_or_all(mlp.units for mlp in mlps), size]}
     tensors: dict[str, Tensor] = {}
-    for each in inner:
-        if each.units < size:  # out of more units nothing comes
-            tensors |= {name: taken(name, padded(each.units, size, repeat=True)) for name in each.up}
-            tensors[each.down] = taken(each.down, padded(each.units, size), 1)
-    shrinking = [each for each in inner if each.units > size]
+    for mlp in mlps:
+        if mlp.units < size:  # the new units have no output
+            tensors |= {name: taken(name, padded(mlp.units, size, repeat=True)) for name in mlp.up}
+            tensors[mlp.down] = taken(mlp.down, padded(mlp.units, size), 1)
+    shrinking = [mlp for mlp in mlps if mlp.units > size]
     if not shrinking:
         return Swapped(new, "exact", tensors, summary)
     guarantee, narrow, how = _narrowed(shrinking, size, asked, active)
@@ -58,35 +58,35 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) ->
 
 
 def _narrowed(
-    inner: Sequence[Inner], size: int, asked: Asked, active: bool
+    mlps: Sequence[Inner], size: int, asked: Asked, active: bool
 ) -> tuple[Guarantee, dict[str, Tensor], dict[str, Any]]:
-    """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the record.)"""
+    """Return the guarantee, the tensors and the record for fewer units. Dead units go first, and exactly."""
     silent = {}
-    for each in inner:
-        every = np.ones(each.units, dtype=bool)
-        silent[each.path] = asked.weights.ask(partial(_dead, inner=each), ~every, every)
-    alive = {each.path: each.units - int(silent[each.path].sum()) for each in inner}
-    short = [each for each in inner if alive[each.path] > size]
+    for mlp in mlps:
+        all_units = np.ones(mlp.units, dtype=bool)
+        silent[mlp.path] = asked.weights.ask(partial(_dead, inner=mlp), ~all_units, all_units)
+    alive = {mlp.path: mlp.units - int(silent[mlp.path].sum()) for mlp in mlps}
+    crowded = [mlp for mlp in mlps if alive[mlp.path] > size]
     tensors: dict[str, Tensor] = {}
-    if not short:
-        for each in inner:  # all that are alive, and the first of the dead ones as far as there is room
-            tensors |= _kept_units(each, largest(-silent[each.path].astype(float), size))
+    if not crowded:
+        for mlp in mlps:  # all live units, then the first dead ones
+            tensors |= _remaining_units(mlp, largest(-silent[mlp.path].astype(float), size))
         return "exact", tensors, {"method": "dead units"}
     if asked.approximate:
-        for each in inner:
-            alike = np.ones(each.units)
-            weights = asked.weights.ask(partial(by_weights, inner=each), alike, alike)
-            tensors |= _kept_units(each, largest(np.where(silent[each.path], -1.0, weights), size))
+        for mlp in mlps:
+            equal = np.ones(mlp.units)
+            weights = asked.weights.ask(partial(by_weights, inner=mlp), equal, equal)
+            tensors |= _remaining_units(mlp, largest(np.where(silent[mlp.path], -1.0, weights), size))
         return "approximate", tensors, {"method": "norms of weights"}
     if active:
-        scores, stay = _activities(inner, asked), {}
-        for each in inner:
-            index = largest(np.where(silent[each.path], -1.0, scores[each.path]), size)
-            stay[each.path] = ranges(index.tolist())
-            tensors |= _kept_units(each, index)
+        scores, stay = _activities(mlps, asked), {}
+        for mlp in mlps:
+            index = largest(np.where(silent[mlp.path], -1.0, scores[mlp.path]), size)
+            stay[mlp.path] = ranges(index.tolist())
+            tensors |= _remaining_units(mlp, index)
         return "approximate", tensors, {"method": "activity", "kept": stay}
     if asked.calibration is None:
-        first = short[0].path
+        first = crowded[0].path
         reason = (
             f"{first} has {alive[first]} units that affect the output, and gptkit needs a text to measure "
             "which ones matter least"
@@ -96,26 +96,26 @@ def _narrowed(
         )
         hint += " their weights."
         raise SwapRefused(reason, hint)
-    scratch = Scratch.by("pruning.units", asked.calibration(), inner, size)
-    for each in inner:
-        tensors |= scratch.waiting((*each.up, each.down, *([each.down_bias] if each.record.down_bias else [])))
+    scratch = Scratch.by("pruning.units", asked.calibration(), mlps, size)
+    for mlp in mlps:
+        tensors |= scratch.waiting((*mlp.up, mlp.down, *([mlp.down_bias] if mlp.record.down_bias else [])))
     return "approximate", tensors, {"method": "activations, ridge refit"}
 
 
-def _activities(inner: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
-    """How active each unit is on the text, by the path of its feed-forward."""
+def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
+    """Return the activity of each unit on the text, by the path of its feed-forward."""
     calibration = asked.text("how active units are is seen")
 
     def question(model: Model) -> dict[str, np.ndarray]:
         from ..fits.pruning import unit_activity
 
-        return unit_activity(model, calibration, inner)
+        return unit_activity(model, calibration, mlps)
 
     return asked.weights.run(question)
 
 
 def _dead(model: Model, inner: Inner) -> np.ndarray:
-    """For each unit whether nothing comes out of it; the first of what reads the input is what is activated."""
+    """Return for each unit whether it has no output. The first input projection is the activated one."""
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
     for name in inner.inputs if FACTS[inner.record.activation].zero else inner.inputs[1:]:
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
@@ -125,14 +125,14 @@ def _dead(model: Model, inner: Inner) -> np.ndarray:
     return silent
 
 
-def _kept_units(inner: Inner, index: Index) -> dict[str, Tensor]:
-    """The tensors of some units alone."""
+def _remaining_units(inner: Inner, index: Index) -> dict[str, Tensor]:
+    """Return the tensors with only some of the units."""
     tensors: dict[str, Tensor] = {name: taken(name, index) for name in inner.up}
     return tensors | {inner.down: taken(inner.down, index, 1)}
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Widths worth trying."""
+    """Return widths to try in a listing."""
     width = max(block.feed_forward.intermediate_size for block in spec.blocks)
     return (str(width + 16), *([str(width * 3 // 4)] if width >= 4 else []))
 

@@ -85,18 +85,18 @@ def test_fitted_on_a_text_it_costs_less(sample: str, heads: int, tmp_path: Path)
 
 
 def not_silent(patch: pytest.MonkeyPatch) -> None:
-    right = module.Choice
-    patch.setattr(module, "Choice", lambda heads, keys, silent: right(heads, keys, np.zeros_like(silent)))
+    right = module.HeadChoice
+    patch.setattr(module, "HeadChoice", lambda heads, keys, silent: right(heads, keys, np.zeros_like(silent)))
 
 
 def out_of_their_groups(patch: pytest.MonkeyPatch) -> None:
-    right = module.Choice
+    right = module.HeadChoice
 
     def moved(heads: np.ndarray, keys: np.ndarray, silent: np.ndarray) -> object:
         order = np.argsort(silent, kind="stable")
         return right(heads[order], keys, silent[order])
 
-    patch.setattr(module, "Choice", moved)
+    patch.setattr(module, "HeadChoice", moved)
 
 
 def slopes_forgotten(patch: pytest.MonkeyPatch) -> None:

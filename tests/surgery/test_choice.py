@@ -17,7 +17,7 @@ from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery import choice
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits import calibration, rounding
-from gptkit.surgery.fits.calibration import PLAY, Text, read_text
+from gptkit.surgery.fits.calibration import PLAY, CalibrationText, read_text
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.measure import measure_text
 from gptkit.surgery.recipe import FOLDER, read_recipe
@@ -26,8 +26,8 @@ from gptkit.surgery.registry import Step, all_swaps, swap_for
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 
 
-def text_of(tokens: int) -> Text:
-    return Text(tuple(range(tokens)), (1, 2), "", "", (3, 4))
+def text_of(tokens: int) -> CalibrationText:
+    return CalibrationText(tuple(range(tokens)), (1, 2), "", "", (3, 4))
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Stored
 from gptkit.surgery.fits import kv_fit, regression
-from gptkit.surgery.fits.calibration import Calibration, Text
+from gptkit.surgery.fits.calibration import Calibration, CalibrationText
 from gptkit.surgery.measure import Measurement
 from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import kv_heads as module
@@ -126,7 +126,7 @@ def test_some_layers_alone(tmp_path: Path) -> None:
 
 def random_calibration(spec: Any, tokens: int = 256) -> Calibration:
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, 2 * tokens).tolist()
-    return Calibration(Text(tuple(ids[:tokens]), tuple(ids[tokens:]), "random", ""), spec)
+    return Calibration(CalibrationText(tuple(ids[:tokens]), tuple(ids[tokens:]), "random", ""), spec)
 
 
 @few(1)

@@ -23,7 +23,7 @@ from gptkit.modules.load import filled, tensor_of
 from gptkit.surgery.base import Filled, Model, Stored
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits import dropping
-from gptkit.surgery.fits.calibration import Calibration, Text, read_text
+from gptkit.surgery.fits.calibration import Calibration, CalibrationText, read_text
 from gptkit.surgery.registry import Step, layers_in
 from gptkit.surgery.shapes import steps_from, swapped
 from gptkit.surgery.swaps import layers as module
@@ -138,7 +138,7 @@ def whole_decoder(tree: Model) -> Decoder:
     return filled(partial(Decoder, tree.spec), partial(tensor_of, tree), torch.float32)
 
 
-def measured(source: Checkpoint, text: Text, kept: Sequence[int]) -> float:
+def measured(source: Checkpoint, text: CalibrationText, kept: Sequence[int]) -> float:
     """KL in nats per token without some layers, by whole decoders on the rows of a calibration's text."""
     ids = Calibration(text, source.spec).ids
     listed = ",".join(map(str, kept))
@@ -166,9 +166,9 @@ def test_auto_finds_what_greedy_search_by_brute_force_finds(sample: str, wanted:
     found = dropping.drop(Stored(source), Calibration(text, source.spec), plain)
     assert found.tokens == 256
     assert {kept: found.tried[kept] for kept in brute} == pytest.approx(brute, rel=1e-3, abs=1e-5)
-    assert found.tried[found.kept] == min(found.tried[kept] for kept in found.tried if len(kept) == wanted)
-    assert found.tried[found.kept] <= found.tried[greedy]
-    assert found.by != "greedy search" or found.kept == greedy
+    assert found.tried[found.layers] == min(found.tried[kept] for kept in found.tried if len(kept) == wanted)
+    assert found.tried[found.layers] <= found.tried[greedy]
+    assert found.by != "greedy search" or found.layers == greedy
 
 
 def test_auto_drops_a_layer_that_adds_nothing_and_says_what_it_tried(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.rows import states
 from gptkit.report.surgery import listing_report
 from gptkit.surgery.base import Promise, Stored, SwappedModel
-from gptkit.surgery.fits.calibration import Calibration, Text
+from gptkit.surgery.fits.calibration import Calibration, CalibrationText
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import Listed, Listing, limits_of, listing, values_of
 from gptkit.surgery.options import spelled
@@ -116,7 +116,7 @@ def hold(source: Path, every: bool = False) -> Listing:
     if not nearly:
         assert bool(found.of("needs a text")) == (continues and not checkpoint.spec.shares)
     ids = torch.randint(checkpoint.spec.vocab_size, (320,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = Calibration(Text(tuple(ids[:256]), tuple(ids[256:]), "random tokens", ""), checkpoint.spec)
+    text = Calibration(CalibrationText(tuple(ids[:256]), tuple(ids[256:]), "random tokens", ""), checkpoint.spec)
     held: set[tuple[str, str]] = set()
     computed = computed_once(model)
     for entry in found.entries:

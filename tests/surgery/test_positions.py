@@ -23,7 +23,7 @@ from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery.base import Exactly, Model, Read, Stored, SwappedModel
 from gptkit.surgery.chain import chain
-from gptkit.surgery.fits.calibration import Calibration, Text, read_text
+from gptkit.surgery.fits.calibration import Calibration, CalibrationText, read_text
 from gptkit.surgery.measure import Measurement, measure
 from gptkit.surgery.registry import Step, apply, reshape
 from gptkit.surgery.swaps import positions as context_length
@@ -433,7 +433,7 @@ def test_what_is_behind_attention_is_fitted_on_a_text(asked: tuple[str, str], va
     spec, step = spec_of(variant.config), Step(*asked)
     model = Noisy(spec)
     ids = torch.randint(0, spec.vocab_size, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = Calibration(Text(tuple(ids), (), "random tokens", ""), spec)
+    text = Calibration(CalibrationText(tuple(ids), (), "random tokens", ""), spec)
     try:
         plain = reshape(spec, step, Read(model))
         done = reshape(spec, step, Read(model), calibration=lambda: text, has_text=lambda: True)

@@ -20,7 +20,7 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Computed, Read
 from gptkit.surgery.facts import Assumed
 from gptkit.surgery.fits import rounding
-from gptkit.surgery.fits.calibration import Calibration, Text
+from gptkit.surgery.fits.calibration import Calibration, CalibrationText
 from gptkit.surgery.registry import Step, reshape
 from gptkit.surgery.swaps import quantise as module
 from gptkit.surgery.swaps.mlp import is_mixture
@@ -122,7 +122,7 @@ def test_every_linear_of_every_family_is_rounded_on_a_text(variant: Variant) -> 
     spec = spec_of(variant.config)
     model = Noisy(spec)
     ids = torch.randint(0, spec.vocab_size, (48,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = Calibration(Text(tuple(ids), (), "random tokens", ""), spec)
+    text = Calibration(CalibrationText(tuple(ids), (), "random tokens", ""), spec)
     done = reshape(spec, Step("quantize", "int3"), Read(model), calibration=lambda: text, has_text=lambda: True)
     assert done.summary["by"] == "GPTQ" and done.summary["tensors"] == len(done.tensors)
     differs = 0

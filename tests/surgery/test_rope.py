@@ -503,8 +503,8 @@ def angles_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def dynamic_without_its_limit(patch: pytest.MonkeyPatch) -> None:
-    right = module._held
-    patch.setattr(module, "_held", lambda *args: (right(*args)[0], module.Promise()))
+    right = module._guarantee_of_angles
+    patch.setattr(module, "_guarantee_of_angles", lambda *args: (right(*args)[0], module.Promise()))
 
 
 PAIRS = {"rope_pairs": "adjacent"}
