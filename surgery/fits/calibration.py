@@ -84,7 +84,7 @@ def read_text(
         InvalidInput: The file cannot be read as UTF-8 text.
         MissingComponent: The model does not predict a next token, by which fits are measured.
     """
-    checkpoint.spec.predicts("a fit on a text")
+    checkpoint.spec.predicts("fitting a swap on a text")
     checkpoint.spec.one_stack("fitting a swap on a text")
     if file is None:
         reference = checkpoint.origin.reference or ""

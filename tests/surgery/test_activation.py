@@ -212,7 +212,11 @@ def test_on_trained_models(sample: str, new: str, tmp_path: Path) -> None:
 
 def test_what_is_not_called_exact(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
-    for new, bound, words in (("gelu", 1e-2, None), ("gelu_bloom", 1e-8, "0.79788456"), ("relu", 2, "train before")):
+    for new, bound, words in (
+        ("gelu", 1e-2, None),
+        ("gelu_bloom", 1e-8, "0.79788456"),
+        ("relu", 2, "train the model before"),
+    ):
         result = gptkit.swap(tmp_path / "hf", tmp_path / new, activation=new)
         assert result.guarantee == ("retrained" if new == "relu" else "approximate")
         assert result.measured is not None and 1e-10 < result.measured.relative["float64"] < bound

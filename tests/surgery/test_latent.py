@@ -164,5 +164,5 @@ def test_what_has_no_deepseek_form(tmp_path: Path) -> None:
     with pytest.raises(SwapRefused, match="RoPE base of layer 0 depends"):
         gptkit.swap(tmp_path / "dynamic", tmp_path / "out", steps)
     save_hf(CONFIGS["deepseek_v3"], tmp_path / "deepseek")
-    with pytest.raises(SwapRefused, match="form already"):
+    with pytest.raises(SwapRefused, match="has the form of DeepSeek-V3 already"):
         gptkit.swap(tmp_path / "deepseek", tmp_path / "out", attention="mla:deepseek")
