@@ -1,15 +1,15 @@
-"""What a tree costs to run: parameters, FLOPs and cache, from its shapes alone. No torch, no weights.
+"""The costs of running a tree: parameters, FLOPs and cache, computed from its shapes alone. No torch, no weights.
 
-FLOPs are those of the matrix products, two for a multiplication with its addition, as Kaplan et al. (2001.08361,
-table 1) and PaLM (2204.02311, appendix B) count them: 2 a weight that a token meets, and in attention 2 an element of
-a key and 2 an element of a value for every token in sight. Norms, activations, softmax, rotations and biases, which
-grow with the width and not with its square, are left out, and so is looking up a row of a table.
+FLOPs are those of matrix products, two for a multiplication with its addition, as Kaplan et al. (2001.08361, table 1)
+and PaLM (2204.02311, appendix B) count them. A token needs 2 for every weight that it uses. In attention, it needs 2
+for every element of the keys and values of the tokens that it attends to. Norms, activations, softmax, rotations and
+biases grow with the width and not with its square, so they are not counted. Table look-ups are not counted either.
 
-Scores are counted twice where many tokens are read at once: as dense kernels make them, every query with every key,
-which is what torch's FlopCounterMode counts whatever the kernel skips; and as the causal mask and windows need them.
+If many tokens are read at once, scores have two counts. The dense count has every query with every key, like torch's
+FlopCounterMode, whatever the kernel skips. The causal count has only the pairs that the mask and windows need.
 
-A layer with a window w keeps w - 1 tokens between two steps, here and in transformers' DynamicSlidingWindowLayer: with
-the step's own token they are the w that it looks at. A rolling buffer (Mistral 2310.06825, section 2) is made for w.
+A layer with a window w stores w - 1 tokens between two steps, like transformers' DynamicSlidingWindowLayer: with the
+step's own token they are w. A rolling buffer (Mistral 2310.06825, section 2) has room for w.
 """
 
 import math
@@ -27,52 +27,42 @@ from .activations import FLOAT
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
-CONTEXT = 2048  # tokens in sight where a tree does not say what context it is for
+CONTEXT = 2048  # the number of tokens for a tree that states no context
 
 
 # --- an operation's share --------------------------------------------------------------------------------------------
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What an operation multiplies in matrix products, and what it carries from one step to the next.
+    """The multiplications of one operation in matrix products, and the numbers that it caches."""
 
-    a_token, a_pair: multiplications of each token, and of each token with each of the last `window` (None: all) that it
-    sees, or with `chunked` with those of its chunk, or where it is not `causal` with as many behind it too. left:
-    numbers that each token leaves, as far back as the window; state: those that are there once for a sequence however
-    long. repeats: how often transformers' cache has them; None where none of its families has such a cache. wide: they
-    are in fp32 at least. Tokens that are read at once take `a_chunk` multiplications for each `chunk` of them, begun or
-    full, where there is one, `spared` less, and `between` for each of these, and what is before the first, with each;
-    and as many more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that. once:
-    it is of the source that an encoder has read: no token adds to it. again: the backward pass makes them anew.
-    """
-
-    a_token: int = 0
-    a_pair: int = 0
-    window: int | None = None
-    chunked: bool = False
-    causal: bool = True
-    left: int = 0
-    state: int = 0
-    repeats: int | None = 1
-    wide: bool = False
-    chunk: int = 0
-    a_chunk: int = 0
-    spared: int = 0
-    between: int = 0
-    beyond: int = 0
-    once: bool = False
-    again: bool = False
+    a_token: int = 0  # multiplications for each token
+    a_pair: int = 0  # multiplications for each pair of a token and one that it attends to
+    window: int | None = None  # the number of tokens that a token attends to; None for all
+    chunked: bool = False  # a token attends to its chunk of `window` tokens instead
+    causal: bool = True  # a token does not attend to later ones
+    left: int = 0  # cached numbers for each token within the window
+    state: int = 0  # cached numbers for a sequence of any length
+    repeats: int | None = 1  # how many times transformers caches them; None if it has no such cache
+    wide: bool = False  # the cache is in fp32 or wider
+    chunk: int = 0  # tokens per chunk, if a prefill computes in chunks
+    a_chunk: int = 0  # multiplications for each chunk, in place of `a_token`; a partial chunk counts as one
+    spared: int = 0  # multiplications that the first chunk saves
+    between: int = 0  # multiplications for each pair of chunk states, the initial one included
+    beyond: int = 0  # tokens computed after the end of a sequence, which is padded to be longer than this
+    once: bool = False  # it depends only on an encoder's source, so that further tokens cost nothing
+    again: bool = False  # the backward pass computes it again
 
     def held(self, context: int) -> int:
-        """Numbers carried after so many tokens: of a window all but one, which the next token takes."""
+        """Return the cached numbers after `context` tokens. A window has one token less, for the next token."""
         return self.left * (context if self.window is None else min(context, self.window - 1)) + self.state
 
     def bytes_held(self, context: int, size: int) -> int:
-        """The same in bytes, of numbers of `size` bytes."""
+        """Return the cached bytes after `context` tokens, with `size` bytes per number."""
         return self.held(context) * (max(size, FLOAT) if self.wide else size)
 
     def of_many(self, tokens: int) -> int:
-        """Multiplications of so many tokens of a sequence that are read at once, but for pairs."""
+        """Return the multiplications for `tokens` tokens that are read at once, without pairs."""
         if self.chunk:
             chunks = -(-tokens // self.chunk)
             return chunks * self.a_chunk - self.spared + (chunks + 1) ** 2 * self.between
@@ -80,7 +70,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(operation: ops.AnyOperation) -> Work:
-    """What an operation costs; raises ConfigError for one that is not in the vocabulary."""
+    """Return the work of an operation. Raises ConfigError for a kind that gptkit does not know."""
     match operation:
         case ops.Linear():
             once = "U" in operation.shape
@@ -94,19 +84,19 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work(window=window, left=left, repeats=None if ours else repeats, once=operation.once)
         case ops.Scan(state=state, theirs=theirs):
             numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
-            there = None if theirs is None else theirs // numbers
+            repeats = None if theirs is None else theirs // numbers
             sizes: dict[str, Any] = {"chunk": chunk, "a_chunk": operation.chunk_products, "spared": operation.spared}
             sizes["between"] = operation.between
             again = operation.again or chunk > 0
-            return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, again=again, **sizes)
+            return Work(operation.products, state=numbers, repeats=repeats, wide=operation.wide, again=again, **sizes)
         case ops.Convolve(width=width, carried=carried):
             channels = operation.numbers(B=1, T=1)
-            kept = width if carried is None else carried
-            return Work(channels * width, state=channels * kept, beyond=width - 1)
+            cached = width if carried is None else carried
+            return Work(channels * width, state=channels * cached, beyond=width - 1)
         case ops.Pairs():
             return Work(state=operation.numbers(B=1, T=1) // 2)
         case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
-            return Work()  # what is moved, not computed
+            return Work()  # it moves numbers and multiplies none
         case ops.AltUp(step="predict", shape=(streams, *_, width)):
             return Work(int(streams) ** 2 * int(width))
         case ops.AltUp() | ops.Sparse() | ops.Blend():
@@ -119,46 +109,49 @@ def work_of(operation: ops.AnyOperation) -> Work:
             raise ops.unknown(operation, "the count of FLOPs and caches")
 
 
-_Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs, and how often it is there
+_Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, with their work and the number of equal ones
 
 
 def works(spec: ModelSpec) -> _Works:
-    """A tree's without its encoder's, of which nothing but linears costs anything before its first layer. Layers alike
-    are counted once and multiplied: there may be thousands.
+    """Return the work of a tree without its encoder.
+
+    Equal layers are computed once, because there may be thousands. Before the first layer, only linears have a cost.
     """
-    before = tuple(each for each in spec.before_blocks() if isinstance(each, ops.Linear))
+    before = tuple(operation for operation in spec.before_blocks() if isinstance(operation, ops.Linear))
     programs = [
         (before, 1),
         *((spec.block_operations(block), number) for block, number in Counter(spec.blocks).items()),
     ]
     return [
-        (each, work_of(each), number) for program, number in (*programs, (spec.after_blocks(), 1)) for each in program
+        (operation, work_of(operation), number)
+        for program, number in (*programs, (spec.after_blocks(), 1))
+        for operation in program
     ]
 
 
 def _works_of_both(spec: ModelSpec) -> _Works:
-    """A tree's, and its encoder's, whose rows say so."""
+    """Return the work of a tree and its encoder, whose rows start with "encoder"."""
     if spec.encoder is None:
         return works(spec)
     encoder = works(spec.encoder)
-    told = [(msgspec.structs.replace(each, row=f"encoder {each.row}"), work, n) for each, work, n in encoder]
-    return told + works(spec)
+    rows = [(msgspec.structs.replace(part, row=f"encoder {part.row}"), work, number) for part, work, number in encoder]
+    return rows + works(spec)
 
 
-def _products(found: _Works) -> Counter[str]:
-    """FLOPs of the products that each token needs, by component, without scores."""
+def _products(all_works: _Works) -> Counter[str]:
+    """Return the FLOPs of one token's products by component, without scores."""
     flops: Counter[str] = Counter()
-    for each, work, number in found:
-        flops[each.row] += 0 if work.once else 2 * number * work.a_token
+    for operation, work, number in all_works:
+        flops[operation.row] += 0 if work.once else 2 * number * work.a_token
     return flops
 
 
 def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int:
-    """Multiplications of one token with the `context` that it sees, itself among them, the others being in the cache.
+    """Return the multiplications of one token with the `context` tokens that it attends to, including itself.
 
-    Of a latent neither keys nor values are there. They are made again of each cached latent, or the up projection is
-    taken into the query or the output, which then meets the latents themselves (DeepSeek-V2 2405.04434, section 2.1.2):
-    whichever is less, as an implementation chooses. gptkit's own modules make them again.
+    The other tokens are cached. For a latent, there are two ways to get keys and values, and this counts the cheaper
+    one. They are computed again from each cached latent, as gptkit's modules do. Or the up projection is applied to
+    the query or the output, which is then multiplied by latents (DeepSeek-V2 2405.04434, section 2.1.2).
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
         return work.a_pair * _in_sight(context, work.window, work.chunked, work.causal)
@@ -168,12 +161,12 @@ def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int
 
 
 def windows(spec: ModelSpec) -> set[int]:
-    """How many tokens layers see that do not see all."""
+    """Return the window sizes of all layers that have a window."""
     return {work.window for _, work, _ in works(spec) if work.window is not None}
 
 
 def _in_sight(context: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
-    """Of so many tokens those that the last one sees, or the one in the middle where it looks in both directions."""
+    """Return how many of `context` tokens the last one attends to, or the middle one without a causal mask."""
     if window is not None and not causal:
         return min(context, 2 * window - 1)
     if window is not None and chunked:
@@ -181,26 +174,19 @@ def _in_sight(context: int, window: int | None, chunked: bool = False, causal: b
     return context if window is None else min(context, window)
 
 
-def _in_order(found: Mapping[str, int]) -> dict[str, int]:
-    """What is there, by component in the order of `COMPONENTS`."""
-    return {name: found[name] for name in dict.fromkeys((*_COMPONENTS, *found)) if found.get(name)}
+def _in_order(flops: Mapping[str, int]) -> dict[str, int]:
+    """Return the components that are not zero, in the order of `_COMPONENTS`."""
+    return {name: flops[name] for name in dict.fromkeys((*_COMPONENTS, *flops)) if flops.get(name)}
 
 
-# --- a token behind others -------------------------------------------------------------------------------------------
+# --- the next token --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Costs(Record):
-    """What a tree costs.
+    """The costs of a tree for one token after a context.
 
-    parameters: all of them, and `active` those that one token meets (of a mixture of experts, top_k experts a layer);
-    `embedding` is the share of tables and, unless tied, the head, which no expert is among. The non_embedding ones are
-    the others, the active of which are Kaplan's N of a mixture.
-    flops: of the forward pass, for one token that sees `context` tokens, by component: the projections of attention,
-    its scores (with the values that they weigh), feed-forward, router, head. cached: numbers that a token leaves in the
-    key-value cache, all layers together; held: numbers there after `context` tokens, which windows make fewer, states
-    that are there however many tokens were read among them, of which `wide` are in fp32 at least. Of a tree with an
-    encoder it is a token of the decoder, which sees as many tokens of the source; their keys and values are held too.
+    For a tree with an encoder, it is a token of the decoder, and the source has `context` tokens too.
     """
 
     JSON = (
@@ -210,12 +196,19 @@ class Costs(Record):
 
     parameters: int
     active: int
+    """The parameters that one token uses: only top_k experts of a mixture."""
     embedding: int
+    """The parameters of token and position embeddings and, unless tied, of the head."""
     context: int
+    """The number of tokens that the token attends to."""
     flops: Mapping[str, int]
+    """The FLOPs of the token's forward pass, by component. "scores" includes the weighted sum of values."""
     cached: int
+    """The numbers that one token adds to the KV cache, over all layers."""
     held: int
+    """The numbers in the cache after `context` tokens, within windows, including recurrent states."""
     wide: int = 0
+    """The part of `held` that is in fp32 or wider."""
 
     @property
     def total_flops(self) -> int:
@@ -231,20 +224,20 @@ class Costs(Record):
 
     @property
     def figures(self) -> dict[str, int]:
-        """The ones that models are compared by, with bytes of a cache in bf16."""
+        """Return the figures for comparisons, with the bytes of a bf16 cache."""
         cache = {"cache_bytes_a_token": self.cache_bytes(), "cache_bytes_at_context": self.held_bytes()}
         return {"parameters": self.parameters, **cache, "flops_a_token": self.total_flops}
 
     def cache_bytes(self, itemsize: int = 2) -> int:
-        """Bytes that a token leaves in the cache, stored in so many bytes per number (2: bf16, fp16)."""
+        """Return the bytes that one token adds to the cache, with `itemsize` bytes per number (2 for bf16 and fp16)."""
         return self.cached * itemsize
 
     def held_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of the cache after `context` tokens."""
+        """Return the bytes of the cache after `context` tokens."""
         return (self.held - self.wide) * itemsize + self.wide * max(itemsize, FLOAT)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, all whole numbers."""
+        """Return plain JSON values, all whole numbers."""
         sizes = {"float32": 4, "bfloat16": 2}
         return {
             **super().as_json(),
@@ -254,43 +247,46 @@ class Costs(Record):
 
 
 _COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
-"""The order of rows; a component of another label is behind them."""
+"""The order of rows. Components with other labels follow."""
 
 
 def usual_context(spec: ModelSpec) -> int:
-    """The context that a tree is for: what it states, or `CONTEXT`."""
+    """Return the context that a tree states, or `CONTEXT`."""
     stated = stated_context(spec)
     return CONTEXT if stated is None else stated
 
 
 def stated_context(spec: ModelSpec) -> int | None:
-    """The context that a tree says it is for, or that its table of positions is long enough for; None: it does not."""
+    """Return the context that a tree states, or the length of its table of positions, or None."""
     if spec.context_length is not None:
         return spec.context_length
     return None if spec.positions is None else spec.positions.length
 
 
 def costs(spec: ModelSpec, context: int | None = None) -> Costs:
-    """What a tree costs at a context, by default its own. Trees are compared at one context, which may be more than one
-    of them has positions for.
+    """Return the costs of a tree at a context, by default its own.
+
+    The context may be longer than the table of positions, because trees are compared at one context.
 
     Raises:
-        UsageError: no tokens in sight, or absurdly many.
+        UsageError: a context below 1, or absurdly long.
     """
     length = usual_context(spec) if context is None else context
     check_number("tokens", length)
-    found, counted = works(spec), count(spec)
-    flops = _products(found)
-    flops["scores"] += 2 * sum(_scored_behind(each, work, length) * number for each, work, number in found)
+    all_works, counted = works(spec), count(spec)
+    flops = _products(all_works)
+    flops["scores"] += 2 * sum(
+        _scored_behind(operation, work, length) * number for operation, work, number in all_works
+    )
     return Costs(
         parameters=counted.total,
         active=counted.active,
         embedding=counted.embedding,
         context=length,
         flops=_in_order(flops),
-        cached=sum(work.left * number for _, work, number in found if not work.once),
-        held=sum(work.held(length) * number for _, work, number in found),
-        wide=sum(work.held(length) * number for _, work, number in found if work.wide),
+        cached=sum(work.left * number for _, work, number in all_works if not work.once),
+        held=sum(work.held(length) * number for _, work, number in all_works),
+        wide=sum(work.held(length) * number for _, work, number in all_works if work.wide),
     )
 
 
@@ -299,14 +295,9 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
 
 @dataclass(frozen=True)
 class Flops(Record):
-    """FLOPs of a forward pass over `batch` sequences of `tokens` tokens, none of them in a cache.
+    """The FLOPs of a forward pass over `batch` sequences of `tokens` tokens, without a cache.
 
-    products: by component, what weights are multiplied with: the projections of attention, feed-forward, router, head
-    (of every token; `head_of_last` is what a prefill needs instead, which asks for the last token's logits alone).
-    scores: queries with keys and weights with values, each of a sequence's tokens with each: what dense kernels
-    compute, and what torch's FlopCounterMode counts. needed_scores: those that the causal mask and windows leave.
-    dense, causal: all products, with the former or the latter. made_again: those of recurrences, in chunks of tokens,
-    which the backward pass makes anew. A triangular system counts as the product with its inverse.
+    A triangular system counts as the product with its inverse.
     """
 
     JSON = (
@@ -317,31 +308,35 @@ class Flops(Record):
     tokens: int
     batch: int
     products: Mapping[str, int]
+    """The FLOPs of products with weights, by component. "head" computes the logits of all tokens."""
     scores: int
+    """The FLOPs of dense attention kernels for all pairs of tokens, as torch's FlopCounterMode counts them."""
     needed_scores: int
+    """The FLOPs of attention for the pairs that the causal mask and windows need."""
     made_again: int = 0
+    """The FLOPs of recurrences that the backward pass computes again, in chunks of tokens."""
 
     @property
     def dense(self) -> int:
+        """Return all FLOPs, with the scores of dense kernels."""
         return sum(self.products.values()) + self.scores
 
     @property
     def causal(self) -> int:
+        """Return all FLOPs, with only the needed scores."""
         return sum(self.products.values()) + self.needed_scores
 
     @property
     def head_of_last(self) -> int:
+        """Return the FLOPs of the head for the last token, which is all that a prefill needs."""
         return self.products["head"] // self.tokens
 
 
 @dataclass(frozen=True)
 class TrainingFlops(Record):
-    """FLOPs of a forward and a backward pass, and beside them what the usual estimates say.
+    """The FLOPs of a forward and a backward pass, and the usual estimates of them.
 
-    forward: the forward pass. The backward pass makes two products for each of its products, one for the gradient of
-    either factor: 2 × forward. six_n: 6·N·D, D = batch · tokens, N all parameters that a token meets (Hoffmann et al.
-    2203.15556); six_n_non_embedding: N without tables and head (Kaplan et al. 2001.08361), which leaves scores and
-    head out.
+    The backward pass has two products for each product of the forward pass, one for the gradient of each factor.
     """
 
     JSON = (
@@ -352,18 +347,21 @@ class TrainingFlops(Record):
 
     forward: Flops
     six_n: int
+    """6·N·D, with D = batch · tokens, and N the active parameters (Hoffmann et al. 2203.15556)."""
     six_n_non_embedding: int
+    """6·N·D, with N without embeddings and head (Kaplan et al. 2001.08361)."""
 
     @property
     def flash_extra(self) -> int:
-        """What fused kernels add, which keep no scores: each is made again, a product more to the four of the backward
-        pass, as dense kernels make them. torch's own counter counts so.
+        """Return the extra FLOPs of fused kernels, which compute all scores again in the backward pass.
+
+        This is one dense product more than the four of the backward pass, as torch's FlopCounterMode counts it.
         """
         return self.forward.scores // 2
 
     @property
     def checkpointing_extra(self) -> int:
-        """What running every layer again adds (Chen et al. 1604.06174), scores as dense kernels make them."""
+        """Return the extra FLOPs of computing every layer again (Chen et al. 1604.06174), with dense scores."""
         return self.forward.dense - self.forward.products["head"]
 
     @property
@@ -376,34 +374,35 @@ class TrainingFlops(Record):
 
 
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
-    """FLOPs of a forward pass over `batch` sequences of `tokens` tokens each (a prefill, or a step of training); of a
-    tree with an encoder over as many tokens of the source too, with the encoder's.
+    """Return the FLOPs of a forward pass over `batch` sequences of `tokens` tokens, as in a prefill or in training.
+
+    For a tree with an encoder, they include the encoder's, for a source of as many tokens.
 
     Raises:
-        UsageError: no tokens or sequences, or more tokens than the tree has positions for.
+        UsageError: no tokens or sequences, or more tokens than positions.
     """
     check_sizes(spec, tokens, batch)
-    found = _works_of_both(spec)
-    every: Counter[str] = Counter()
+    products: Counter[str] = Counter()
     dense = needed = again = 0
-    for each, work, number in found:
-        every[each.row] += 2 * batch * number * work.of_many(tokens)
+    for operation, work, number in _works_of_both(spec):
+        products[operation.row] += 2 * batch * number * work.of_many(tokens)
         again += 2 * batch * number * work.of_many(tokens) if work.again else 0
         dense += 2 * batch * number * work.a_pair * tokens * tokens
         needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked, work.causal)
-    return Flops(tokens, batch, _in_order(every), dense, needed, again)
+    return Flops(tokens, batch, _in_order(products), dense, needed, again)
 
 
 def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlops:
-    """FLOPs of a step of training on `batch` sequences of `tokens` tokens each; raises as `forward_flops`."""
-    forward, found = forward_flops(spec, tokens, batch), costs(spec, tokens)
-    seen = 6 * tokens * batch
-    return TrainingFlops(forward, seen * found.active, seen * found.active_non_embedding)
+    """Return the FLOPs of a training step on `batch` sequences of `tokens` tokens; see `forward_flops`."""
+    forward, of_token = forward_flops(spec, tokens, batch), costs(spec, tokens)
+    factor = 6 * tokens * batch
+    return TrainingFlops(forward, factor * of_token.active, factor * of_token.active_non_embedding)
 
 
 def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
-    """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens. In both
-    directions each but that of a token with itself is there twice.
+    """Return the number of pairs of a query and a key within the causal mask and a window.
+
+    It is Σ min(t, window) for t = 1 … tokens. Without a causal mask, pairs of different tokens count twice.
     """
     if not causal:
         return 2 * pairs_in_sight(tokens, window) - tokens
@@ -419,17 +418,7 @@ def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False, causa
 
 @dataclass(frozen=True)
 class CacheSize(Record):
-    """Bytes of the key-value cache of `batch` sequences of `context` tokens.
-
-    a_token: what one more token of one sequence leaves, all layers together, before windows let go of older ones.
-    held: what is there once all tokens were read, and until the next. buffer: what a cache made once for so many
-    tokens takes, where windows roll: of each window one token more than `held`. in_transformers: what its DynamicCache
-    holds: the same, but where it repeats keys and values for their query heads before the cache (Falcon's new decoder
-    architecture). None where a layer carries what none of its families here has. states: what of it does not grow with
-    the context, which recurrences and convolutions carry; some are in fp32 whatever the dtype. of_source: what of it is
-    there once of a source of as many tokens, which an encoder has read.
-    in_vllm, in_llama_cpp: what these allocate (`allocators`), the latter in float16; None where it is not known.
-    """
+    """The bytes of the KV cache for `batch` sequences of `context` tokens."""
 
     JSON = (
         "context batch dtype bytes_a_token=a_token bytes=held rolling_buffer_bytes=buffer"
@@ -441,36 +430,48 @@ class CacheSize(Record):
     batch: int
     dtype: str
     a_token: int
+    """The bytes that one more token of one sequence adds, over all layers and without windows."""
     held: int
+    """The bytes between the last token and the next."""
     buffer: int
+    """The bytes of a preallocated cache with rolling windows, which have one token more than in `held`."""
     in_transformers: int | None
+    """The bytes of transformers' DynamicCache; None if transformers has no cache for a layer.
+
+    They differ from `held` if keys and values are repeated for query heads first (Falcon's new decoder architecture).
+    """
     in_vllm: int | None = None
+    """The bytes that vLLM allocates (`allocators`), if known."""
     in_llama_cpp: int | None = None
+    """The bytes that llama.cpp allocates in float16 (`allocators`), if known."""
     states: int = 0
+    """The bytes of recurrences and convolutions, which do not grow with the context. Some are always in fp32."""
     of_source: int = 0
+    """The bytes for an encoder's source of `context` tokens."""
 
 
 def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """Bytes of the key-value cache after `context` tokens; of latent attention, of the latent and the rotated keys.
-    What programs allocate is for `allocators.allocated`.
+    """Return the bytes of the KV cache after `context` tokens. Latent attention caches latents and rotated keys.
+
+    `allocators.allocated` adds the bytes that vLLM and llama.cpp allocate.
 
     Raises:
-        UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
+        UsageError: no tokens or sequences, more tokens than positions, or an unknown dtype.
     """
     check_sizes(spec, context, batch)
-    size, found = itemsize(dtype), [(work, number) for _, work, number in works(spec)]
-    states = sum(work.bytes_held(0, size) * number for work, number in found)
-    held = sum(work.bytes_held(context, size) * number for work, number in found)
-    rolling = states + size * sum(work.left * _in_sight(context, work.window) * number for work, number in found)
-    theirs = [work.repeats and work.bytes_held(context, size) * number * work.repeats for work, number in found]
+    size, pairs = itemsize(dtype), [(work, number) for _, work, number in works(spec)]
+    states = sum(work.bytes_held(0, size) * number for work, number in pairs)
+    held = sum(work.bytes_held(context, size) * number for work, number in pairs)
+    rolling = states + size * sum(work.left * _in_sight(context, work.window) * number for work, number in pairs)
+    repeated = [work.repeats and work.bytes_held(context, size) * number * work.repeats for work, number in pairs]
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(work.left * number for work, number in found if not work.once),
+        a_token=size * sum(work.left * number for work, number in pairs if not work.once),
         held=batch * held,
         buffer=batch * rolling,
-        in_transformers=None if None in theirs else batch * sum(filter(None, theirs)),
+        in_transformers=None if None in repeated else batch * sum(filter(None, repeated)),
         states=batch * states,
-        of_source=batch * sum(work.bytes_held(context, size) * number for work, number in found if work.once),
+        of_source=batch * sum(work.bytes_held(context, size) * number for work, number in pairs if work.once),
     )

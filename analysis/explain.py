@@ -1,9 +1,9 @@
-"""Where a total comes from: a formula in the model's own sizes, V·d + T·d + L(12d² + 13d) + 2d. No torch, no weights.
+"""The formula for a model's total, such as V·d + T·d + L(12d² + 13d) + 2d. No torch, no weights.
 
-It is made of the shapes of the tree's parameters and nothing else, so that it holds for any tree: each size of a shape
-has a letter, which its component tells (`Component.letters`, `Component.rows`), a shape is a product of letters, and
-products are summed. Widths that are a small multiple of d are written as that: 4d and not f. Where layers differ in a
-size, each value has a letter of its own (f1, f2), and layers of one formula are counted together (L1, L2).
+The formula depends only on the shapes of the parameters, so that it exists for any tree. Components assign a letter to
+each size of a shape (`Component.letters`, `Component.rows`). A shape is a product of letters, and the formula is the
+sum of all products. A width that is a small multiple of d is written as 4d, not f. If layers differ in a size, each
+value has its own letter (f1, f2). Layers with the same formula are counted together (L1, L2).
 """
 
 import math
@@ -37,17 +37,17 @@ _MEANINGS = {
     "e": "width of a layer's input",
     "n": "another width",
 }
-_MULTIPLES = "hkfiaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
+_MULTIPLES = "hkfiaruwp"  # widths that are written as a multiple of d, if it is at most `_MOST`
 _MOST = 8
-_MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
+_MOST_RANGES = 3  # the most ranges of layers that a formula lists
 
-_Letter = tuple[str, int]  # what a size is, by its letter, and the size itself
-_Sum = Counter[tuple[_Letter, ...]]  # products of letters, and how often each is there
+_Letter = tuple[str, int]  # the letter for the kind of a size, and the size
+_Sum = Counter[tuple[_Letter, ...]]  # products of letters, with their coefficients
 
 
 @dataclass(frozen=True)
 class _Symbol(Record):
-    """A letter of the formula, its value, and what it stands for."""
+    """A letter of the formula, with its value and meaning."""
 
     JSON = "value meaning"
 
@@ -67,9 +67,9 @@ class _Term:
 
 @dataclass(frozen=True)
 class Explained(Record):
-    """A total as a formula. `terms` are the same by component, in the order of computation; they sum to the total.
+    """A total as a formula, and its terms by component, in the order of computation.
 
-    In formulas a product is 2d·k or d², and a sum of terms in brackets is multiplied by what stands before it.
+    In formulas a product is 2d·k or d². The factor of a sum is written before its brackets.
     """
 
     JSON = "formula symbols=by_letter components=by_component"
@@ -81,42 +81,43 @@ class Explained(Record):
 
     @property
     def by_letter(self) -> dict[str, _Symbol]:
-        return {each.name: each for each in self.symbols}
+        return {symbol.name: symbol for symbol in self.symbols}
 
     @property
     def by_component(self) -> dict[str, str]:
-        return {each.label: each.formula for each in self.terms}
+        return {term.label: term.formula for term in self.terms}
 
 
 def explain(spec: ModelSpec) -> Explained:
-    """The formula of a tree's parameters, a tied head not counted again. Raises MissingComponent: a tree with an
-    encoder.
+    """Return the formula for a tree's parameters, with a tied head once.
+
+    Raises MissingComponent for a tree with an encoder.
     """
     spec.one_stack("the formula for the parameter total")
     before: dict[str, _Sum] = {}  # by component
-    behind: dict[str, _Sum] = {}
-    seen = {block: _layer(spec, block) for block in dict.fromkeys(spec.blocks)}
+    after: dict[str, _Sum] = {}
+    by_block = {block: _layer(spec, block) for block in dict.fromkeys(spec.blocks)}
     kinds: list[dict[str, _Sum]] = []
-    for layer in seen.values():
+    for layer in by_block.values():
         kinds += [] if layer in kinds else [layer]
-    of_kind = [kinds.index(seen[block]) for block in spec.blocks]
+    of_kind = [kinds.index(by_block[block]) for block in spec.blocks]
     ends = {path: node for path, node in spec.nodes() if not path.startswith("blocks.")}
     for path, node in ends.items():
         side, above = (
-            behind if path.startswith(("joined", "final_norm", "head")) else before,
+            after if path.startswith(("joined", "final_norm", "head")) else before,
             ends.get(path.rpartition(".")[0]),
         )
         side.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above))
-    letters = _letters([before, *kinds, behind])
+    letters = _letters([before, *kinds, after])
     names = [f"L{index + 1}" if len(kinds) > 1 else "L" for index in range(len(kinds))]
 
     def term(label: str | None) -> _Term:
-        """The parameters of a component, or of all."""
+        """Return the term of a component, or of all components."""
         first, *layers, last = (
-            _merged(part.values()) if label is None else part.get(label, _Sum()) for part in (before, *kinds, behind)
+            _merged(part.values()) if label is None else part.get(label, _Sum()) for part in (before, *kinds, after)
         )
         again = _Sum({product: times for product, times in last.items() if product in first})
-        inner = [(name, _written(each, letters, by_degree=True)) for name, each in zip(names, layers, strict=True)]
+        inner = [(name, _written(layer, letters, by_degree=True)) for name, layer in zip(names, layers, strict=True)]
         parts = [
             _written(_merged([first, again]), letters),
             *(
@@ -129,7 +130,7 @@ def explain(spec: ModelSpec) -> Explained:
         value = _value(first) + _value(last) + sum(_value(layers[kind]) for kind in of_kind)
         return _Term(label or "total", " + ".join(filter(None, parts)), value)
 
-    labels = dict.fromkeys(label for part in (before, *kinds, behind) for label, each in part.items() if each)
+    labels = dict.fromkeys(label for part in (before, *kinds, after) for label, products in part.items() if products)
     whole = term(None)
     symbols = [_Symbol(name, size, _MEANINGS[base]) for (base, size), name in letters.items()]
     layers = [_Symbol(name, of_kind.count(kind), _which(kind, of_kind)) for kind, name in enumerate(names)]
@@ -137,25 +138,25 @@ def explain(spec: ModelSpec) -> Explained:
 
 
 def _layer(spec: ModelSpec, block: Block) -> dict[str, _Sum]:
-    """A layer of a tree, by component. Experts are alike: the first stands for all."""
-    found: dict[str, _Sum] = {}
+    """Return the products of one layer by component. The first expert represents all experts."""
+    by_component: dict[str, _Sum] = {}
     nodes = {path: node for path, node in walk(block, "blocks.0") if node.label is not None}
     choice = choice_of(spec, block)
     for path, node in nodes.items():
         if ".experts." not in path or path.endswith(".experts.0"):
             above = nodes.get(path.rpartition(".")[0])
             experts = choice.experts if choice is not None and ".experts." in path else None
-            found.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above, experts))
-    return found
+            by_component.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above, experts))
+    return by_component
 
 
 def _shapes(
     path: str, node: Component, spec: ModelSpec, above: Component | None = None, experts: int | None = None
 ) -> _Sum:
-    """The parameters of a component, which may be a part of the one above it."""
-    found = _Sum()
-    own = {} if above is None else above.letters(path.rpartition(".")[2])
-    widths = own or {"d": spec.hidden_size, **node.letters()}
+    """Return the products of a component. The component above it may name its sizes."""
+    products = _Sum()
+    from_above = {} if above is None else above.letters(path.rpartition(".")[2])
+    widths = from_above or {"d": spec.hidden_size, **node.letters()}
     letters = {size: base for base, size in reversed(widths.items())}
     for name, shape in node.shapes().items():
         rows = node.rows if name in ("weight", "bias") else ""
@@ -168,15 +169,15 @@ def _shapes(
             if base in _MULTIPLES and not rest and times <= _MOST:
                 factor *= times
                 product[index] = ("d", spec.hidden_size)
-        found[tuple(sorted(product, key=lambda letter: [*_MEANINGS].index(letter[0])))] += factor
-    return found
+        products[tuple(sorted(product, key=lambda letter: [*_MEANINGS].index(letter[0])))] += factor
+    return products
 
 
 def _letters(parts: Iterable[Mapping[str, _Sum]]) -> dict[_Letter, str]:
-    """A name for each letter and size, in a fixed order: with a number where there are several sizes."""
-    there = dict.fromkeys(letter for part in parts for each in part.values() for product in each for letter in product)
+    """Return a name for each letter and size, in a fixed order, with a number if a letter has several sizes."""
+    used = dict.fromkeys(letter for part in parts for sums in part.values() for product in sums for letter in product)
     sizes: dict[str, list[_Letter]] = {}
-    for letter in there:
+    for letter in used:
         sizes.setdefault(letter[0], []).append(letter)
     return {
         letter: base if len(sizes[base]) == 1 else f"{base}{index}"
@@ -194,7 +195,7 @@ def _value(products: _Sum) -> int:
 
 
 def _written(products: _Sum, letters: Mapping[_Letter, str], by_degree: bool = False) -> str:
-    """12d² + 13d."""
+    """Return products as text: 12d² + 13d."""
     terms = []
     for product in sorted(products, key=len, reverse=True) if by_degree else products:
         powers = Counter(letters[letter] for letter in product)
@@ -206,6 +207,6 @@ def _written(products: _Sum, letters: Mapping[_Letter, str], by_degree: bool = F
 def _which(kind: int, of_kind: list[int]) -> str:
     if set(of_kind) == {kind}:
         return _MEANINGS["L"]
-    ranges = [range_label(first, last) for first, last, each in layer_ranges(of_kind) if each == kind]
+    ranges = [range_label(first, last) for first, last, other in layer_ranges(of_kind) if other == kind]
     more = f" and {len(ranges) - _MOST_RANGES} more ranges" if len(ranges) > _MOST_RANGES else ""
     return f"layers {', '.join(ranges[:_MOST_RANGES])}{more}"

@@ -1,13 +1,14 @@
-"""What each GPU holds of a model that is spread over several, from shapes alone. No torch, no weights.
+"""The memory of each GPU for a model that is split over several, computed from shapes alone. No torch, no weights.
 
-Tensor parallelism as in Megatron-LM (Shoeybi et al. 1909.08053, section 3): of every layer each of `tp` GPUs has a
-share of the heads and of the feed-forward's units, so that q, k, v, gate and up are split by rows and o and down by
-columns; tables and head by the vocabulary, which is padded until it divides; norms, routers, learned positions and the
-biases behind o and down are on all of them. Key-value heads are split while there are as many, and else each is on
-several GPUs. Pipeline parallelism: as many layers in each of `pp` stages, tables in the first and the final norm and
-the head in the last, which has a copy of a tied table.
+Tensor parallelism is that of Megatron-LM (Shoeybi et al. 1909.08053, section 3). Each of `tp` GPUs has a share of every
+layer's heads and feed-forward units: q, k, v, gate and up are split by rows, o and down by columns. Embedding and head
+are split by the vocabulary, which is padded. Norms, routers, learned positions, and the biases of o and down are on all
+GPUs. Key-value heads are split; if there are fewer than GPUs, several GPUs have the same head.
 
-The share of one GPU is a tree itself, with fewer heads and units: its memory is counted as that of any other.
+Pipeline parallelism puts an equal number of layers into each of `pp` stages. The embedding is in the first stage. The
+final norm and the head are in the last, with a copy of a tied embedding.
+
+The share of one GPU is a tree with fewer heads and units, so that its memory is counted like that of any tree.
 """
 
 from collections import Counter
@@ -27,18 +28,14 @@ from .memory import beside_weights
 
 @dataclass(frozen=True)
 class Stage(Record):
-    """One of the stages: on each of its GPUs so many bytes.
-
-    layers: the first and the last. weights: by component. activations: at the worst moment of reading all sequences at
-    once; what is sent to other GPUs is not counted.
-    """
+    """The bytes on each GPU of one pipeline stage."""
 
     JSON = "layers weights=weight weights_by_component=weights cache activations total"
 
-    layers: tuple[int, int]
-    weights: Mapping[str, int]
+    layers: tuple[int, int]  # the first and the last
+    weights: Mapping[str, int]  # by component
     cache: int
-    activations: int
+    activations: int  # the most during a prefill of all sequences, without buffers for communication
 
     @property
     def weight(self) -> int:
@@ -51,11 +48,7 @@ class Stage(Record):
 
 @dataclass(frozen=True)
 class Split(Record):
-    """A model on tp x pp GPUs, with `batch` sequences of `context` tokens.
-
-    stages: in their order. together: bytes of the weights on all GPUs, where some are there more than once. notes: what
-    was padded or repeated, a sentence each.
-    """
+    """A model on tp x pp GPUs, with `batch` sequences of `context` tokens."""
 
     JSON = "tp pp context batch dtype weights_together=together stages notes"
 
@@ -65,10 +58,11 @@ class Split(Record):
     batch: int
     dtype: str
     stages: tuple[Stage, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # padded or repeated parts, in sentences
 
     @property
     def together(self) -> int:
+        """Return the bytes of the weights on all GPUs, including copies."""
         return self.tp * sum(stage.weight for stage in self.stages)
 
     @property
@@ -77,10 +71,10 @@ class Split(Record):
 
 
 def shard(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The tree that one of `tp` GPUs computes.
+    """Return the tree that one of `tp` GPUs computes.
 
     Raises:
-        UsageError: heads or units that do not divide.
+        UsageError: the heads or units are not divisible by `tp`.
     """
     vocabulary = -(-spec.vocab_size // tp)
     blocks = {block: block.share(tp) for block in dict.fromkeys(spec.blocks)}
@@ -103,21 +97,21 @@ def split(
     context: int,
     batch: int = 1,
 ) -> Split:
-    """What each GPU holds, to run a tree on `batch` sequences of `context` tokens.
+    """Return the memory of each GPU for running a tree on `batch` sequences of `context` tokens.
 
     Args:
         spec: the tree.
-        tp: GPUs that share every layer.
-        pp: stages of layers.
-        dtype: of the weights, one that `formats.sizer` knows for any tree.
+        tp: the number of GPUs that share every layer.
+        pp: the number of stages of layers.
+        dtype: the dtype of the weights, which `formats.sizer` must support for any tree.
         computed: the dtype of activations.
-        cache_dtype: of keys and values in the cache; that of activations where it is not given.
-        context: tokens of each sequence, all read at once.
-        batch: sequences.
+        cache_dtype: the dtype of the cache; by default that of activations.
+        context: the number of tokens of each sequence, all read in one forward pass.
+        batch: the number of sequences.
 
     Raises:
-        UsageError: heads, units or layers that do not divide, or layers of several stages that share a block; no
-            tokens, or more than there are positions for.
+        UsageError: heads, units or layers are not divisible, layers of several stages share a block, or the context is
+            below 1 or longer than the positions.
     """
     spec.one_stack("splitting over GPUs")
     layers = len(spec.blocks)
@@ -132,12 +126,12 @@ def split(
             "divide it into pipeline stages",
             "Leave out --pp.",
         )
-    one, each = shard(spec, tp), layers // pp
+    one, per_stage = shard(spec, tp), layers // pp
     size = sizer(one, dtype)
     weights: list[Counter[str]] = [Counter() for _ in range(pp)]
     for parameter in one.parameters():
         if parameter.layer is not None:
-            stage = parameter.layer // each
+            stage = parameter.layer // per_stage
         else:
             stage = pp - 1 if parameter.name.startswith(("final_norm", "head")) else 0
         weights[stage][parameter.component] += size(parameter)
@@ -145,13 +139,14 @@ def split(
             weights[-1]["head"] += size(parameter)
     alike: dict[tuple[Any, ...], tuple[int, int]] = {}
     stages = []
-    for index, held in enumerate(weights):
-        blocks, last = one.blocks[index * each : (index + 1) * each], index == pp - 1
+    for index, by_component in enumerate(weights):
+        first, last = index * per_stage, index == pp - 1
+        blocks = one.blocks[first : first + per_stage]
         if (blocks, last) not in alike:
             tree = msgspec.structs.replace(one, blocks=blocks)
             alike[blocks, last] = beside_weights(tree, computed, context, batch, cache_dtype, ends=last)
         cache, activations = alike[blocks, last]
-        stages.append(Stage((index * each, (index + 1) * each - 1), dict(held), cache, activations))
+        stages.append(Stage((first, first + per_stage - 1), dict(by_component), cache, activations))
     return Split(tp, pp, context, batch, dtype, tuple(stages), tuple(_notes(spec, one, tp, pp)))
 
 
@@ -161,14 +156,14 @@ def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
         notes.append("Every GPU has all norms, routers and learned positions, and the biases of o and down.")
     if one.vocab_size * tp > spec.vocab_size:
         notes.append(f"The vocabulary is padded to {one.vocab_size * tp:,} rows, {one.vocab_size:,} per GPU.")
-    operations = [each for block in set(spec.blocks) for each in spec.block_operations(block)]
-    kv_heads = {each.kv_heads for each in operations if isinstance(each, ops.Scores)}
+    operations = [operation for block in set(spec.blocks) for operation in spec.block_operations(block)]
+    kv_heads = {scores.kv_heads for scores in operations if isinstance(scores, ops.Scores)}
     repeated = sorted(number for number in kv_heads if number < tp)
     if repeated:
         notes.append(
             f"A layer has {' or '.join(map(str, repeated))} key-value heads, so several GPUs have the same one."
         )
-    if tp > 1 and any(isinstance(each, ops.Cache) and len(each.shape) == 3 for each in operations):
+    if tp > 1 and any(isinstance(operation, ops.Cache) and len(operation.shape) == 3 for operation in operations):
         notes.append("Every GPU has the whole latent and its cache.")
     if spec.tied and pp > 1:
         notes.append("The last stage has a copy of the embedding, because the head is tied to it.")

@@ -1,4 +1,4 @@
-"""How many parameters a tree has, by component and layer. Reads shapes alone: no weights, no torch."""
+"""The number of a tree's parameters by component and layer, from shapes alone. No weights, no torch."""
 
 import re
 from collections import Counter
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ..architectures import Architecture
 
 _VOCABULARY_SIDE = ("embedding", "positions", "head")
-"""Components that grow with the vocabulary or the context, not with what is computed between them."""
+"""Components whose size depends on the vocabulary or the context."""
 
 
 @dataclass(frozen=True)
 class LayerCount(Record):
-    """One layer's parameters by component, in order of appearance. Layers alike share one record."""
+    """The parameters of one layer by component, in order of appearance. Equal layers share one record."""
 
     JSON = "total components=by_component"
 
@@ -34,17 +34,14 @@ class LayerCount(Record):
 
 @dataclass(frozen=True)
 class TensorCount(Record):
-    """Parameters in numbers (not bytes), by where they are.
-
-    by_component: the whole model's, in order of appearance; sums to `total`.
-    by_layer: one a layer.
-    outside: what lies in no layer, by component. With the layers it sums to `total`.
-    """
+    """The number of parameters, by place."""
 
     total: int
     by_component: Mapping[str, int]
+    """The parameters of the whole model by component, in order of appearance."""
     by_layer: Sequence[LayerCount]
     outside: Mapping[str, int]
+    """The parameters outside of layers, by component."""
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{label} {number:,}" for label, number in self.by_component.items())
@@ -61,11 +58,7 @@ class TensorCount(Record):
 
 @dataclass(frozen=True, repr=False)
 class ParameterCount(TensorCount, Shown):
-    """A tree's parameters. A tied head is the embedding's weight, and not counted again.
-
-    tied: the head shares the embedding's weight.
-    active: what one token meets: of a mixture's experts, those that its router takes. Otherwise all.
-    """
+    """The number of a tree's parameters. A tied head is not counted again."""
 
     JSON = (
         "total active embedding_positions_head=embedding non_embedding tied layers=number_of_layers"
@@ -73,22 +66,25 @@ class ParameterCount(TensorCount, Shown):
     )
 
     tied: bool
+    """Whether the head shares the embedding's weight."""
     active: int
+    """The parameters that one token uses: all, except experts of a mixture that its router does not choose."""
 
     @property
     def embedding(self) -> int:
-        """Token table, learned positions and, unless tied, the head."""
+        """Return the parameters of token embedding, learned positions and, unless tied, the head."""
         return sum(self.outside.get(component, 0) for component in _VOCABULARY_SIDE)
 
     @property
     def non_embedding(self) -> int:
-        """All but `embedding`: layers and norms, as Kaplan et al. (2001.08361) and Qwen's model cards count."""
+        """Return the other parameters: layers and norms, as Kaplan et al. (2001.08361) and Qwen's model cards count."""
         return self.total - self.embedding
 
 
 def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> ParameterCount:
-    """Count the parameters of a tree, or with `size` another number of each, of bytes say, in which layers alike may
-    differ. Without it layers alike are counted once and multiplied.
+    """Count the parameters of a tree, or another quantity of each, such as bytes, that `size` returns.
+
+    Equal layers may differ in `size`. Without it, they are counted once and multiplied.
     """
     kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
     layers = range(len(spec.blocks)) if size is not None else [kinds[block] for block in spec.blocks]
@@ -105,7 +101,7 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
         if layer is not None and ".experts." in parameter.name:
             experts[layer] += number
     choices = {block: choice_of(spec, block) for block in kinds}
-    idle = 0  # of experts that a token does not meet
+    idle = 0  # parameters of experts that a token does not use
     for layer, number in experts.items():
         choice = choices[blocks[layer]]
         if choice is not None:
@@ -124,12 +120,12 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
 def buffers(spec: ModelSpec, architecture: "Architecture | None") -> int:
     """Return how many of a tree's numbers transformers stores as buffers, which it does not count as parameters.
 
-    0 where no architecture is given, since only a family's tensors say what transformers' modules are.
+    0 without an architecture, because only a family's tensors describe transformers' modules.
     """
     names = {name for leaf in (architecture.leaves if architecture else ()) if leaf.buffer for name in leaf.names}
     if not names:
         return 0
-    blocks = Counter(spec.blocks)  # those alike are counted once
+    blocks = Counter(spec.blocks)  # equal blocks are counted once
     repeats = [*blocks.values()]
     return sum(
         parameter.count * (1 if parameter.layer is None else repeats[parameter.layer])
@@ -139,5 +135,6 @@ def buffers(spec: ModelSpec, architecture: "Architecture | None") -> int:
 
 
 def choice_of(spec: ModelSpec, block: Block) -> ops.Choose | None:
-    """How a block chooses its experts, where it has any."""
-    return next((each for each in spec.block_operations(block) if isinstance(each, ops.Choose)), None)
+    """Return the router's operation that chooses a block's experts, or None if the block has no experts."""
+    operations = spec.block_operations(block)
+    return next((operation for operation in operations if isinstance(operation, ops.Choose)), None)
