@@ -84,11 +84,11 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work(window=window, left=left, repeats=None if ours else repeats, once=operation.once)
         case ops.Scan(state=state, theirs=theirs):
             numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
-            repeats = None if theirs is None else theirs // numbers
+            copies = None if theirs is None else theirs // numbers
             sizes: dict[str, Any] = {"chunk": chunk, "a_chunk": operation.chunk_products, "spared": operation.spared}
             sizes["between"] = operation.between
             again = operation.again or chunk > 0
-            return Work(operation.products, state=numbers, repeats=repeats, wide=operation.wide, again=again, **sizes)
+            return Work(operation.products, state=numbers, repeats=copies, wide=operation.wide, again=again, **sizes)
         case ops.Convolve(width=width, carried=carried):
             channels = operation.numbers(B=1, T=1)
             cached = width if carried is None else carried
