@@ -1,4 +1,4 @@
-"""A model from a few decisions: components, a shape by a stated rule, a number of parameters to hit. No torch.
+"""Builds a model from components and a number of parameters, with a shape that follows a rule. No torch.
 
 The rule: hidden size over layers is 64 up to 125M parameters and 128 from 6.7B on, on a line of logarithms between, as
 GPT-3's models have it (Brown et al. 2005.14165, table 2.1) and LLaMA's; quality depends on it weakly (Kaplan et al.
@@ -23,23 +23,21 @@ _Positions = Literal["learned", "rope", "yarn", "alibi"]
 _AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
 _EPS = 1e-5
-TRAINED = 8_192  # tokens that a model of long context is trained at, before its rotary positions are stretched
+TRAINED = 8_192  # training context of a model for long contexts, before YaRN extends it
 _LOW_BASE, _HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
-"""Rotary base up to so many tokens, as LLaMA-2 has it, and beyond at least, as Llama 3 has it."""
+"""The rotary base of LLaMA-2, the least base beyond LOW_UP_TO tokens (Llama 3's), and this limit."""
 _BOUND = (0.0424, 1.628)
 """The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
-_KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
-TOLERANCE, _WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
-_CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
+_KV_HEADS = 8  # the key-value heads of GQA in LLaMA-2 70B and all Llama 3 models
+TOLERANCE, _WORST = 0.03, 0.10  # the preferred and the largest distance from the budget
+_CLOSENESS = 4.0  # the weight of the distance from the budget, relative to the aspect ratio
 _WIDEST_SMALL = 2_048
-SMALL = 10**7  # parameters below which a model is one to try things on, and may have narrower heads
+SMALL = 10**7  # models with fewer parameters are for experiments, and may have narrower heads
 
 
 @dataclass(frozen=True)
 class Design:
-    """Which component of each kind, norms before attention and feed-forward. `tied`: the head is the embedding;
-    window: tokens in sight, None for all.
-    """
+    """The components of a model, with norms before attention and feed-forward."""
 
     positions: _Positions = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -47,17 +45,17 @@ class Design:
     attention: _AttentionKind = "mha"
     block: Literal["serial", "parallel"] = "serial"
     bias: bool = True
-    tied: bool = True
-    window: int | None = None
+    tied: bool = True  # the head shares the embedding's weight
+    window: int | None = None  # the number of tokens that a token attends to; None for all
 
 
 BASELINE = Design()
-"""GPT-2 (Radford et al. 2019), but for the exact GELU in place of its approximation, which costs the same."""
+"""GPT-2 (Radford et al. 2019), except that GELU is exact, which costs the same."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large: see the module's text."""
+    """The sizes of a model, by the rule of this module."""
 
     hidden: int
     layers: int
@@ -74,23 +72,25 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """Of grouped attention: eight, or the most that share the queries out in groups of three or more."""
+        """Return the key-value heads of GQA: eight, or the most that have at least three query heads each."""
         return next(n for n in range(_KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
 
     @property
     def gated_width(self) -> int:
-        """8/3 of the hidden size, so that three matrices hold what two of four times its size do (Shazeer 2002.05202,
-        section 2), rounded up as LLaMA's are.
+        """Return 8/3 of the hidden size, rounded up like LLaMA's widths.
+
+        Three matrices of this width have as many parameters as two of four times the hidden size (Shazeer 2002.05202,
+        section 2).
         """
         multiple = 16 if self.hidden % 64 else 64 if self.hidden < 1_024 else 256
         return math.ceil(8 * self.hidden / (3 * multiple)) * multiple
 
 
 def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
-    """The tree of a design in a shape, for so many tokens of vocabulary and of context.
+    """Return the tree of a design in a shape, with `vocab` tokens in its vocabulary and `context` positions.
 
     Raises:
-        ConfigError: sizes that no tree has.
+        ConfigError: invalid sizes.
     """
     norm = (parts.LayerNorm if design.norm == "layernorm" else parts.RMSNorm)(size=shape.hidden, eps=_EPS)
     parallel = design.block == "parallel"
@@ -110,7 +110,7 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Baseline:
-    """GPT-2 in a shape, of whose components some are exchanged."""
+    """GPT-2 in a shape. Its methods exchange some of its components."""
 
     shape: Shape
     vocab: int
@@ -145,7 +145,7 @@ def _attention(design: Design, shape: Shape, context: int) -> parts.Attention | 
 
 
 def _position(design: Design, dim: int, context: int) -> parts.Rotary | parts.ALiBi | None:
-    """In attention; ALiBi is multiplied by the scale of the scores, as Falcon has it, so that a family holds it."""
+    """Return the attention's positions. ALiBi is multiplied by the scale of the scores, so that Falcon has it."""
     if design.positions == "learned":
         return None
     if design.positions == "alibi":
@@ -159,8 +159,10 @@ def _position(design: Design, dim: int, context: int) -> parts.Rotary | parts.AL
 
 
 def rotary_base(context: int) -> float:
-    """For a model that is trained at so many tokens: what LLaMA-2 and Llama 3 have, and where that is less than the
-    bound for longer contexts, the bound, rounded up to two figures.
+    """Return the rotary base for a model that is trained on `context` tokens.
+
+    It is the base of LLaMA-2 or Llama 3, or the lower bound for long contexts if that is larger, rounded up to two
+    digits.
     """
     if context <= LOW_UP_TO:
         return _LOW_BASE
@@ -178,22 +180,23 @@ def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.Gat
 
 
 def aspect_ratio(budget: int) -> float:
-    """Hidden size over layers for so many parameters."""
+    """Return hidden size divided by layers for a number of parameters."""
     small, large = 125e6, 6.7e9
     along = math.log(budget / small) / math.log(large / small)
     return float(64 * 2 ** min(max(along, 0.0), 1.0))
 
 
 def usual_vocabulary(budget: int) -> int:
-    """Return how many tokens a model of a size has where nobody says: 32,000 as LLaMA, and below 10M parameters a power
-    of two, so that the table of tokens leaves most parameters to the layers. 320 is the least: a multiple of 64 with
-    room for the 256 bytes and the end of a text.
+    """Return the default vocabulary size: 32,000 as in LLaMA, and a power of two below 10M parameters.
+
+    A small vocabulary leaves most parameters to the layers. The least is 320: a multiple of 64 that has room for 256
+    bytes and an end-of-text token.
     """
     return 32_000 if budget >= SMALL else max(2 ** int(math.log2(budget / 1_024)), 320)
 
 
 def _widths(budget: int) -> Iterator[int]:
-    """Yield hidden sizes that make a number of heads which can be shared out."""
+    """Yield hidden sizes whose number of heads is divisible by many numbers."""
     if budget < SMALL:
         yield from (32, 48, 96, 160)
     yield from (64 * heads for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24))
@@ -201,10 +204,10 @@ def _widths(budget: int) -> Iterator[int]:
 
 
 def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
-    """The shape nearest to the rule whose tree is within 3 % of a number of parameters, or the nearest to that.
+    """Return the shape nearest to the rule within 3 % of `budget` parameters, or else nearest to the budget.
 
     Raises:
-        UsageError: none comes within 10 %: the table of tokens is too large for it.
+        UsageError: no shape is within 10 %, because the vocabulary is too large.
     """
     scores: list[tuple[float, Shape]] = []
     smallest, wanted = [], aspect_ratio(budget)

@@ -1,4 +1,4 @@
-"""What the costs say to the advice: sentences made of figures, for `recommend`."""
+"""Sentences for `recommend` that compare the usual advice with counted costs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,15 +10,15 @@ from .costs import Costs, costs
 from .design import Baseline, Design, build
 from .papers import PAPERS
 
-_NOTHING = 0.02  # a share of the whole up to which a difference is none to choose by
-_MORE = 0.05  # the same, of models that are not of one size to the last parameter
-_SEQUENCES = 16  # written at once, where it is told what a step reads
+_NOTHING = 0.02  # a relative difference up to this is too small to choose by
+_MORE = 0.05  # the same, for models whose sizes differ a little
+_SEQUENCES = 16  # the batch for the bytes that a decoding step reads
 _ITEMSIZE = 2  # bf16
 
 
 @dataclass(frozen=True)
 class Remark(Record):
-    """A sentence, and the figures in it. against: whether it contradicts the usual advice, which it then names."""
+    """A sentence about costs, and its figures. `against`: it contradicts the usual advice, which it names."""
 
     JSON = "about words figures against_advice=against"
 
@@ -29,44 +29,44 @@ class Remark(Record):
 
 
 def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tuple[Remark, ...]:
-    """What the figures say of a design's choices, each exchanged alone in the baseline, and of the whole.
+    """Return remarks on the components of a design, each exchanged in the baseline, and on the whole design.
 
     Args:
-        goal: what the design is for.
-        design: what is recommended.
-        spec: its tree.
+        goal: the goal of the design.
+        design: the recommended design.
+        spec: the tree of the design.
         base: GPT-2 of the same size.
     """
     usual, shape = base.costs(), base.shape
-    told: list[Remark] = []
+    remarks: list[Remark] = []
     if design.positions != "learned":
-        told.append(_positions(goal, design, base.costs(positions=design.positions), usual))
-    told.append(_norm(goal, design, base.costs(norm="rmsnorm"), usual))
+        remarks.append(_positions(goal, design, base.costs(positions=design.positions), usual))
+    remarks.append(_norm(goal, design, base.costs(norm="rmsnorm"), usual))
     gated = "swiglu" if design.feed_forward == "gelu" else design.feed_forward
-    told.append(_gated(goal, design, base.costs(feed_forward=gated), usual))
+    remarks.append(_gated(goal, design, base.costs(feed_forward=gated), usual))
     if design.attention in ("gqa", "mqa") and shape.heads > 1:
-        kind = "mqa" if shape.kv_heads == 1 else design.attention  # so few heads that one group is all of them
-        told.append(_shared_heads(kind, base.costs(attention=design.attention), usual))
+        kind = "mqa" if shape.kv_heads == 1 else design.attention  # if there are few heads, one group has all of them
+        remarks.append(_shared_heads(kind, base.costs(attention=design.attention), usual))
     if goal == "memory":
         kinds = ("mqa", "mla") if shape.kv_heads == 1 else ("mqa", "gqa", "mla")
         rivals = {kind: base.costs(positions="rope", attention=kind) for kind in kinds}
         family, _ = expressed(build(replace(design, attention="mla"), shape, base.vocab, base.context))
-        told.append(_least(design.attention, rivals, family))
+        remarks.append(_least(design.attention, rivals, family))
     if design.block == "parallel":
         share = 1 - base.costs(block="parallel").parameters / usual.parameters
         words = (
             f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs. Its gain is speed:"
             " products can be fused, and devices synchronise once per layer."
         )
-        told.append(Remark("block", words, {"parameters": share}))
+        remarks.append(Remark("block", words, {"parameters": share}))
     if design.window is not None:
         other = base.costs(window=design.window)
         cache, flops = other.held / usual.held, 1 - other.total_flops / usual.total_flops
         words = (
             f"A window of {design.window:,} keeps {_share(cache)} of the cache and saves {_share(flops)} of the FLOPs."
         )
-        told.append(Remark("window", words, {"cache": cache, "flops": flops}))
-    return (*told, *_whole(costs(spec, spec.context_length or 1), usual, spec.context_length or 1))
+        remarks.append(Remark("window", words, {"cache": cache, "flops": flops}))
+    return (*remarks, *_whole(costs(spec, spec.context_length or 1), usual, spec.context_length or 1))
 
 
 def _positions(goal: str, design: Design, other: Costs, usual: Costs) -> Remark:
@@ -126,8 +126,8 @@ def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Remark:
 
 
 def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Remark:
-    """Of the ways to keep less of a token, which keeps least; `family` holds the design with MLA."""
-    times = {name: each.cached / rivals[kind].cached for name, each in rivals.items()}
+    """Return the remark on the attention with the smallest cache per token. `family` has the design with MLA."""
+    times = {name: rival.cached / rivals[kind].cached for name, rival in rivals.items()}
     others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
     where = "no transformers family that gptkit supports has it" if family is None else f"{family} has it"
     nearer = f"; GQA is nearer to MHA ({PAPERS['gqa'].arxiv})" if "gqa" in rivals else ""
@@ -138,10 +138,10 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Remark
     return Remark("cache", words, {f"times_{name}": value for name, value in times.items()})
 
 
-def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Remark]:
-    scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
-    weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
-    share = scores / found.total_flops
+def _whole(costs: Costs, usual: Costs, context: int) -> Iterator[Remark]:
+    scores, before = costs.flops.get("scores", 0), usual.flops.get("scores", 0)
+    weights = (costs.total_flops - scores) / (usual.total_flops - before) - 1
+    share = scores / costs.total_flops
     why = "more weights are multiplied instead of looked up"
     why = "a token uses each weight once" if abs(weights) <= _MORE else why
     words = (
@@ -149,7 +149,7 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Remark]:
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window limits them."
     )
     yield Remark("FLOPs", words, {"weights": weights, "scores": share})
-    read, cache, usual_cache = _ITEMSIZE * found.active, *(_SEQUENCES * c.held_bytes(_ITEMSIZE) for c in (found, usual))
+    read, cache, usual_cache = _ITEMSIZE * costs.active, *(_SEQUENCES * c.held_bytes(_ITEMSIZE) for c in (costs, usual))
     times = (_ITEMSIZE * usual.active + usual_cache) / (read + cache)
     against = "as much as GPT-2's design"
     if not 0.95 < times < 1.05:
@@ -163,7 +163,7 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Remark]:
 
 
 def _share(part: float) -> str:
-    """Per cent, never shown as 0 where it is not."""
+    """Return a share in per cent. A share that is not 0 is never shown as 0."""
     value = 100 * part
     if 0 < abs(value) < 0.01:
         return "less than 0.01%"

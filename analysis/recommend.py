@@ -1,8 +1,8 @@
-"""recommend: components for a goal and a size, each with what it costs and the paper that speaks for it.
+"""The `recommend` command: components for a goal and a size, each with its costs and a paper. No torch, no weights.
 
-The choices are what is usually advised; the costs are counted, each choice exchanged alone in a GPT-2 of the same size
-(`design.BASELINE`). Where they contradict the advice that is told, and the advice stands: the reader decides. Costs say
-nothing of quality: for that there are the papers. No torch, no weights.
+The components follow the usual advice. Costs are counted by exchanging one component in a GPT-2 of the same size
+(`design.BASELINE`). If they contradict the advice, a remark says so, and the reader decides. Costs say nothing about
+quality; the papers do.
 """
 
 import re
@@ -33,24 +33,21 @@ from .findings import Remark, findings
 from .papers import PAPERS, Paper
 
 _LEAST, _MOST = 10**5, 10**12  # parameters
-_CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
+_CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # the default number of tokens, and that for the goal "context"
 _WINDOW = 4_096  # of Mistral (2310.06825)
 _MOST_CONTEXT, _MOST_VOCABULARY = 2**27, 2**24
-_TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
-_LARGE_HEAD = 0.1  # a head that would take more of the budget than this is tied
+_TOKENS_EACH = 20  # training tokens per parameter, about the compute-optimal number (2203.15556)
+_LARGE_HEAD = 0.1  # a head with a larger share of the budget is tied
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is aimed at: the design, in words whose way it is, and what else may be considered (as changes of it).
+    """A goal, with the design for it."""
 
-    tied None: the head is tied where one of its own would take more than `_LARGE_HEAD` of the budget.
-    """
-
-    what: str
+    what: str  # the model that has this design, or the idea of the design
     design: Design
-    tied: bool | None
-    considered: tuple[dict[str, Any], ...] = ()
+    tied: bool | None  # None: the head is tied if it would need more than `_LARGE_HEAD` of the budget
+    considered: tuple[dict[str, Any], ...] = ()  # alternatives, as changes of the design
 
 
 _LLAMA = Design("rope", "rmsnorm", "swiglu", "gqa", "serial", bias=False)
@@ -92,19 +89,17 @@ GOALS: Mapping[str, Goal] = {
 }
 
 _ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block", "bias", "tied", "window")
-"""Choices in the order of their effect; the first four are in the order of what is usually advised."""
+"""The kinds of components in the order of the output. The first four have the order of the usual advice."""
 
 _ASPECTS = {"placement": "norm", "positions": "position", "feed_forward": "feed-forward", "tied": "head"}
-"""In which aspect of a tree a choice is seen, where that is not called as it is."""
+"""The aspects of a tree that show a component, if their names differ from the kind's."""
 
 _EXCHANGES: tuple[tuple[str, Any], ...] = (
     *(("feed_forward", "geglu"), ("feed_forward", "swiglu")),  # the first is llama's class with hidden_act "gelu"
     *(("positions", "rope"), ("attention", "gqa"), ("norm", "rmsnorm")),
     *(("block", "serial"), ("bias", False), ("window", None)),
 )
-"""What a family may have in place of a component, in the order in which they are tried: what changes least of how the
-model computes comes first.
-"""
+"""Exchanges that may lead to a design that a family has, in the order of trial, the least change first."""
 
 _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("placement", "pre"): ("norms before attention and feed-forward: trains without a warm-up", "pre-norm"),
@@ -133,7 +128,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class _Delta:
-    """What an exchange in the baseline changes: parameters, bytes of cache at the context (bf16), FLOPs per token."""
+    """The change of parameters, bf16 cache bytes at the context, and FLOPs per token by an exchange in the baseline."""
 
     parameters: int
     cache: int
@@ -142,11 +137,7 @@ class _Delta:
 
 @dataclass(frozen=True)
 class ComponentChoice(Record):
-    """A component: its kind, what it is in this model, why, and which paper says so.
-
-    cost: what it changes in the baseline, where it is called `alone`, for other heads or widths than this model has.
-    usual: whether the baseline has it too.
-    """
+    """A recommended component."""
 
     JSON = (
         "kind words why paper exchanged_alone.words=alone exchanged_alone.parameters=cost.parameters"
@@ -154,22 +145,17 @@ class ComponentChoice(Record):
     )
 
     kind: str
-    words: str
+    words: str  # the component in this model
     why: str
-    paper: Paper | None
-    alone: str
-    cost: _Delta
-    usual: bool = False
+    paper: Paper | None  # the source of `why`
+    alone: str  # the component in the baseline, which may have other heads and widths
+    cost: _Delta  # the costs of exchanging it in the baseline
+    usual: bool = False  # the baseline has it too
 
 
 @dataclass(frozen=True)
 class Recommendation(Record, Shown):
-    """A model for a goal and a budget.
-
-    spec: the tree, in a family's own arithmetic where one has it; family: that one, None where only gptkit's own format
-    holds it. baseline: GPT-2 of the same size, with a table of positions on top, which is large where contexts are long
-    and would leave nothing else of a small model. Costs are at `context` tokens.
-    """
+    """A model for a goal and a budget. Its costs are at `context` tokens."""
 
     JSON = (
         "goal budget parameters context family costs=costs.figures baseline=baseline_costs.figures"
@@ -181,9 +167,12 @@ class Recommendation(Record, Shown):
     context: int
     shape: Shape
     spec: ModelSpec
+    """The tree, with the arithmetic of `family`."""
     family: str | None
+    """The transformers family that has this tree, or None if only gptkit's own format can store it."""
     costs: Costs
     baseline: ModelSpec
+    """GPT-2 of the same size, plus a position embedding, which is large for long contexts."""
     baseline_costs: Costs
     choices: tuple[ComponentChoice, ...]
     considered: tuple[ComponentChoice, ...]
@@ -199,39 +188,39 @@ class Recommendation(Record, Shown):
 
     @property
     def way(self) -> str:
-        """Whose way it is, or what its idea is: "Falcon's design"."""
+        """Return the model that has this design, or its idea: "Falcon's design"."""
         return GOALS[self.goal].what
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are integers. `spec` is what `gptkit params FILE.json` reads."""
-        words = {each.name: {"words": each.words, "value": each.data} for each in aspects(self.spec)}
+        """Return plain JSON values. Figures are integers. `gptkit params FILE.json` reads the value of `spec`."""
+        words = {aspect.name: {"words": aspect.words, "value": aspect.data} for aspect in aspects(self.spec)}
         return {"schema_version": 1, **super().as_json(), "aspects": words, "spec": to_json(self.spec)}
 
 
 def recommend(
     goal: str, params: int | str, *, vocab: int | None = None, context: int | None = None, loadable: bool = False
 ) -> Recommendation:
-    """Components for a goal and a number of parameters.
+    """Recommend components for a goal and a number of parameters.
 
     Args:
         goal: quality, speed, memory, context, simplicity or balance.
-        params: how many, from a hundred thousand to a trillion: 7_000_000_000, "7B", "1.5e9".
-        vocab: tokens of the vocabulary; 32,000 unless told, and fewer below ten million parameters.
-        context: tokens that the model is for; 4,096 unless told, 131,072 for the goal "context".
-        loadable: where no transformers family has the goal's components together, exchange the one with which one does.
+        params: the number of parameters, from 100 thousand to a trillion: 7_000_000_000, "7B", "1.5e9".
+        vocab: the size of the vocabulary; by default 32,000, and less for models below ten million parameters.
+        context: the context in tokens; by default 4,096, and 131,072 for the goal "context".
+        loadable: if no transformers family has all components, exchange one so that a family has them.
 
     Raises:
-        UsageError: an unknown goal, a size that is none, or one that no shape comes near; loadable, and no exchange of
-            one component would do.
+        UsageError: an unknown goal, an invalid size, or a size that no shape reaches; with `loadable`, no exchange of
+            one component is enough.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"Choose one of {', '.join(GOALS)}.")
     budget = parse_budget(params)
     vocab = usual_vocabulary(budget) if vocab is None else vocab
     length = context if context is not None else _LONG_CONTEXT if goal == "context" else _CONTEXT
-    for what, value, most in (("--vocab", vocab, _MOST_VOCABULARY), ("--context", length, _MOST_CONTEXT)):
+    for option, value, most in (("--vocab", vocab, _MOST_VOCABULARY), ("--context", length, _MOST_CONTEXT)):
         if not 1 <= value <= most:
-            raise UsageError(f"{what} must be from 1 to {most:,}, not {value:,}")
+            raise UsageError(f"{option} must be from 1 to {most:,}, not {value:,}")
     design = _settled(GOALS[goal], budget, vocab, length)
     shape = fit(design, budget, vocab, length)
     family, spec = expressed(build(design, shape, vocab, length))
@@ -245,16 +234,16 @@ def recommend(
         design = near.design
         shape = fit(design, budget, vocab, length)
         family, spec = expressed(build(design, shape, vocab, length))
-    # Its table of positions comes on top.
+    # The baseline's position embedding does not count towards the budget.
     base = Baseline(fit(replace(BASELINE, positions="rope"), budget, vocab, length), vocab, length)
     kinds = {kind: "pre" if kind == "placement" else getattr(design, kind) for kind in _ORDER}
     choices = tuple(_choice({k: value}, base, spec) for k, value in kinds.items() if (k, value) != ("window", None))
-    considered = []  # what the design has not got; in a small model grouped heads may be one
+    considered = []  # only components that the design does not have; a small model may have one group of heads
     for changes in GOALS[goal].considered:
         kind, value = next(iter(changes.items()))
         if kinds[kind] != value and (kind != "window" or length > value):
             considered.append(_choice(changes, base))
-    alone = [each.alone for each in choices]
+    names = [choice.alone for choice in choices]
     return Recommendation(
         goal=goal,
         budget=budget,
@@ -266,23 +255,23 @@ def recommend(
         baseline=base.tree(),
         baseline_costs=base.costs(),
         choices=choices,
-        considered=tuple(each for each in considered if each.alone not in alone),
+        considered=tuple(choice for choice in considered if choice.alone not in names),
         findings=findings(goal, design, spec, base),
         notes=_notes(design, shape, family, spec, costs(spec, length)),
     )
 
 
 def parse_budget(text: int | str) -> int:
-    """A number of parameters: 7_000_000_000, "7B", "124M", "1.5e9", "124,439,808".
+    """Return a number of parameters from text: 7_000_000_000, "7B", "124M", "1.5e9", "124,439,808".
 
     Raises:
-        UsageError: it is no number, or not from a hundred thousand to a trillion.
+        UsageError: the text is no number from 100 thousand to a trillion.
     """
-    found = _NUMBER.fullmatch(str(text).strip())
+    match = _NUMBER.fullmatch(str(text).strip())
     hint = "Give it as 7B, 124M, 1.5e9 or a plain number."
-    if found is None:
+    if match is None:
         raise UsageError(f"{str(text)!r:.40} is not a number of parameters", hint)
-    whole, part, power, unit = found.groups()
+    whole, part, power, unit = match.groups()
     scale = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[unit.lower()] + int(power or 0)
     digits = re.sub("[,_]", "", whole)
     number: int = int(digits + (part or ".")[1:]) * 10**scale // 10 ** len((part or ".")[1:])
@@ -295,7 +284,7 @@ _NUMBER = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d{1,15})(\.\d{1,12})?(?:[eE]\+?(\
 
 
 def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
-    """The goal's design for this size: whether its head is tied; a window only where texts are longer than it."""
+    """Return the goal's design for a size: whether its head is tied, and a window only if the context is longer."""
     design = goal.design
     if design.window is not None and context <= design.window:
         design = replace(design, window=None)
@@ -309,7 +298,7 @@ def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
 
 @dataclass(frozen=True)
 class _Near:
-    """A design with another component of a kind, its tree in the arithmetic of the family that has it, and that."""
+    """A design with one component exchanged, and the family that has its tree."""
 
     kind: str
     design: Design
@@ -318,7 +307,7 @@ class _Near:
 
 
 def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | None:
-    """The first of some exchanges after which a family has the design, at the same shape; None where none is enough."""
+    """Return the first exchange after which a family has the design in this shape, or None if there is none."""
     for kind, value in _EXCHANGES:
         other = replace(design, **{kind: value})
         family, spec = expressed(build(other, shape, vocab, context))
@@ -328,14 +317,18 @@ def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | 
 
 
 def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None = None) -> ComponentChoice:
-    """The first of some changes of the baseline, the others there before too; in a tree that has it, or considered."""
+    """Return the component of the first change, with its costs in a baseline that has the other changes.
+
+    `spec` is the tree that has the component; None for an alternative.
+    """
     kind, value = next(iter(changes.items()))
-    own = {} if kind == "placement" else changes
-    alone = _named(kind, value, base.tree(**own))
+    exchanged = {} if kind == "placement" else changes
+    alone = _named(kind, value, base.tree(**exchanged))
     words = alone if spec is None else _named(kind, value, spec)
-    # Of few heads one group is all of them, and what is said of grouped heads is not about that.
+    # A model with few heads may have one group of heads, which is MQA and not GQA.
     why, paper = _WHY[kind, "mqa" if words.startswith("MQA") else value]
-    before, after = base.costs(**{name: each for name, each in own.items() if name != kind}), base.costs(**own)
+    others = {name: other for name, other in exchanged.items() if name != kind}
+    before, after = base.costs(**others), base.costs(**exchanged)
     more = (after.parameters - before.parameters, after.held_bytes() - before.held_bytes())
     cost = _Delta(*more, after.total_flops - before.total_flops)
     usual = kind == "placement" or getattr(BASELINE, kind) == value
@@ -343,15 +336,15 @@ def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None =
 
 
 def _named(kind: str, value: Any, spec: ModelSpec) -> str:
-    told = {each.name: each.words for each in aspects(spec)}
-    words = told[_ASPECTS.get(kind, kind)]
+    by_name = {aspect.name: aspect.words for aspect in aspects(spec)}
+    words = by_name[_ASPECTS.get(kind, kind)]
     match kind:
         case "placement":
             return "pre-norm"
         case "norm":
             return words.removesuffix(", pre")
         case "feed_forward":
-            return words.replace("plain", told["activation"])
+            return words.replace("plain", by_name["activation"])
         case "bias":
             return "biases" if value else "no biases"
         case "tied":
@@ -359,11 +352,11 @@ def _named(kind: str, value: Any, spec: ModelSpec) -> str:
     return f"window {words}" if kind == "window" else words
 
 
-def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, found: Costs) -> tuple[str, ...]:
-    """Where it can be used, how much text it wants, and what to look at again."""
+def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, own_costs: Costs) -> tuple[str, ...]:
+    """Return notes on loading the model, training tokens, and possible problems."""
     vocab, notes = spec.vocab_size, []
     if family is None:
-        notes.append(_only_here(design, _nearest(design, shape, vocab, found.context), spec, found))
+        notes.append(_only_here(design, _nearest(design, shape, vocab, own_costs.context), spec, own_costs))
     else:
         notes.append(f"transformers can load it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
@@ -371,10 +364,10 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         f" ({PAPERS['gpt3']}) as a number of parameters within {100 * TOLERANCE:.0f}% allows; quality depends on it"
         f" only weakly ({PAPERS['scaling']})."
     )
-    tokens = _TOKENS_EACH * found.parameters
+    tokens = _TOKENS_EACH * own_costs.parameters
     text = f"{tokens / 1e9:,.0f} billion" if tokens >= 10**10 else f"{tokens / 1e9:.2g} billion"
     text = text if tokens >= 10**8 else f"{tokens / 1e6:.2g} million"
-    flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
+    flops = f"{6.0 * own_costs.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
         f"Training on {text} tokens, {_TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), takes"
         f" {flops} FLOPs, 6 per parameter and token."
@@ -385,31 +378,31 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         notes.append(
             f"A vocabulary of {vocab + -vocab % 64:,}, a multiple of 64, is faster in matrix products than {vocab:,}."
         )
-    if design.positions == "rope" and found.context > LOW_UP_TO:
+    if design.positions == "rope" and own_costs.context > LOW_UP_TO:
         notes.append(
-            f"The rotary base, {rotary_base(found.context):,.0f}, is large enough for {found.context:,} tokens"
+            f"The rotary base, {rotary_base(own_costs.context):,.0f}, is large enough for {own_costs.context:,} tokens"
             f" ({PAPERS['base']})."
         )
     return tuple(notes)
 
 
-def _only_here(design: Design, near: _Near | None, spec: ModelSpec, found: Costs) -> str:
-    """What to do with a tree that no family has: the exchange after which one does, and what that costs."""
-    told = (
+def _only_here(design: Design, near: _Near | None, spec: ModelSpec, own_costs: Costs) -> str:
+    """Return the note on a tree that no family has: the exchange that a family needs, and its costs."""
+    note = (
         "No transformers family has this combination of components. gptkit can store it in its own format, load it and"
         " generate with it, but `convert --to hf:auto` refuses it."
     )
     if near is None:
-        return told
-    other = costs(near.spec, found.context)
-    more, cache = other.parameters - found.parameters, other.held_bytes() - found.held_bytes()
-    flops = other.total_flops / found.total_flops - 1
+        return note
+    other = costs(near.spec, own_costs.context)
+    more, cache = other.parameters - own_costs.parameters, other.held_bytes() - own_costs.held_bytes()
+    flops = other.total_flops / own_costs.total_flops - 1
     new, old = (
         _named(near.kind, getattr(way, near.kind), it) for way, it in ((near.design, near.spec), (design, spec))
     )
-    kept = "the same cache" if cache == 0 else f"{cache / found.held_bytes():+.1%} of cache"
+    change = "the same cache" if cache == 0 else f"{cache / own_costs.held_bytes():+.1%} of cache"
     return (
-        f"{told} With {new} instead of {old}, {ARCHITECTURES[near.family].hf_class} can hold it, at"
-        f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs per token and {kept}. --loadable"
-        " chooses this variant, at the size that was asked for."
+        f"{note} With {new} instead of {old}, {ARCHITECTURES[near.family].hf_class} can hold it, at"
+        f" {more:+,} parameters ({more / own_costs.parameters:+.1%}), {flops:+.1%} FLOPs per token and {change}."
+        " --loadable chooses this variant, at the size that was asked for."
     )

@@ -1,10 +1,10 @@
-"""What may be asked of a tree: how many tokens and sequences, in which dtype. No torch, no numpy."""
+"""Checks of dtypes and of numbers of tokens and sequences. No torch, no numpy."""
 
 from ..components import ModelSpec
 from ..errors import UsageError
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-"""Bytes a number by torch's names, which config.json uses."""
+"""The bytes of a number by torch's dtype names, which config.json uses."""
 
 _SHORT = {
     "f64": "float64",
@@ -19,16 +19,16 @@ _SHORT = {
     "f8_e5m2": "float8_e5m2",
     "i8": "int8",
 }
-"""Other names of the same, those of safetensors among them, in lower case."""
+"""Other names of dtypes in lower case, including those of safetensors."""
 
-MOST = 2**31 - 1  # tokens, sequences: as many as a tree's own sizes may be
+MOST = 2**31 - 1  # the most tokens or sequences, and the largest size in a tree
 
 
 def full_dtype(dtype: str) -> str:
-    """A dtype's name as torch spells it, in whatever way it was given (bf16, BF16, torch.bfloat16).
+    """Return torch's name of a dtype, from any usual spelling (bf16, BF16, torch.bfloat16).
 
     Raises:
-        UsageError: it is none of `DTYPES`.
+        UsageError: the dtype is not in `DTYPES`.
     """
     name = dtype.lower().removeprefix("torch.")
     name = _SHORT.get(name, name)
@@ -38,25 +38,25 @@ def full_dtype(dtype: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes a number of a dtype; raises as `full_dtype`."""
+    """Return the bytes of a number. Raises the same errors as `full_dtype`."""
     return DTYPES[full_dtype(dtype)]
 
 
 def check_number(what: str, number: int) -> None:
-    """Refuse a number of tokens or sequences that nobody has.
+    """Refuse an invalid number of tokens or sequences.
 
     Raises:
-        UsageError: below 1, or absurdly large.
+        UsageError: the number is below 1 or above `MOST`.
     """
     if not 1 <= number <= MOST:
         raise UsageError(f"the number of {what} must be from 1 to {MOST:,}, not {number}")
 
 
 def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
-    """Refuse what no forward pass could be run on.
+    """Refuse a batch that no forward pass can read.
 
     Raises:
-        UsageError: fewer than one token or sequence, absurdly many, or more tokens than the table of positions has.
+        UsageError: tokens or sequences are below 1 or above `MOST`, or there are more tokens than positions.
     """
     check_number("tokens", tokens)
     check_number("sequences", batch)
