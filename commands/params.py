@@ -21,7 +21,8 @@ WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
     "gptkit params gpt2 --explain",
     "gptkit params llama-2-7b --swap attention=gqa:4 --kv 4096",
 )
-def params(
+# Complex: one branch for each table that --memory, --costs and the others ask for.
+def params(  # noqa: C901
     models: list[str] = MODELS,
     by: str = base.by_option(WEIGHTS),
     by_layer: bool = flag("--by-layer", "", hidden=True),

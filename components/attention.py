@@ -158,7 +158,8 @@ class Attention(Mixer, Component, frozen=True):
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
     gate: Literal["apart", "with queries"] = "apart"
 
-    def __post_init__(self) -> None:
+    # Complex: one condition for each combination of fields that means nothing.
+    def __post_init__(self) -> None:  # noqa: C901
         if self.chunked and self.window is None:
             raise ConfigError(
                 "chunked attention (chunked: true) needs a window, which is the number of tokens in a chunk"

@@ -362,7 +362,8 @@ class Block(Component, frozen=True):
         """The norm before its feed-forward, where it has one of its own."""
         return next((each.norm for each in self.sublayers if each.mixer.slot == "feed_forward"), None)
 
-    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+    # Complex: one branch for each arrangement of norms and sums.
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:  # noqa: C901
         """From the stream `source` to the sum that leaves the block; ids are the modules' names within it."""
         end = "block_output"  # until where the module has a name for its results
         streams: Sizes = shape if self.altup is None else (self.altup.count, *shape)

@@ -590,7 +590,8 @@ def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     return misfits[0] if misfits else f"no group of config.json is of {wanted}"
 
 
-def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
+# Complex: one branch for each scheme of compressed-tensors.
+def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # noqa: C901
     """The numbers, where they are stored as one of config.json's groups says."""
     bits, strategy, size = args.get("num_bits"), args.get("strategy") or "tensor", args.get("group_size")
     block, scales, kind = args.get("block_structure"), parts.shape("weight_scale"), parts.kind("weight_scale")

@@ -198,7 +198,8 @@ class _Caption(NamedTuple):
     formula: str = ""
 
 
-def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> _Caption:
+# Complex: one branch for each operation.
+def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> _Caption:  # noqa: C901
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
     *_, of, last = "", *operation.id.split(".")
     last = f"{of}.{last}" if last.isdecimal() else last

@@ -111,7 +111,8 @@ class Healed(Record, Shown):
         return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
 
 
-def heal(
+# Complex: still to be split.
+def heal(  # noqa: C901
     changed: str | Path,
     teacher: str | Path,
     data: str | Path | Sequence[str | Path],

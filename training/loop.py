@@ -185,7 +185,8 @@ class _Interrupt:
             signal.signal(number, was)
 
 
-def fit(
+# Complex: still to be split.
+def fit(  # noqa: C901
     model: Decoder,
     batches: Callable[[int], Windows],
     held_out: Windows | None,

@@ -327,7 +327,8 @@ _SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 """The fields of special tokens' ids, with their defaults; "none" is -1, which a varint makes huge."""
 
 
-def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> _Metadata:
+# Complex: one branch for each kind of token.
+def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> _Metadata:  # noqa: C901
     """A SentencePiece model, read without its library (the numbers are sentencepiece_model.proto's)."""
     found, trainer, normalizer = _Metadata(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
