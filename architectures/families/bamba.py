@@ -29,7 +29,11 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
         raise config.fail(PART, config.raw(PART), "0.5: transformers ignores this field and uses 0.5")
     types = ["full_attention" if layer in whole else LINEAR for layer in range(count)]
     if [*one_of(config, count, types, LINEAR)] != types:
-        raise config.fail("layer_types", config.raw("layer_types"), "the same layers as attn_layer_indices")
+        raise config.fail(
+            "layer_types",
+            config.raw("layer_types"),
+            "full_attention for exactly the layers that attn_layer_indices lists",
+        )
     mixer = read_mamba2(config, values)
     return [mixer if kind == LINEAR else None for kind in types]
 

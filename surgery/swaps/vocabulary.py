@@ -152,7 +152,7 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
             f"{asked.argument} contains entries that are neither a token nor an id: {some_of(unknown, _NAMED)}", hint
         )
     if not lines:
-        raise InvalidInput(f"{asked.argument} contains no token")
+        raise InvalidInput(f"{asked.argument} contains no token ids and no text to make them from")
     return _prune(spec, vocabulary, ids)
 
 
