@@ -566,7 +566,7 @@ def test_only_the_same_call_goes_on(changed: Path, whole: Path, tmp_path: Path) 
     for another, what in (
         ({"trained": "norms"}, "train was 'all', and is now 'norms'"),
         ({"held_out": 0.01}, "the held-out text is different"),
-        ({"decay": 0.1}, "its decay is"),
+        ({"decay": 0.1}, "decay was 0.0, and is now 0.1"),
         ({"teacher": tmp_path / "other-sample:gpt2"}, "the teacher is different"),
         ({"changed": tmp_path / "other-rms"}, "the changed model is different"),
     ):
