@@ -57,7 +57,7 @@ class NoModel(InvalidInput):
     """The hub knows no model of that name, or does not show it."""
 
 
-class _File(msgspec.Struct):
+class _RemoteFile(msgspec.Struct):
     """What a repository's listing says of a file, of which no more is read."""
 
     rfilename: str = ""
@@ -67,7 +67,7 @@ class _File(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    siblings: list[_File] = []
+    siblings: list[_RemoteFile] = []
 
 
 @dataclass(slots=True)
@@ -80,10 +80,10 @@ class Repository:
     revision: str | None
     commit: str
     online: bool
-    files: Mapping[str, _File] | None = None
+    files: Mapping[str, _RemoteFile] | None = None
     notes: list[str] = field(default_factory=list)
     why_offline: str = "the network is off limits"
-    nested: Mapping[str, _File] = field(default_factory=dict)
+    nested: Mapping[str, _RemoteFile] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
@@ -115,8 +115,8 @@ class Repository:
         if config is None:
             raise Offline(f"{self} is not in the local cache, and {why}", WAY_ON)
         # The cache names a snapshot's folder by its commit.
-        commit, files = config.parent.name, {path.name: _File() for path in config.parent.iterdir()}
-        nested = {path.relative_to(config.parent).as_posix(): _File() for path in config.parent.glob("*/*")}
+        commit, files = config.parent.name, {path.name: _RemoteFile() for path in config.parent.iterdir()}
+        nested = {path.relative_to(config.parent).as_posix(): _RemoteFile() for path in config.parent.glob("*/*")}
         notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
         return Repository(self.repo, self.revision, commit, False, files, [*notes], why, nested)
 
@@ -135,7 +135,7 @@ class Repository:
         except Exception as error:  # a mirror may answer anything at an address that it does not have
             _log.debug("%s cannot be listed: %r", self, error)
 
-    def siblings(self) -> list[_File]:
+    def siblings(self) -> list[_RemoteFile]:
         """What the hub's API says of the repository's files, up to a size: a server may send more without an end."""
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
@@ -169,8 +169,8 @@ class Repository:
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 
-    def _file(self, name: str) -> _File:
-        return (self.files or {}).get(name) or self.nested.get(name) or _File()
+    def _file(self, name: str) -> _RemoteFile:
+        return (self.files or {}).get(name) or self.nested.get(name) or _RemoteFile()
 
     def size(self, name: str) -> int | None:
         """The bytes of a file, as far as the listing says."""

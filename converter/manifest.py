@@ -44,7 +44,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     tensors: Mapping[str, TensorRecord] = {}
 
 
-class _Entry(msgspec.Struct):
+class _FileRecord(msgspec.Struct):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     bytes: _Place
     tensors: dict[str, TensorRecord] = {}
@@ -76,7 +76,7 @@ def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:
 def read_entry(entry: object) -> tuple[FileRecord, int] | None:
     """The record and the bytes of what `file_entry` made; None where the entry holds anything else."""
     try:
-        read = msgspec.convert(entry, _Entry)
+        read = msgspec.convert(entry, _FileRecord)
     except msgspec.ValidationError:
         return None
     if any(not tensor.start <= tensor.end <= read.bytes for tensor in read.tensors.values()):

@@ -66,7 +66,7 @@ class _RefusedError(Exception):
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
-def _members(file: _Part, size: int, writer: str = "torch.save") -> dict[str, tuple[int, int]]:
+def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[str, tuple[int, int]]:
     """Every member's first byte and length; all of them stored as they are, one after the other."""
     file.seek(0)
     beginning = file.read(4)
@@ -123,7 +123,7 @@ class _Known(NamedTuple):
         if self.name in _PARAMETERS:
             return args[0]
         if self.name in (*_NOT_PLAIN, "device", "_get_layout"):
-            return _Other(self.name)
+            return _UnreadObject(self.name)
         if self.name == "_rebuild_from_type_v2":
             return _of_type(*args[:4])
         raise _RefusedError(f"it calls {self.name!r:.80}")
@@ -136,7 +136,7 @@ class _Table(dict[Any, Any]):
         pass
 
 
-class _Other(NamedTuple):
+class _UnreadObject(NamedTuple):
     """Something that is neither plain data nor a plain tensor."""
 
     name: str
@@ -145,7 +145,7 @@ class _Other(NamedTuple):
         pass
 
 
-class _Storage:
+class _PickledStorage:
     """A stretch of the file: `nbytes` from `start` on."""
 
     def __init__(self, element: str, start: int, nbytes: int) -> None:
@@ -155,10 +155,10 @@ class _Storage:
         raise _RefusedError("it stores a tensor's data in a way that gptkit does not support")
 
 
-class _Tensor(NamedTuple):
+class _PickledTensor(NamedTuple):
     """A view of a storage, all in elements but for the storage itself."""
 
-    storage: _Storage
+    storage: _PickledStorage
     offset: int
     shape: list[int]
     strides: list[int]
@@ -168,16 +168,16 @@ class _Tensor(NamedTuple):
         pass
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> _Tensor:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> _PickledTensor:
     """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
     shape, strides = list(shape), list(strides)
-    if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
+    if not isinstance(storage, _PickledStorage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
         raise _RefusedError("a tensor is not made as torch makes one")
     if any(type(value) is not int or not 0 <= value < _MAX_INTEGER for value in (offset, *shape, *strides)):
         raise _RefusedError("a tensor's sizes are no sizes")
     if element is not None and not (isinstance(element, _Known) and element.element):
         raise _RefusedError("a tensor has no element type")
-    return _Tensor(storage, offset, shape, strides, storage.element if element is None else element.element)
+    return _PickledTensor(storage, offset, shape, strides, storage.element if element is None else element.element)
 
 
 class _Shard(NamedTuple):
@@ -185,7 +185,7 @@ class _Shard(NamedTuple):
     that is shared out over it (None where all hold the same), and where in the mesh the rank is, None where not told.
     """
 
-    local: _Tensor
+    local: _PickledTensor
     shape: list[int]
     placements: list[int | None]
     coordinate: list[int] | None
@@ -199,7 +199,7 @@ def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
         raise _RefusedError(f"a tensor is of a class that is not read ({getattr(kind, '__name__', ''):.80})")
     local, spec = _attribute(state, "_local_tensor"), _attribute(state, "_spec")
     mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
-    if not isinstance(local, _Tensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:
+    if not isinstance(local, _PickledTensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:
         raise _RefusedError("it describes a part of a tensor differently from torch")
     ways: list[int | None] = []
     for each in placements:
@@ -238,7 +238,7 @@ _KNOWN |= {("torch", f"{name}Storage"): _Known("storage", element) for name, ele
 _KNOWN |= {("torch", name): _Known("dtype", element) for name, element in _ELEMENTS.items()}
 
 
-class _Part:
+class _ArchivePart:
     """Bytes `start` to `end` (exclusive) of an open file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
@@ -276,7 +276,7 @@ class _Reader(pickle.Unpickler):
     ) -> None:
         super().__init__(file)
         self._prefix, self._places, self._names = prefix, places, _KNOWN if names is None else names
-        self.storages: dict[str, _Storage] = {}
+        self.storages: dict[str, _PickledStorage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "MCoreMetadata" and module.startswith("megatron.core."):
@@ -287,7 +287,7 @@ class _Reader(pickle.Unpickler):
             raise _RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
         return self._names[module, name]
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> _PickledStorage:
         rest = (None,) if self._places is None else ()
         known = isinstance(pid, tuple) and len(pid) > 4 and pid[0] == "storage" and pid[5:] == rest
         kind, key, _, count = pid[1:5] if known else (None,) * 4
@@ -299,7 +299,7 @@ class _Reader(pickle.Unpickler):
         if self._places is None:
             if not isinstance(name, str) or not 0 <= count < _MAX_INTEGER:
                 raise _RefusedError("it stores a tensor's data in a way that gptkit does not support")
-            storage = self.storages.setdefault(name, _Storage(kind.element, 0, nbytes))
+            storage = self.storages.setdefault(name, _PickledStorage(kind.element, 0, nbytes))
             if (storage.element, storage.nbytes) != (kind.element, nbytes):
                 raise _RefusedError(f"storage {key!r:.40} is there with two sizes")
             return storage
@@ -308,7 +308,7 @@ class _Reader(pickle.Unpickler):
             raise _RefusedError(f"the data of storage {key!r:.40} is missing")
         if not 0 <= nbytes <= place[1]:
             raise _RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
-        return _Storage(kind.element, place[0], nbytes)
+        return _PickledStorage(kind.element, place[0], nbytes)
 
     def get_extension(self, code: int) -> Any:
         raise _RefusedError(f"it asks for extension {code}")
@@ -344,7 +344,7 @@ def answer(question: str | tuple[str, int, int | None] | tuple[str]) -> Any:
         if nbytes is None and file.read(1) == pickle.PROTO:
             return _Plain().of(_stream(file, size), 0)
         size = size if nbytes is None else nbytes
-        return _Plain().of(_archived(_Part(file, start, start + size), size), 0)
+        return _Plain().of(_archived(_ArchivePart(file, start, start + size), size), 0)
 
 
 def reason(error: BaseException) -> str:
@@ -365,7 +365,7 @@ def _allow(nbytes: int) -> None:
     allow(nbytes, _COSTS)
 
 
-def _archived(file: _Part, size: int) -> Any:
+def _archived(file: _ArchivePart, size: int) -> Any:
     places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -399,11 +399,11 @@ class _Plain:
             return value if abs(value) < _MAX_INTEGER else {"other": "int"}
         if isinstance(value, dict):
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
-        if isinstance(value, _Known | _Other):
+        if isinstance(value, _Known | _UnreadObject):
             return {"other": value.name}
         if isinstance(value, _Shard):
             return {"shard": [self.of(value.local, depth), value.shape, value.placements, value.coordinate]}
-        if isinstance(value, _Tensor):
+        if isinstance(value, _PickledTensor):
             self._values -= 2 * len(value.shape)
             at = (value.offset, value.storage.start, value.storage.nbytes)
             return {"tensor": [value.element, value.shape, value.strides, *at]}
@@ -425,7 +425,7 @@ def _arrays(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
         found = []
-        for name, (start, nbytes) in _members(_Part(file, 0, size), size, "numpy.savez").items():
+        for name, (start, nbytes) in _members(_ArchivePart(file, 0, size), size, "numpy.savez").items():
             file.seek(start)
             key = name.removesuffix(".npy")
             found.append([key, _array(key, file.read(min(nbytes, 4096)), start, nbytes)])

@@ -125,7 +125,7 @@ def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Head
 _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A tensor in the header. An unknown key could change what the bytes mean: better refused than ignored."""
 
     dtype: str
@@ -134,8 +134,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ENTRY = msgspec.json.Decoder(_Entry)
-_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_ENTRY = msgspec.json.Decoder(_HeaderEntry)
+_ENTRIES = msgspec.json.Decoder(list[_HeaderEntry])
 _METADATA = msgspec.json.Decoder(dict[str, str] | None)
 _WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -129,7 +129,7 @@ _READ = 1 << 23  # bytes that are made before the pages of what they are made of
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TransferJob:
     """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes, or `pieced`:
     one that is made some rows at a time.
     """
@@ -158,7 +158,7 @@ class Transferred:
             getattr(self, name).update(getattr(other, name))
 
 
-def jobs_of(plan: Plan, source: TensorFiles) -> list[_Job]:
+def jobs_of(plan: Plan, source: TensorFiles) -> list[_TransferJob]:
     """The plan's work in the order in which the source's tensors lie."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
@@ -172,7 +172,7 @@ def jobs_of(plan: Plan, source: TensorFiles) -> list[_Job]:
     return jobs
 
 
-def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
+def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _TransferJob:
     alike = len(leaves) == len(outputs) == 1 and _same_layout(leaves[0], outputs[0][1])
     copied = alike and _same_bytes(source, leaves[0], outputs[0][1])
     pieced = alike and not copied and source.pieces(leaves[0]) is not None
@@ -186,7 +186,7 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
         memory += 4 * min(_ROWS, max(output.nbytes for _, output in outputs))
         if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
             memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
-    return _Job(tuple(leaves), tuple(outputs), copied, memory, pieced)
+    return _TransferJob(tuple(leaves), tuple(outputs), copied, memory, pieced)
 
 
 def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
@@ -204,7 +204,7 @@ def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
     return (ours.is_identity and theirs.is_identity) or (ours == theirs and leaf.sizes == output.leaf.sizes)
 
 
-def memory_of(jobs: Sequence[_Job], max_memory: int | None = None) -> int:
+def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> int:
     """The bytes of tensors that a transfer holds at once. Raises UsageError: one job needs more than `max_memory`."""
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
@@ -281,7 +281,7 @@ class _Carrier:
         for fd in self.sources.values():
             os.close(fd)
 
-    def _carry(self, job: _Job) -> None:
+    def _carry(self, job: _TransferJob) -> None:
         (self._copy if job.copied else self._rewrite)(job)
         for shard, output in job.outputs:
             if shard.name not in self.writers:
@@ -302,7 +302,7 @@ class _Carrier:
         with self.lock:
             self.done.files[shard.name] = file.record
 
-    def _copy(self, job: _Job) -> None:
+    def _copy(self, job: _TransferJob) -> None:
         (shard, output), bad = job.outputs[0], 0
         span = self.source.span(job.sources[0])
         assert span is not None
@@ -315,7 +315,7 @@ class _Carrier:
         self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(span[0]), span[1], look)
         self._note(output, bad)
 
-    def _rewrite(self, job: _Job) -> None:
+    def _rewrite(self, job: _TransferJob) -> None:
         if job.pieced:
             (shard, output), leaf = job.outputs[0], job.sources[0]
             made = self.source.pieces(leaf)

@@ -298,7 +298,7 @@ class _Parameter:
         return _LOG.take(*([] if given and given[0] is self else [self]), *given, **named)
 
 
-class _Tensor(_Unknown):
+class _StubTensor(_Unknown):
     """A tensor of the checkpoint, and whatever is made of it."""
 
     def __init__(self, origin: str = "", shape: tuple[int, ...] | None = None) -> None:
@@ -312,7 +312,7 @@ class _Tensor(_Unknown):
         return self
 
     def _same(self, *_: Any, **__: Any) -> Any:
-        return _Tensor(self.origin)
+        return _StubTensor(self.origin)
 
     __call__ = __getitem__ = __add__ = __sub__ = __mul__ = __truediv__ = __neg__ = _same
 
@@ -453,7 +453,7 @@ _HAVE: dict[str, Any] = {
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-class _Other(types.ModuleType):
+class _UnknownModule(types.ModuleType):
     """A module of which nothing is executed."""
 
     def __getattr__(self, name: str) -> Any:
@@ -481,7 +481,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> Any:
-        return _Other(spec.name)
+        return _UnknownModule(spec.name)
 
     def exec_module(self, module: Any) -> None: ...
 
@@ -498,7 +498,7 @@ class _Log:
 
     def take(self, parameter: Any, *given: Any, **named: Any) -> bool:
         words = [*given, *named.values()]
-        tensor = next((each for each in words if isinstance(each, _Tensor)), None)
+        tensor = next((each for each in words if isinstance(each, _StubTensor)), None)
         part = [
             x
             for x in (getattr(tensor, "shard_id", None), *words)
@@ -516,10 +516,10 @@ def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What becomes of a checkpoint's tensors in a model."""
     left = dict(tensors)
 
-    def weights() -> Iterator[tuple[str, _Tensor]]:
+    def weights() -> Iterator[tuple[str, _StubTensor]]:
         for name in [*left]:
             _LOG.current = name
-            yield name, _Tensor(name, left.pop(name))
+            yield name, _StubTensor(name, left.pop(name))
 
     opaque = [path for path, each in model.named_modules() if isinstance(each, _Unknown)]
     while left:  # an error ends what vLLM does, and is told; then the next tensor has its turn
