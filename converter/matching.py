@@ -1,5 +1,5 @@
-"""Pair the tensors in files with those that a tree declares. `open_checkpoint` refuses what does not fit, `audit`
-reports it, and both go by the same `Match`.
+"""Pair the tensors in files with the leaves that a tree declares. `open_checkpoint` refuses tensors that do not fit,
+and `audit` reports them. Both use the same `Match`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from .weights import Weights
 
 @dataclass
 class Match:
-    """How the tensors in files fit the leaves of a tree. Tensors go by their names in the files, leaves by theirs."""
+    """The pairs of tensors in files and leaves of a tree, by name, and everything that does not fit."""
 
     declared: dict[str, BoundLeaf]
     """The leaves, by name."""
     found: dict[str, str] = field(default_factory=dict)
-    """Leaf -> the tensor that holds it."""
+    """Leaf -> the tensor that stores it."""
     extra: list[str] = field(default_factory=list)
     """Tensors without a place in the model."""
     twice: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of tensors that are one leaf under two names."""
+    """Pairs of tensors that are the same leaf under two names."""
     shaped: list[str] = field(default_factory=list)
     """Leaves whose tensors have another shape."""
     typed: list[str] = field(default_factory=list)
@@ -33,42 +33,40 @@ class Match:
     heads: list[str] = field(default_factory=list)
     """Heads that are stored although config.json ties them to the embedding."""
     stands_in: str = ""
-    """A tied head that is stored in the embedding's place, as safetensors' save_model leaves it."""
+    """A tied head that is stored instead of the embedding, as safetensors' save_model does."""
     untied: list[str] = field(default_factory=list)
-    """Those of `heads` that hold other values than the embedding."""
+    """Tensors of `heads` whose values differ from the embedding."""
     copies: dict[str, str] = field(default_factory=dict)
-    """Tensors of layers that share weights -> the leaf that stores these."""
+    """Tensors of layers that share weights -> the leaf that stores the shared weights."""
     parted: list[str] = field(default_factory=list)
-    """Those of `copies` that hold other values."""
+    """Tensors of `copies` whose values differ from the shared weights."""
     carried: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors that are not computed with and travel along, by group: leaf -> tensor."""
+    """Tensors that no layer computes with, but that are copied along, by group: leaf -> tensor."""
     altered: list[str] = field(default_factory=list)
-    """Tensors that no layer reads, with other values than the family computes with."""
+    """Tensors that no layer reads, and whose values differ from those that the family computes with."""
     dropped: list[str] = field(default_factory=list)
-    """Buffers that hold no weights."""
+    """Buffers that are not weights."""
 
     @property
     def missing(self) -> list[str]:
-        """The leaves that no tensor holds."""
+        """Return the leaves for which there is no tensor."""
         return [name for name in self.declared if name not in self.found]
 
     def own_head(self, family: Architecture | None) -> list[str]:
-        """Return the tensors of a head that the family's trees do not have: those outside of the layers and of what the
-        family's names begin with.
-        """
-        begins = () if family is None or not family.prefix else (family.prefix,)
-        inside = [name for name in self.extra if any(part.isdecimal() for part in name.split("."))]
-        return [name for name in self.extra if name not in inside and not name.startswith(begins)]
+        """Return the tensors of a head that the family does not have: outside the layers, and without its prefix."""
+        prefixes = () if family is None or not family.prefix else (family.prefix,)
+        layer_tensors = [name for name in self.extra if any(part.isdecimal() for part in name.split("."))]
+        return [name for name in self.extra if name not in layer_tensors and not name.startswith(prefixes)]
 
     @property
     def sound(self) -> bool:
-        """Whether all that is there fits, be something missing or there without a place."""
-        wrong = (self.twice, self.shaped, self.typed, self.untied, self.parted, self.altered)
-        return not any(wrong)
+        """Return whether all paired tensors fit. Missing and extra tensors do not count."""
+        problems = (self.twice, self.shaped, self.typed, self.untied, self.parted, self.altered)
+        return not any(problems)
 
     @property
     def embedding(self) -> str:
-        """The leaf of the token embedding."""
+        """Return the leaf of the token embedding, or "" if there is none."""
         return next((name for name, leaf in self.declared.items() if leaf.shared == ("embedding.weight",)), "")
 
 
@@ -81,73 +79,75 @@ def match(
     *,
     integers: bool = False,
 ) -> Match:
-    """Pair tensors and leaves. `architecture`: the family that the files' names are of; `family`: that of the tree.
-    `integers` takes weights that are stored so. Values are compared where two names stand for one tensor and the
-    weights are here.
+    """Pair tensors and leaves. `architecture` is the family of the names in the files; `family` is that of the tree.
+    `integers` allows weights that are stored as integers. If the weights have been downloaded, two tensors for the
+    same leaf are compared by value.
     """
-    made, info, layers = Match({leaf.checkpoint: leaf for leaf in leaves}), weights.info, len(spec.blocks)
+    pairs, info, layers = Match({leaf.checkpoint: leaf for leaf in leaves}), weights.info, len(spec.blocks)
     borrowed = {} if architecture is None else architecture.borrowed(spec)
     for name in info:
-        known: str | None = name
+        leaf_name: str | None = name
         if architecture is not None:
-            known = architecture.canonical_name(name, {**made.declared, **borrowed}, layers)
-        if known is None:
-            made.dropped.append(name)
-        elif known in made.declared:
-            if known in made.found:
-                made.twice.append((name, made.found[known]))
-            made.found[known] = name
-        elif architecture is not None and known == architecture.head and spec.tied:
-            made.heads.append(name)
-        elif known in borrowed:
-            made.copies[name] = borrowed[known]
+            leaf_name = architecture.canonical_name(name, {**pairs.declared, **borrowed}, layers)
+        if leaf_name is None:
+            pairs.dropped.append(name)
+        elif leaf_name in pairs.declared:
+            if leaf_name in pairs.found:
+                pairs.twice.append((name, pairs.found[leaf_name]))
+            pairs.found[leaf_name] = name
+        elif architecture is not None and leaf_name == architecture.head and spec.tied:
+            pairs.heads.append(name)
+        elif leaf_name in borrowed:
+            pairs.copies[name] = borrowed[leaf_name]
         elif (
             family is not None and DTYPES[info[name][0]].carrier is not None and (group := family.carries(name, layers))
         ):
-            made.carried.setdefault(group[0], {})[group[1]] = name
+            pairs.carried.setdefault(group[0], {})[group[1]] = name
         else:
-            made.extra.append(name)
+            pairs.extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
-    if made.heads and made.embedding not in made.found:
-        made.stands_in = made.found[made.embedding] = made.heads.pop(0)
-    first = {name: made.found.setdefault(known, name) for name, known in made.copies.items()}
-    allowed = (*FLOATS, *(INTEGERS if integers else ()), *(F8 if "scales" in made.carried else ()))
-    made.shaped = [name for name, own in made.found.items() if info[own][1] != made.declared[name].shape]
-    made.typed = [own for own in made.found.values() if info[own][0] not in allowed]
+    if pairs.heads and pairs.embedding not in pairs.found:
+        pairs.stands_in = pairs.found[pairs.embedding] = pairs.heads.pop(0)
+    first = {name: pairs.found.setdefault(leaf_name, name) for name, leaf_name in pairs.copies.items()}
+    allowed = (*FLOATS, *(INTEGERS if integers else ()), *(F8 if "scales" in pairs.carried else ()))
+    pairs.shaped = [name for name, tensor in pairs.found.items() if info[tensor][1] != pairs.declared[name].shape]
+    pairs.typed = [tensor for tensor in pairs.found.values() if info[tensor][0] not in allowed]
     if weights.fetched:
-        made.parted = [name for name, own in first.items() if name != own and not _same(weights, own, name)]
-        made.untied = [name for name in made.heads if not _is_tied(made, spec, weights, name)]
-        made.altered = _altered(made, spec, weights, family)
-    return made
+        pairs.parted = [name for name, tensor in first.items() if name != tensor and not _same(weights, tensor, name)]
+        pairs.untied = [name for name in pairs.heads if not _is_tied(pairs, spec, weights, name)]
+        pairs.altered = _altered(pairs, spec, weights, family)
+    return pairs
 
 
 def _same(weights: Weights, name: str, other: str) -> bool:
     return weights.info[name] == weights.info[other] and weights.same(name, other)
 
 
-def _is_tied(made: Match, spec: ModelSpec, weights: Weights, name: str) -> bool:
-    """Return whether a tied head that was stored all the same has the embedding's bytes."""
-    stored = made.found[made.embedding]
+def _is_tied(pairs: Match, spec: ModelSpec, weights: Weights, name: str) -> bool:
+    """Return whether a stored head that config.json ties to the embedding has the same bytes."""
+    stored = pairs.found[pairs.embedding]
     dtype, shape = weights.info[name]
-    if dtype not in FLOATS or shape != (spec.vocab_size, spec.hidden_size):  # reported as such
+    if dtype not in FLOATS or shape != (spec.vocab_size, spec.hidden_size):  # reported as a wrong dtype or shape
         return weights.info[stored] == (dtype, shape)
     return weights.same(stored, name)
 
 
-def _altered(made: Match, spec: ModelSpec, weights: Weights, family: Architecture | None) -> list[str]:
-    """Return the tensors that no layer reads, and that differ from the tensor that they repeat or from what the config
-    makes of them: transformers would compute with them.
+def _altered(pairs: Match, spec: ModelSpec, weights: Weights, family: Architecture | None) -> list[str]:
+    """Return the tensors that no layer reads, and that differ from the tensor that they repeat, or from the values that
+    follow from the config. transformers would compute with the stored values.
     """
     wrong: list[str] = []
-    unused: Mapping[str, str] = {} if family is None else made.carried.get("unused", {})
-    for known, name in unused.items():
+    unused: Mapping[str, str] = {} if family is None else pairs.carried.get("unused", {})
+    for leaf_name, name in unused.items():
         assert family is not None
-        first, make = family.repeated.get(known), family.made.get(known)
-        if first in made.found and not weights.same(name, made.found[first]):
+        original, make = family.repeated.get(leaf_name), family.made.get(leaf_name)
+        if original in pairs.found and not weights.same(name, pairs.found[original]):
             wrong.append(name)
         if make is not None:
-            values, theirs = make(spec), to_float64(weights.read(name), weights.info[name][0])
-            near = 1e-6 if weights.info[name][0] in ("F32", "F64") else 1e-2  # numpy's sine may differ in the last bit
-            if theirs.shape != values.shape or not np.allclose(theirs, values, rtol=0, atol=near):
+            values, stored = make(spec), to_float64(weights.read(name), weights.info[name][0])
+            tolerance = (
+                1e-6 if weights.info[name][0] in ("F32", "F64") else 1e-2
+            )  # numpy's sine may differ in the last bit
+            if stored.shape != values.shape or not np.allclose(stored, values, rtol=0, atol=tolerance):
                 wrong.append(name)
     return wrong

@@ -1,5 +1,5 @@
-"""The tree behind any reference, and where it comes from, without a weight: presets, config.json, trees by themselves,
-folders, files of other formats by their headers, repositories by their config.json or the header of their GGUF.
+"""Read the tree of any reference, and where it comes from, without reading weights. A reference may be a preset, a
+config.json, a tree file, a folder, a file of another format, or a repository on the hub.
 """
 
 import json
@@ -18,92 +18,90 @@ from .tree import Origin, Quantised
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree. path: what it was read from, None for presets and the hub. revision: the hub's commit. texts: small files
-    that a weight file holds inside. assumed: notes of sizes that a config.json leaves to transformers.
-    """
+    """A model's tree without its weights."""
 
     spec: ModelSpec
     origin: Origin
-    path: Path | None = None
-    revision: str | None = None
+    path: Path | None = None  # the file or folder that it was read from; None for presets and the hub
+    revision: str | None = None  # the hub's commit
     notes: tuple[str, ...] = ()
-    texts: Mapping[str, bytes] = field(default_factory=dict)
-    assumed: tuple[str, ...] = ()
+    texts: Mapping[str, bytes] = field(default_factory=dict)  # small files that are stored inside a weight file
+    assumed: tuple[str, ...] = ()  # notes of sizes that config.json leaves to transformers' defaults
 
     def __deepcopy__(self, _: object) -> Self:
-        """Itself, of the copy of a model: nothing here changes, and mapped files, which texts may be in, have none."""
+        """Return this outline itself: it never changes, and `texts` may be in mapped files, which cannot be copied."""
         return self
 
     @property
     def family(self) -> str:
-        """Its name, "" for a tree that never had one."""
+        """Return the name of its family, or "" if it has none."""
         return self.origin.family or ""
 
 
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """The tree behind a reference. `allow_pickle`: also nanoGPT's; `companions`: fetch a repository's tokenizer too."""
-    found = identify(reference)
-    if found.preset is not None:
-        config = found.preset.config
+    """Return the tree of a reference. `allow_pickle` allows nanoGPT's pickles; `companions` fetches the tokenizer."""
+    resolved = identify(reference)
+    if resolved.preset is not None:
+        config = resolved.preset.config
         family = architecture_of(config)
         text = json.dumps(config, indent=2) + "\n"
         return Outline(family.spec(config), Origin(family=family.name, config_text=text))
-    if found.path is None:
-        return _of_hub(found, offline, companions)
+    if resolved.path is None:
+        return _of_hub(resolved, offline, companions)
     try:
-        return _outline(found)
+        return _outline(resolved)
     except UntrustedInput as error:
         if not allow_pickle:
             hint = "--allow-pickle reads it, in a process that can do nothing else."
             raise UntrustedInput(error.message, hint) from None
-    assert found.source is not None and found.other is not None and found.other.read is not None
-    opened = found.other.read(found.source, True)
-    return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))
+    assert resolved.source is not None and resolved.other is not None and resolved.other.read is not None
+    opened = resolved.other.read(resolved.source, True)
+    return Outline(opened.spec, opened.origin, resolved.path, None, (*resolved.notes, *opened.notes))
 
 
-def _outline(found: Reference) -> Outline:
-    spec, origin, _ = read_spec(found)
-    notes = [*found.notes, *(_unfit(found) if found.kind == "path" else ())]
-    method = quantised(found, origin)
+def _outline(resolved: Reference) -> Outline:
+    spec, origin, _ = read_spec(resolved)
+    notes = [*resolved.notes, *(_unfit(resolved) if resolved.kind == "path" else ())]
+    method = quantised(resolved, origin)
     if method is not None:
         notes.append(f"its weights are quantised ({method[0]}): this is the model that they stand for")
-    about: tuple[str, ...] = ()
-    if origin.config is not None and found.format == "hf":
+    assumed_sizes: tuple[str, ...] = ()
+    if origin.config is not None and resolved.format == "hf":
         assumed = architecture_of(origin.config).assumed(origin.config)
         sizes = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
-        about = (f"not in config.json, so transformers' defaults: {sizes}",) if sizes else ()
-    return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=about)
+        assumed_sizes = (f"not in config.json, so transformers' defaults: {sizes}",) if sizes else ()
+    return Outline(spec, origin, resolved.path, resolved.revision, tuple(notes), assumed=assumed_sizes)
 
 
-def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
-    """The tree of a repository, by its config.json or by the header of the GGUF in it."""
+def _of_hub(resolved: Reference, offline: bool, companions: bool) -> Outline:
+    """Return the tree of a repository, from its config.json or from the header of its GGUF."""
     from .hub import NoConfig
     from .remote import only_gguf, read_gguf
 
-    repo, revision, file = str(found.repo), found.revision, found.file
+    repo, revision, file = str(resolved.repo), resolved.revision, resolved.file
     if file is None:
         try:
-            return _outline(resolve(found, offline=offline, weights=False, companions=companions))
+            return _outline(resolve(resolved, offline=offline, weights=False, companions=companions))
         except NoConfig as error:
             file = only_gguf(repo, revision, error)
     spec, origin, commit, notes = read_gguf(repo, revision, file, offline=offline)
     return Outline(spec, origin, None, commit, tuple(notes))
 
 
-def _unfit(found: Reference) -> tuple[str, ...]:
-    """Notes where weights are not those of their config.json, and on what lies beside: nothing is refused, they may
-    still be to come.
+def _unfit(resolved: Reference) -> tuple[str, ...]:
+    """Return notes on weights that do not match their config.json, and on other files in the folder. Nothing is
+    refused, because the weights may not be complete yet.
     """
-    if not {SINGLE, INDEX} & (found.names or frozenset()):
+    if not {SINGLE, INDEX} & (resolved.names or frozenset()):
         return ()
     from .checkpoint import open_checkpoint  # here, because it imports numpy
 
     try:
-        return tuple(open_checkpoint(found, headers_only=True).told)
+        return tuple(open_checkpoint(resolved, headers_only=True).told)
     except Quantised:
         return ()
     except GptkitError as error:
-        why = error.message.removeprefix(f"{found.path}: ").partition(": ")[0]
+        why = error.message.removeprefix(f"{resolved.path}: ").partition(": ")[0]
         return (f"its weights do not match its config.json, and this outline describes the config.json: {why}",)

@@ -1,8 +1,8 @@
-"""Weights of few bits with their scales beside them, as the numbers that they stand for.
+"""Read quantised weights, which are stored with their scales, as floating-point numbers.
 
-Which tensors belong together is told by the ends of their names, and which shapes and types fit, and what makes numbers
-of them, by the method that config.json names (`dequantise.METHODS`). Numbers are made when a tensor is read, some rows
-at a time, so that whatever reads tensors reads these, and holds no more of them than it asks for.
+The suffixes of their names show which tensors belong together. The method in config.json (`dequantise.METHODS`) says
+which shapes and types fit, and computes the numbers. Numbers are computed when a tensor is read, some rows at a time,
+so any reader of tensors can read them, and needs memory only for the rows that it reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,40 +23,39 @@ from .safetensors import DTYPES
 from .tree import Quantised
 from .weights import Weights
 
-_BESIDE = (
+_ACTIVATION_SCALES = (
     *("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"),
     *("input_zero_point", "output_zero_point", "input_global_scale"),
 )
-"""What scales a layer's input, its output or its cache where these are of few bits too, which nothing here does."""
+"""The scales of quantised inputs, outputs and KV caches of layers. gptkit does not use them."""
 
 
 def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: Path) -> tuple[Weights, str]:
-    """The tensors of a checkpoint as numbers, by what its config.json says of their method (one of `METHODS`), and a
-    note that tells it. `dtype` is what they are to be where their method leaves it open: "F32", or "BF16", to which
-    they are rounded once.
+    """Return the tensors of a checkpoint as numbers, by the method in its config.json (one of `METHODS`), and a note
+    that says so. `dtype` is the result's dtype if the method does not fix it: "F32", or "BF16", rounded once.
 
     Raises:
         Quantised: bits without scales, scales without bits, shapes, types or settings that do not fit; all of them.
     """
-    settings, told = config["quantization_config"], quantisation(config)
-    assert told is not None
-    method, info = METHODS[told[0].partition(",")[0]], weights.info
+    settings, description = config["quantization_config"], quantisation(config)
+    assert description is not None
+    method, info = METHODS[description[0].partition(",")[0]], weights.info
     if (refused := method.refuses(settings)) is not None:
-        raise Quantised(f"{where}: the weights are quantised ({told[0]}), and {refused}")
-    made: dict[str, Stored] = {}
-    used = {name for name in info if name.rpartition(".")[2] in _BESIDE}
-    lacking, twice, misfits = list[str](), list[str](), list[str]()
+        raise Quantised(f"{where}: the weights are quantised ({description[0]}), and {refused}")
+    numeric: dict[str, Stored] = {}
+    used = {name for name in info if name.rpartition(".")[2] in _ACTIVATION_SCALES}
+    without_scales, twice, misfits = list[str](), list[str](), list[str]()
     for scheme, name in ((scheme, name) for scheme in method.schemes for name in info if _is_bits(name, scheme, info)):
         base = name.removesuffix(scheme.bits)
         parts = (scheme.bits, *scheme.needs, *scheme.may)
-        names = {part: own for part in parts if (own := scheme.named(part, base, info)) is not None}
+        names = {part: tensor for part in parts if (tensor := scheme.named(part, base, info)) is not None}
         used |= set(names.values())
         if missing := [base + part for part in scheme.needs if part not in names]:
-            lacking.append(f"{name} ({some_of(missing, 2)} is expected)")
+            without_scales.append(f"{name} ({some_of(missing, 2)} is expected)")
             continue
-        whole = base + scheme.made
-        if whole != name and whole in info:
-            twice.append(f"{whole} exists as well as {name}")
+        result_name = base + scheme.made
+        if result_name != name and result_name in info:
+            twice.append(f"{result_name} exists as well as {name}")
             continue
         stored = Parts(weights, names)
         numbers = scheme.fit(settings, stored, dtype)
@@ -67,30 +66,30 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
         kind, shape = info[name]
         nbytes = prod(shape) * DTYPES[kind].itemsize
         pieces = partial(_pieces, numbers)
-        made[whole] = Stored(path, numbers.dtype, numbers.shape, start, nbytes, kind=kind, pieces=pieces)
+        numeric[result_name] = Stored(path, numbers.dtype, numbers.shape, start, nbytes, kind=kind, pieces=pieces)
     ends = tuple(part for scheme in method.schemes for part in (*scheme.needs, *scheme.may, *scheme.other.values()))
-    alone = [name for name in info if name.endswith(ends) and name not in used]
-    found = [
-        f"{len(names)} {what}: {some_of(names, 4, ', … ({} more)')}"
-        for what, names in (
-            ("quantised weights have no scales", lacking),
-            ("scales belong to no quantised weight", alone),
+    unused_scales = [name for name in info if name.endswith(ends) and name not in used]
+    problems = [
+        f"{len(names)} {problem}: {some_of(names, 4, ', … ({} more)')}"
+        for problem, names in (
+            ("quantised weights have no scales", without_scales),
+            ("scales belong to no quantised weight", unused_scales),
             ("quantised weights are also stored unquantised", twice),
             ("quantised weights do not fit their scales", misfits),
         )
         if names
     ]
-    if not made and not found:
-        found = [f"config.json says that the weights are quantised ({told[0]}), but no tensor is"]
-    if found:
+    if not numeric and not problems:
+        problems = [f"config.json says that the weights are quantised ({description[0]}), but no tensor is"]
+    if problems:
         hint = "Check that config.json belongs to these weights, and that all of their files are there."
-        raise Quantised(f"{where}: {'; '.join(found)}", hint)
-    read = weights.with_more(made, without=used - made.keys())
-    return read, f"{len(made)} of {len(read.info)} tensors are quantised ({told[0]}): dequantised"
+        raise Quantised(f"{where}: {'; '.join(problems)}", hint)
+    readable = weights.with_more(numeric, without=used - numeric.keys())
+    return readable, f"{len(numeric)} of {len(readable.info)} tensors are quantised ({description[0]}): dequantised"
 
 
 def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-    """Whether a name has bits: by an end that nothing else has, by its type, or by what lies beside it."""
+    """Return whether a tensor has quantised bits: by a unique suffix, by its dtype, or because it has scales."""
     kind = info[name][0]
     if not name.endswith(scheme.bits) or (scheme.kinds and kind not in scheme.kinds):
         return False
@@ -100,11 +99,11 @@ def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int,
 
 
 def _pieces(numbers: Numbers, nbytes: int) -> Iterator[Array]:
-    """The numbers, some whole rows at a time, of about so many bytes."""
+    """Yield the numbers in pieces of whole rows, of about `nbytes` bytes."""
     *matrices, rows, columns = numbers.shape
     per_row = max(1, columns * DTYPES[numbers.dtype].itemsize)
     step = max(1, nbytes // per_row // numbers.step) * numbers.step
-    with np.errstate(all="ignore"):  # what is infinite or no number is told where it matters
+    with np.errstate(all="ignore"):  # infinite numbers and NaN are reported where they matter
         make = numbers.decoder()
     for matrix in range(prod(matrices)):
         for start in range(0, rows, step):

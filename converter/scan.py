@@ -1,8 +1,8 @@
-"""Read each weight file of a checkpoint for itself: what is wrong with one is reported, and the others are still read.
+"""Read every weight file of a checkpoint separately. A fault in one file is reported, and the others are still read.
 
-`open_checkpoint` refuses a folder whose index and files disagree; an audit wants to know how they do. Only headers
-are read, of a repository on the hub by ranges. A process of its own reads pickles. Formats that only their own reader
-understands (DCP, what training programs leave) are opened by it.
+`open_checkpoint` refuses a folder whose index and files disagree; an audit reports how they disagree. Only headers
+are read, on the hub by range requests. A separate process reads pickles. The readers of other formats (DCP, the
+folders of training programs) open their own files.
 """
 
 import math
@@ -28,7 +28,7 @@ from .weights import Weights
 
 
 class _About(msgspec.Struct):
-    """What an index says of all its tensors together."""
+    """The metadata of an index."""
 
     metadata: dict[str, Any] | None = None
 
@@ -38,23 +38,23 @@ class Scan:
     """The weight files of a checkpoint as far as they can be read."""
 
     found: Reference
-    """What was asked for, resolved."""
+    """The resolved reference."""
     folder: Path
     """Where its small files are: config.json and the tokenizer's."""
     names: frozenset[str]
-    """All files, a repository's included."""
+    """The names of all files in the folder or repository."""
     headers: Mapping[str, Header]
     """The weight files that can be read. The types in a GGUF's header are ggml's."""
     broken: Mapping[str, str]
-    """Those that cannot, and why."""
+    """Weight files that cannot be read -> the reason."""
     index: Mapping[str, str] | None = None
     """The file that the index names for each tensor; None without an index."""
     index_error: str = ""
     """Why the index cannot be read."""
     stale_index: str = ""
-    """What is wrong with an index beside a single file that holds everything, which loaders read instead."""
+    """The fault of an index next to a single weight file. Loaders read the single file and ignore the index."""
     total_size: int | None = None
-    """The bytes of all tensors, as the index says."""
+    """The bytes of all tensors, according to the index."""
     config: Mapping[str, Any] | None = None
     """config.json as an object; None without one."""
     config_error: str = ""
@@ -62,50 +62,50 @@ class Scan:
     revision: str | None = None
     """The hub's commit."""
     fetched: bool = True
-    """Whether the weights are here."""
+    """Whether the weights are on this machine."""
     format: str = "safetensors"
     """ "safetensors", "pickle", or the name of a format of `converter.formats`."""
     stored: Weights | None = None
     """The tensors, where they are not plain bytes of a safetensors file."""
     opened: Opened | None = None
-    """What the reader of another format made of the files."""
+    """The files as opened by the reader of another format."""
 
     @property
     def reference(self) -> str:
-        """What was asked for."""
+        """Return the reference as the user wrote it."""
         return self.found.text
 
     @property
     def own(self) -> tuple[str, str]:
-        """What a single weight file is called in this format, and an index of several."""
+        """Return the names of a single weight file and of an index in this format."""
         return (PICKLE_SINGLE, PICKLE_INDEX) if self.format == "pickle" else (SINGLE, INDEX)
 
     @cached_property
     def holders(self) -> dict[str, list[str]]:
-        """Every tensor's name, with the files that hold one of that name."""
-        found: dict[str, list[str]] = {}
+        """Return every tensor's name, and the files that have a tensor of that name."""
+        files_of: dict[str, list[str]] = {}
         for file, header in self.headers.items():
             for name in header.tensors:
-                found.setdefault(name, []).append(file)
-        return found
+                files_of.setdefault(name, []).append(file)
+        return files_of
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor, one that is in several files as the index has it, or the first."""
-        found = {}
+        """Return every tensor. If several files have it, the index decides, or else the first file is used."""
+        infos = {}
         for name, files in self.holders.items():
             file = (self.index or {}).get(name, files[0])
-            found[name] = self.headers[file if file in files else files[0]].tensors[name]
-        return found
+            infos[name] = self.headers[file if file in files else files[0]].tensors[name]
+        return infos
 
     @cached_property
     def weights(self) -> Weights:
-        """The tensors as they can be read, each as numbers."""
+        """Return the tensors that can be read as numbers."""
         return self.raw.numeric()
 
     @cached_property
     def raw(self) -> Weights:
-        """The tensors as they are stored."""
+        """Return the tensors as they are stored."""
         if self.stored is not None:
             return self.stored
         stored = {}
@@ -117,8 +117,9 @@ class Scan:
         return Weights(stored, fetched=self.fetched)
 
     def weight_files(self) -> WeightFiles:
-        """The headers as `open_checkpoint` takes them, so that none is asked of the hub twice. Raises CheckpointError
-        where they and the index disagree.
+        """Return the headers for `open_checkpoint`, so that none is downloaded twice.
+
+        Raises CheckpointError if they and the index disagree.
         """
         if SINGLE in self.headers or self.index is None:
             name = SINGLE if SINGLE in self.headers else next(iter(self.headers))
@@ -127,59 +128,59 @@ class Scan:
 
 
 def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False) -> Scan:
-    """Read the headers of every safetensors file behind a reference, or of a GGUF, or what pickles hold.
+    """Read the headers of every safetensors file of a reference, or of its GGUF, or its pickles.
 
     Raises:
         InvalidInput: nothing of that name, or no weight file there; UntrustedInput: pickles alone, and not allowed.
         Offline: a repository, and no network.
     """
-    found = resolve(reference, offline=offline, weights=False, companions=True)
-    assert found.path is not None
-    if found.format == "gguf":
-        return _of_gguf(found)
-    if found.other is not None and found.other.read is not None:
-        return _of_format(found, allow_pickle)
-    if found.repository is None:
-        made = _of_folder(found)
+    resolved = resolve(reference, offline=offline, weights=False, companions=True)
+    assert resolved.path is not None
+    if resolved.format == "gguf":
+        return _of_gguf(resolved)
+    if resolved.other is not None and resolved.other.read is not None:
+        return _of_format(resolved, allow_pickle)
+    if resolved.repository is None:
+        files = _of_folder(resolved)
     else:
         from .remote import header_of  # here, because it imports the hub's library
 
-        repository = found.repository
-        names = frozenset(repository.files or ()) or listing(found.path) or frozenset()
+        repository = resolved.repository
+        names = frozenset(repository.files or ()) or listing(resolved.path) or frozenset()
         if INDEX in names:
             repository.fetch(INDEX)
-        made = _scan(found, found.path, names, lambda name: header_of(repository, name))
-        made = replace(made, revision=repository.commit, fetched=False)
+        files = _scan(resolved, resolved.path, names, lambda name: header_of(repository, name))
+        files = replace(files, revision=repository.commit, fetched=False)
         repository.record()
-    if not made.headers and not made.broken and made.fetched:
-        made = _with_pickles(made, allow_pickle)
-    if not made.headers and not made.broken:
+    if not files.headers and not files.broken and files.fetched:
+        files = _with_pickles(files, allow_pickle)
+    if not files.headers and not files.broken:
         hint = "Give a folder or a hub repository (org/name) with weight files, or one weight file."
-        raise InvalidInput(f"{found.text} contains no weight file, so there is nothing to audit", hint)
-    return made
+        raise InvalidInput(f"{resolved.text} contains no weight file, so there is nothing to audit", hint)
+    return files
 
 
-def _of_folder(found: Reference) -> Scan:
-    assert found.path is not None
-    folder = found.path if found.names is not None else found.path.parent
-    names = found.names if found.names is not None else frozenset({found.path.name})
-    return _scan(found, folder, names, lambda name: read_header(folder / name))
+def _of_folder(resolved: Reference) -> Scan:
+    assert resolved.path is not None
+    folder = resolved.path if resolved.names is not None else resolved.path.parent
+    names = resolved.names if resolved.names is not None else frozenset({resolved.path.name})
+    return _scan(resolved, folder, names, lambda name: read_header(folder / name))
 
 
-def _of_format(found: Reference, allow_pickle: bool) -> Scan:
+def _of_format(resolved: Reference, allow_pickle: bool) -> Scan:
     """Open another format by its own reader. Pickles that it does not know as a model are read as they are."""
-    assert found.path is not None and found.source is not None and found.other is not None
-    assert found.other.read is not None and found.format is not None
-    plain = _of_folder(found)
+    assert resolved.path is not None and resolved.source is not None and resolved.other is not None
+    assert resolved.other.read is not None and resolved.format is not None
+    plain = _of_folder(resolved)
     try:
-        opened = found.other.read(found.source, allow_pickle)
+        opened = resolved.other.read(resolved.source, allow_pickle)
     except UntrustedInput:
         raise
     except InvalidInput as error:
         pickles = _with_pickles(plain, allow_pickle)
         if pickles.headers and not pickles.broken:
             return pickles
-        return replace(plain, headers={}, broken={found.source.name: error.message}, format=found.format)
+        return replace(plain, headers={}, broken={resolved.source.name: error.message}, format=resolved.format)
     weights = opened.weights
     infos: dict[str, dict[str, TensorInfo]] = {path.name: {} for path in opened.files}
     for name, (dtype, shape) in weights.info.items():
@@ -194,32 +195,32 @@ def _of_format(found: Reference, allow_pickle: bool) -> Scan:
         index=None,
         index_error="",
         config=opened.origin.config if opened.architecture is not None else None,
-        format=found.format,
+        format=resolved.format,
         stored=weights,
         opened=opened,
     )
 
 
-def _of_gguf(found: Reference) -> Scan:
+def _of_gguf(resolved: Reference) -> Scan:
     from .formats.gguf import tensors
     from .formats.gguf_header import open_header
 
-    path = found.source
+    path = resolved.source
     assert path is not None
     try:
         header = open_header(path)
     except CheckpointError as error:
-        return Scan(found, path.parent, frozenset({path.name}), {}, {path.name: error.message}, format="gguf")
+        return Scan(resolved, path.parent, frozenset({path.name}), {}, {path.name: error.message}, format="gguf")
     infos = {
-        name: TensorInfo(name, each.type.name, each.shape, each.start, each.end)
-        for name, each in header.tensors.items()
+        name: TensorInfo(name, tensor.type.name, tensor.shape, tensor.start, tensor.end)
+        for name, tensor in header.tensors.items()
     }
     headers = {path.name: Header(infos, {})}
-    return Scan(found, path.parent, frozenset({path.name}), headers, {}, format="gguf", stored=tensors(path))
+    return Scan(resolved, path.parent, frozenset({path.name}), headers, {}, format="gguf", stored=tensors(path))
 
 
 def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
-    """The same with what pickles hold, where there are any."""
+    """Return the scan with the tensors of the pickles, if there are any."""
     try:
         index = read_index(files.folder / PICKLE_INDEX) if PICKLE_INDEX in files.names else None
         error = ""
@@ -238,29 +239,36 @@ def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
         path = files.folder / name
         try:
             refuse_pointer(path)
-            held = dict(named_tensors(path, process.ask(path, str(path), (str(path.absolute()), 0, None))))
-            Weights(held).check()
+            in_file = dict(named_tensors(path, process.ask(path, str(path), (str(path.absolute()), 0, None))))
+            Weights(in_file).check()
         except CheckpointError as failure:
             broken[name] = failure.message
             continue
         headers[name] = Header(
-            {key: TensorInfo(key, each.dtype, each.shape, 0, each.count * each.itemsize) for key, each in held.items()},
+            {
+                key: TensorInfo(key, tensor.dtype, tensor.shape, 0, tensor.count * tensor.itemsize)
+                for key, tensor in in_file.items()
+            },
             {},
         )
-        stored |= held if index is None else {key: each for key, each in held.items() if index.get(key, name) == name}
+        stored |= (
+            in_file
+            if index is None
+            else {key: tensor for key, tensor in in_file.items() if index.get(key, name) == name}
+        )
     return replace(
         files, headers=headers, broken=broken, index=index, index_error=error, format="pickle", stored=Weights(stored)
     )
 
 
-def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callable[[str], Header]) -> Scan:
+def _scan(resolved: Reference, folder: Path, names: frozenset[str], header: Callable[[str], Header]) -> Scan:
     index: dict[str, str] | None = None
     error, total, config, config_error = "", None, None, ""
     if INDEX in names:
         try:
             index = read_index(folder / INDEX)
-            about = msgspec.json.decode((folder / INDEX).read_bytes(), type=_About).metadata or {}
-            size = about.get("total_size")
+            metadata = msgspec.json.decode((folder / INDEX).read_bytes(), type=_About).metadata or {}
+            size = metadata.get("total_size")
             total = size if type(size) is int else None
         except InvalidInput as failure:
             error = failure.message
@@ -274,7 +282,7 @@ def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callabl
         except GptkitError as failure:
             config_error = failure.message
     weights = sorted(name for name in names if name.endswith(".safetensors"))
-    if SINGLE in weights:  # which wins over all others, as everywhere
+    if SINGLE in weights:  # loaders read the single file and ignore all others
         weights = [SINGLE]
 
     def read(name: str) -> Header | str:
@@ -284,21 +292,21 @@ def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callabl
             return failure.message
 
     with ThreadPoolExecutor(8) as pool:
-        each = dict(zip(weights, pool.map(read, weights), strict=True))
+        results = dict(zip(weights, pool.map(read, weights), strict=True))
     stale = ""
     if SINGLE in weights and (index is not None or error):
-        held = getattr(each[SINGLE], "tensors", {})
+        in_single = getattr(results[SINGLE], "tensors", {})
         stale = error or (
-            "" if index == dict.fromkeys(held, SINGLE) else f"{INDEX} lists other tensors or files than {SINGLE}"
+            "" if index == dict.fromkeys(in_single, SINGLE) else f"{INDEX} lists other tensors or files than {SINGLE}"
         )
         index, error = (None, "") if stale else (index, error)
     return Scan(
-        found,
+        resolved,
         folder,
         names,
         stale_index=stale,
-        headers={name: one for name, one in each.items() if isinstance(one, Header)},
-        broken={name: one for name, one in each.items() if isinstance(one, str)},
+        headers={name: result for name, result in results.items() if isinstance(result, Header)},
+        broken={name: result for name, result in results.items() if isinstance(result, str)},
         index=index,
         index_error=error,
         total_size=total,
