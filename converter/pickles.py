@@ -1,8 +1,8 @@
-"""Weights in torch's pickled files (pytorch_model.bin, ckpt.pt), read only where the caller said that they are trusted.
+"""Read weights in torch's pickled files (pytorch_model.bin, ckpt.pt), if the caller says that the files are trusted.
 
-A process of its own (`pickle_process`) says their names, dtypes, shapes and places, of which nothing is believed before
-it is held against the file. Tensors are read from where they lie, memory-mapped, without torch, and copied by the
-kernel where they are contiguous.
+A separate process (`pickle_process`) returns their names, dtypes, shapes and places in the file. All of these are
+checked against the file before they are used. Tensors are memory-mapped, without torch, and the kernel copies those
+that are contiguous.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +19,7 @@ from .names import plain_file, refuse_pointer
 from .weights import Stored, Weights
 
 _TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
-_PART = 0.1  # seconds more for every part of a file that is looked into
+_PART = 0.1  # additional seconds for every part of a file that is read
 _HINT = "Do not use this file: it is damaged, or contains more than tensors."
 _ARRAYS_HINT = "Save its arrays again with numpy.savez, as numbers in the dtypes of safetensors."
 _OTHER = {
@@ -30,7 +30,7 @@ _OTHER = {
     b"\x93NUMPY": ("a single array of numpy", "Save all tensors together with numpy.savez, or as safetensors."),
     b"<": ("a text in HTML or XML, as a server sends it in place of a file", "Download the file again."),
 }
-"""Formats that other programs write, by how their files begin: what such a file is, and what to do."""
+"""Formats of other programs: the first bytes of a file -> the name of its format, and a hint for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Unplain:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A rank's part of a tensor, as `pickle_process._Shard`."""
+class PickledShard:
+    """A rank's part of a tensor, with the fields of `pickle_process._Shard`."""
 
     local: Stored
     shape: tuple[int, ...]
@@ -51,20 +51,20 @@ class Shard:
 
 
 def pickle_weights(files: Sequence[Path]) -> Weights:
-    """The tensors of one or several pickled state dictionaries."""
-    found: dict[str, Stored] = {}
+    """Return the tensors of one or several pickled state dictionaries."""
+    tensors: dict[str, Stored] = {}
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(f"{shown(name, 80)} is in two files")
-            found[name] = tensor
-    weights = Weights(found)
+            tensors[name] = tensor
+    weights = Weights(tensors)
     weights.check()
     return weights
 
 
 def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
-    """The tensors of a state dictionary. Raises CheckpointError where it holds anything else."""
+    """Yield the tensors of a state dictionary. Raises CheckpointError if it contains anything else."""
     if not isinstance(state, dict):
         raise not_as_it_is(path, state)
     for name, tensor in state.items():
@@ -78,7 +78,7 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
-    """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else."""
+    """Yield the content of the files: plain data, with `Stored` for tensors and `Unplain` for anything else."""
     for path in files:
         refuse_pointer(path)
         _refuse_other(path)
@@ -88,27 +88,27 @@ def unpickled(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def arrays(path: Path) -> dict[str, Stored]:
-    """The arrays of an .npz file, which holds no pickle. Raises CheckpointError."""
+    """Return the arrays of an .npz file, which contains no pickle. Raises CheckpointError."""
     refuse_pointer(path)
     _refuse_other(path)
-    found: dict[str, Stored] = Unpickler(hint=_ARRAYS_HINT).ask(path, str(path), (str(path.absolute()),), "arrays")
-    return found
+    tensors: dict[str, Stored] = Unpickler(hint=_ARRAYS_HINT).ask(path, str(path), (str(path.absolute()),), "arrays")
+    return tensors
 
 
 def _refuse_other(path: Path) -> None:
-    """Raise CheckpointError where a file is of another format: it is not damaged, and nothing here reads it."""
+    """Raise CheckpointError if the file is not damaged but has another format, which this module cannot read."""
     with plain_file(path) as file:
         head = file.read(12)
-    found = next((told for begins, told in _OTHER.items() if head.startswith(begins)), None)
-    if found is None and head[8:9] == b"{":
-        found = "a safetensors file by another name", "Give it a name that ends in .safetensors."
-    if found is not None:
-        raise CheckpointError(f"{path} is {found[0]}", found[1])
+    known = next((description for begins, description in _OTHER.items() if head.startswith(begins)), None)
+    if known is None and head[8:9] == b"{":
+        known = "a safetensors file by another name", "Give it a name that ends in .safetensors."
+    if known is not None:
+        raise CheckpointError(f"{path} is {known[0]}", known[1])
 
 
 class Unpickler:
-    """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked.
-    `hint` is what to do with a file that cannot be read.
+    """A process that reads pickles; a new one is started if it dies. `parts` is the number of questions about parts of
+    a file. `hint` is the advice for a file that cannot be read.
     """
 
     def __init__(self, parts: int = 0, hint: str = _HINT) -> None:
@@ -117,7 +117,7 @@ class Unpickler:
         self._process: Confined | None = None
 
     def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
-        """What it answers of a file, tensors as `Stored` in it. Raises CheckpointError, which begins with `where`."""
+        """Return the process's answer about a file, with tensors as `Stored`. Errors begin with `where`."""
         try:
             self._process = self._process or Confined("pickle_process", self._seconds)
         except OSError as error:
@@ -150,7 +150,7 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
         return Stored(path, dtype, tuple(shape), start, nbytes, tuple(strides), offset)
     if kind == "shard":
         local, shape, placements, coordinate = content
-        return Shard(local, tuple(shape), tuple(placements), None if coordinate is None else tuple(coordinate))
+        return PickledShard(local, tuple(shape), tuple(placements), None if coordinate is None else tuple(coordinate))
     return Unplain(content) if kind == "other" else answer
 
 
@@ -162,35 +162,35 @@ _OTHERS = {
 
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:
-    """The error for a file that holds something else than tensors by name alone, to be raised by the caller."""
+    """Return the error for a file that contains more than tensors by name; the caller raises it."""
     none: tuple[tuple[str, ...], dict[str, Stored], int] = ((), {}, 0)
-    where, tensors, entries = max(_dictionaries(content, ()), key=lambda each: len(each[1]), default=none)
-    beside = _entries(content, (*tensors, *where[:1]))
+    where, tensors, entries = max(_dictionaries(content, ()), key=lambda state: len(state[1]), default=none)
+    entries_text = _entries(content, (*tensors, *where[:1]))
     if not tensors:
         return CheckpointError(
-            f"{path} contains a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
+            f"{path} contains a {_kind(content)}, not a dictionary of tensors{entries_text and ': ' + entries_text}"
         )
-    some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:_SHOWN])
+    some = ", ".join(f"{_shown(name)} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:_SHOWN])
     keys = "".join(f"[{_shown(key)!r}]" for key in where)
     count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
-    told = f"{path} contains {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > _SHOWN else ''}"
-    told += beside and f"; it also contains {beside}"
-    found = whose(list(tensors))
-    if found is None:
-        return CheckpointError(told, "Their names do not match any family that gptkit supports.")
-    owner, prefix = found
+    message = f"{path} contains {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > _SHOWN else ''}"
+    message += entries_text and f"; it also contains {entries_text}"
+    match = whose(list(tensors))
+    if match is None:
+        return CheckpointError(message, "Their names do not match any family that gptkit supports.")
+    owner, prefix = match
     only = len(tensors) < entries
-    return CheckpointError(f"{told}; {_names_of(owner, prefix)}", _OTHERS.get(owner) or _way_on(keys, prefix, only))
+    return CheckpointError(f"{message}; {_names_of(owner, prefix)}", _OTHERS.get(owner) or _way_on(keys, prefix, only))
 
 
 def renamed(names: Sequence[str]) -> str | None:
-    """Whose names these are and the way on, of tensors that have no place in a model; None where nobody's."""
-    found = whose(names)
-    if found is None:
+    """Return a hint that says which family uses these tensor names, or None if no family does."""
+    match = whose(names)
+    if match is None:
         return None
-    owner, prefix = found
-    behind = f" Save the tensors without the prefix {prefix!r}." if prefix else ""
-    return f"T{_names_of(owner, prefix)[1:]}.{f' {_OTHERS[owner]}' if owner in _OTHERS else behind}"
+    owner, prefix = match
+    prefix_hint = f" Save the tensors without the prefix {prefix!r}." if prefix else ""
+    return f"T{_names_of(owner, prefix)[1:]}.{f' {_OTHERS[owner]}' if owner in _OTHERS else prefix_hint}"
 
 
 def _names_of(owner: str, prefix: str) -> str:
@@ -198,7 +198,7 @@ def _names_of(owner: str, prefix: str) -> str:
 
 
 def _way_on(keys: str, prefix: str, only: bool) -> str:
-    """How a file is made that holds the tensors alone, under the family's names."""
+    """Return how to write a file that has only the tensors, under the family's names."""
     state = f"torch.load(FILE){keys}"
     if prefix or only:
         name = f"k.removeprefix({prefix!r})" if prefix else "k"
@@ -209,19 +209,19 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
 
 
 def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
-    """A dictionary and those within it: the keys that lead to each, its tensors, and how many entries it has."""
+    """Yield a dictionary and all nested ones: the path of keys, its tensors, and its number of entries."""
     if not isinstance(value, dict) or len(where) > _DEPTH:
         return
-    named = {key: each for key, each in value.items() if isinstance(key, str)}
-    yield where, {key: each for key, each in named.items() if isinstance(each, Stored)}, len(value)
-    for key, each in named.items():
-        yield from _dictionaries(each, (*where, key))
+    named = {key: item for key, item in value.items() if isinstance(key, str)}
+    yield where, {key: item for key, item in named.items() if isinstance(item, Stored)}, len(value)
+    for key, item in named.items():
+        yield from _dictionaries(item, (*where, key))
 
 
 def _entries(content: Any, without: Collection[str]) -> str:
-    """A dictionary's keys but for some, with what stands there."""
-    kinds = [(key, each) for key, each in content.items() if key not in without] if isinstance(content, dict) else []
-    shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(each)) for key, each in kinds[: 2 * _SHOWN]]
+    """Return a dictionary's keys with the kinds of their values, except the keys in `without`."""
+    kinds = [(key, value) for key, value in content.items() if key not in without] if isinstance(content, dict) else []
+    shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(value)) for key, value in kinds[: 2 * _SHOWN]]
     return ", ".join([f"{_shown(key)} ({kind})" for key, kind in shown] + ["…"] * (len(kinds) > 2 * _SHOWN))
 
 
@@ -236,6 +236,6 @@ def _kind(value: Any) -> str:
 
 
 def _shown(text: str) -> str:
-    """Somebody else's text on a terminal: its control characters are escaped, and it is short."""
+    """Shorten untrusted text for a terminal, and escape its control characters."""
     short = text if len(text) <= 60 else text[:59] + "…"
     return short if short.isprintable() else ascii(short)[1:-1]

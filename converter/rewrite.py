@@ -1,4 +1,4 @@
-"""A checkpoint written again under other names, its tensors' bytes as they are, with an index of its own."""
+"""Write a checkpoint again with other tensor names. The tensors' bytes stay the same; the index is new."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,8 +23,8 @@ def rewrite(
     other: Scan | None = None,
     from_other: Collection[str] = (),
 ) -> None:
-    """Write tensors, each under its name in `names`, in as many files as they lie in, with what lies beside them.
-    `config`: what config.json is to say, by default what it does.
+    """Write tensors under their names in `names`, in the same number of files, and copy the other files.
+    `config` is the new config.json; by default it is copied.
 
     from_other: the tensors that are copied from the checkpoint `other`, under the names that they have there. They join
         the weight file of `files` if there is only one. Otherwise they are written to files of their own.
@@ -33,13 +33,13 @@ def rewrite(
         CheckpointError: a tensor of a packed type, which cannot be moved.
         UsageError: `out` exists, or cannot be made.
     """
-    found = {new: old for old, new in reversed(list(names.items()))}  # of two with one name the first
+    old_names = {new: old for old, new in reversed(list(names.items()))}  # the first of two tensors with the same name
     weights = files.raw
-    taken = {} if other is None else other.raw.some(from_other)
-    if taken:
-        weights = weights.with_more(taken)
-        found |= {name: name for name in taken}
-    leaves = own_leaves((new, weights.info[old][1]) for new, old in found.items())
+    added = {} if other is None else other.raw.some(from_other)
+    if added:
+        weights = weights.with_more(added)
+        old_names |= {name: name for name in added}
+    leaves = own_leaves((new, weights.info[old][1]) for new, old in old_names.items())
     source = TensorFiles(
         reference=files.reference,
         path=files.folder,
@@ -51,26 +51,26 @@ def rewrite(
             dict.fromkeys(
                 (
                     *(files.folder / name for name in files.headers),
-                    *(each.path for each in taken.values() if each.path is not None),
+                    *(tensor.path for tensor in added.values() if tensor.path is not None),
                 )
             )
         ),
         _weights=weights,
-        _found=found,
+        _found=old_names,
     )
-    own = files.folder / CONFIG
-    texts = {CONFIG: own.read_bytes()} if own.is_file() else {}
+    config_path = files.folder / CONFIG
+    texts = {CONFIG: config_path.read_bytes()} if config_path.is_file() else {}
     texts |= {} if config is None else {CONFIG: json_bytes(config)}
-    homes = {new: weights.place(old)[0] for new, old in found.items()}
-    own_files = {homes[name] for name in homes if name not in taken}
-    if len(own_files) == 1:
-        homes |= dict.fromkeys(taken, own_files.pop())
-    dtypes = {new: weights.info[old][0] for new, old in found.items()}
-    planned = plan(leaves, dtypes, texts, companions_in(files.folder), DEFAULT_SHARD_BYTES, homes)
+    file_of = {new: weights.place(old)[0] for new, old in old_names.items()}
+    weight_files = {file_of[name] for name in file_of if name not in added}
+    if len(weight_files) == 1:
+        file_of |= dict.fromkeys(added, weight_files.pop())
+    dtypes = {new: weights.info[old][0] for new, old in old_names.items()}
+    planned = plan(leaves, dtypes, texts, companions_in(files.folder), DEFAULT_SHARD_BYTES, file_of)
     staging = team().staging(Path(out), force)
-    about = [(str(path), path.stat()) for path in source.files]
-    staging.key = planned.digest(*((path, each.st_size, each.st_mtime_ns, each.st_ino) for path, each in about))
+    stats = [(str(path), path.stat()) for path in source.files]
+    staging.key = planned.digest(*((path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats))
     with staging.reserved(), staging:
-        done = team().transfer(planned, source, staging)
+        transferred = team().transfer(planned, source, staging)
         origin = {"reference": source.reference, "revision": source.revision}
-        staging.commit({"gptkit": __version__, "format": "hf", "source": origin}, files=done.files)
+        staging.commit({"gptkit": __version__, "format": "hf", "source": origin}, files=transferred.files)

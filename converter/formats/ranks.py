@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointError, shown
 from ..chunks import Chunk, Chunked, filling
-from ..pickles import Shard, unpickled
+from ..pickles import PickledShard, unpickled
 from ..weights import Stored, Weights
 
 _DEPTH = 4
@@ -31,7 +31,7 @@ def tables(content: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
     if not isinstance(content, dict) or len(where) > _DEPTH:
         return
     named = {key: each for key, each in content.items() if isinstance(key, str)}
-    found = {key: each for key, each in named.items() if isinstance(each, Stored | Shard)}
+    found = {key: each for key, each in named.items() if isinstance(each, Stored | PickledShard)}
     if found:
         yield where, found
     for key, each in named.items():
@@ -47,7 +47,7 @@ def joined(
         for name in table:
             holders.setdefault(name, []).append(index)
     ranks = any(len(each) > 1 for each in holders.values())
-    if ranks or any(isinstance(each, Shard) for each in parts[0].values()):
+    if ranks or any(isinstance(each, PickledShard) for each in parts[0].values()):
         _all_ranks(files)
     found = {}
     for name, indices in holders.items():
@@ -58,7 +58,7 @@ def joined(
                 f"{shown(name, 80)} is in {len(values)} of {len(files)} files, but missing in {lacking}", _HINT
             )
         first = next(iter(values.values()))
-        if isinstance(first, Shard):
+        if isinstance(first, PickledShard):
             found[name] = _placed(name, values)
         elif len(values) == 1:
             found[name] = Chunked(first.dtype, first.shape, (Chunk((0,) * len(first.shape), first),))
@@ -98,7 +98,7 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
     """A tensor of which each rank says how it is shared out."""
     where = f"{next(iter(values)).parent}: {shown(name, 80)}"
     first = next(iter(values.values()))
-    if not all(isinstance(each, Shard) for each in values.values()):
+    if not all(isinstance(each, PickledShard) for each in values.values()):
         raise CheckpointError(f"{where} is split over ranks in some files, but whole in others", _HINT)
     if any((e.shape, e.placements, e.local.dtype) != (first.shape, first.placements, first.local.dtype)
            for e in values.values()):  # fmt: skip
