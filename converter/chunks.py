@@ -1,4 +1,4 @@
-"""Tensors that lie in chunks, boxes of them that several processes saved, put together when they are read."""
+"""Combine tensors from chunks, which are boxes that several processes saved, when the tensors are read."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,25 +16,23 @@ _MAX_CHUNKS = 2**14  # of one tensor
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: where it begins, and what is stored of it; before `located`, all of its archive's bytes."""
+    """A box of a tensor: its offsets, and its stored part. Before `located`, `stored` spans its whole archive."""
 
     offsets: tuple[int, ...]
     stored: Stored
 
 
 class Chunked(NamedTuple):
-    """A tensor: its dtype by safetensors' name, its shape, and boxes that fill it; `view` is the shape that it is read
-    in, where its chunks are told of it in another one (flat).
-    """
+    """A tensor that is stored in chunks."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]  # the shape that the chunks divide
     chunks: tuple[Chunk, ...]
-    view: tuple[int, ...] | None = None
+    view: tuple[int, ...] | None = None  # the shape after reading, if it differs (chunks of a flat tensor)
 
 
 def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: str) -> tuple[Chunk, ...]:
-    """The chunks, but for empty ones. Raises CheckpointError unless each element is in exactly one of them."""
+    """Return the chunks without empty ones. Raises CheckpointError unless every element is in exactly one chunk."""
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > _MAX_CHUNKS:
         raise CheckpointError(f"{where} is stored in {len(full):,} chunks, which gptkit does not support", hint)
@@ -49,13 +47,13 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
     if count != math.prod(shape) or any(
         bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(full) - 1)
     ):
-        what = f"{len(full)} chunks with {count:,} elements together: some chunks are missing or occur twice"
-        raise CheckpointError(f"{where} should have {math.prod(shape):,} elements, but has {what}", hint)
+        problem = f"{len(full)} chunks with {count:,} elements together: some chunks are missing or occur twice"
+        raise CheckpointError(f"{where} should have {math.prod(shape):,} elements, but has {problem}", hint)
     return tuple(full)
 
 
 def chunked(tensors: Mapping[str, Chunked]) -> Weights:
-    """Tensors by name, read where they lie or put together. CheckpointError: a chunk claims more than is there."""
+    """Return tensors by name, combined on reading. Raises CheckpointError if a chunk is larger than its file."""
     parts = {name: [chunk.stored for chunk in tensor.chunks] for name, tensor in tensors.items()}
     weights = Weights({f"{i}#{name}": stored for name, chunks in parts.items() for i, stored in enumerate(chunks)})
     weights.check()
@@ -68,12 +66,12 @@ def chunked(tensors: Mapping[str, Chunked]) -> Weights:
         return array
 
     shapes = {name: tensor.shape if tensor.view is None else tensor.view for name, tensor in tensors.items()}
-    made = {name: Stored(None, tensor.dtype, shapes[name]) for name, tensor in tensors.items()}
+    combined = {name: Stored(None, tensor.dtype, shapes[name]) for name, tensor in tensors.items()}
     for name, chunks in parts.items():
         if len(chunks) > 1:
-            made[name] = replace(chunks[0], shape=shapes[name], decode=partial(whole, name))
+            combined[name] = replace(chunks[0], shape=shapes[name], decode=partial(whole, name))
         elif chunks and tensors[name].view is not None:
-            made[name] = replace(chunks[0], shape=shapes[name], strides=None)
+            combined[name] = replace(chunks[0], shape=shapes[name], strides=None)
         elif chunks:
-            made[name] = chunks[0]
-    return weights.with_more(made, alone=True)
+            combined[name] = chunks[0]
+    return weights.with_more(combined, alone=True)

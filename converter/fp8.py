@@ -1,7 +1,7 @@
-"""fp8 with a scale for each block of 128 x 128, as DeepSeek-V3's and Qwen3's files have it.
+"""Quantise to fp8 with a scale for every block of 128 x 128, the format of DeepSeek-V3 and Qwen3.
 
-A block's largest value becomes fp8's largest, 448. To the last bit what transformers makes of the same tensor
-(integrations/finegrained_fp8.py, Fp8Quantize); a block at an edge, which that leaves alone, is scaled by what it has.
+A block's largest value becomes fp8's largest, 448. The bits are identical to those of transformers
+(integrations/finegrained_fp8.py, Fp8Quantize). It does not quantise partial blocks at an edge; gptkit scales them too.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,25 +22,26 @@ _ROLES = ("reads", "writes", "inner")
 
 
 def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
-    """The names of the leaves that transformers' fp8 layers have bits for: matrices [out, in] within layers, but for
-    routers.
-    """
-    parameters = {each.name: each for each in spec.parameters()}
-    found = set()
+    """Return the names of the leaves that transformers quantises to fp8: layer matrices [out, in] but routers."""
+    parameters = {parameter.name: parameter for parameter in spec.parameters()}
+    names = set()
     for leaf in leaves:
-        held = [parameters.get(name) for name in leaf.shared]
+        stored_parameters = [parameters.get(name) for name in leaf.shared]
         if len(leaf.shape) != 2 or not leaf.checkpoint.endswith(".weight"):
             continue
-        turned = not leaf.layout.is_identity and parse(leaf.layout.checkpoint)[1] != parse(leaf.layout.shared)[1]
-        if not turned and all(each is not None and each.layer is not None and each.role in _ROLES for each in held):
-            found.add(leaf.checkpoint)
-    return found
+        transposed = not leaf.layout.is_identity and parse(leaf.layout.checkpoint)[1] != parse(leaf.layout.shared)[1]
+        if not transposed and all(
+            parameter is not None and parameter.layer is not None and parameter.role in _ROLES
+            for parameter in stored_parameters
+        ):
+            names.add(leaf.checkpoint)
+    return names
 
 
 def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str) -> dict[str, Any]:
-    """What config.json says of it: the method, and which other matrices transformers is to leave as they are."""
-    kept = [each.checkpoint for each in leaves if len(each.shape) == 2 and each.checkpoint not in quantised]
-    names = sorted({name.removesuffix(".weight") for name in (*kept, head) if name.endswith(".weight")})
+    """Return config.json's quantization_config, with the matrices that transformers must not quantise."""
+    unquantised = [leaf.checkpoint for leaf in leaves if len(leaf.shape) == 2 and leaf.checkpoint not in quantised]
+    names = sorted({name.removesuffix(".weight") for name in (*unquantised, head) if name.endswith(".weight")})
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -51,14 +52,14 @@ def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str)
 
 
 def stored(leaf: BoundLeaf) -> list[Entry]:
-    """A leaf's bits and, behind them, its scales."""
+    """Return the entries of a leaf's bits and of its scales, in this order."""
     grid = (-(-leaf.shape[0] // _BLOCK), -(-leaf.shape[1] // _BLOCK))
     scales = replace(leaf, checkpoint=f"{leaf.checkpoint}_scale_inv", shape=grid)
     return [Entry(leaf, "F8_E4M3", _bits, _numbers, _BLOCK), Entry(scales, "F32", _inverses, None, _BLOCK)]
 
 
 def _scales(values: Array) -> tuple[Array, Array]:
-    """What blocks are multiplied by and, in fp8, what these products are to be multiplied by; 1 where all are 0."""
+    """Return the factors for quantising the blocks, and their inverses. A block of zeros has the factor 1."""
     down, across = (np.arange(0, side, _BLOCK) for side in values.shape)
     most = np.maximum.reduceat(np.maximum.reduceat(np.abs(values), down, 0), across, 1)
     one = np.float32(1)
@@ -82,7 +83,7 @@ def _bits(rows: Array, dtype: str) -> Array:
 
 
 def _rounded(values: Array) -> Array:
-    """fp32 of at most 448 as F8_E4M3, to nearest even: below the least normal number multiples of 2^-9."""
+    """Round fp32 of at most 448 to F8_E4M3, to nearest even. Subnormal numbers are multiples of 2^-9."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     size = np.abs(values)
     normal = ((bits & np.uint32(0x7FFFFFFF)) + (0x7FFFF + ((bits >> 20) & 1)) >> 20) - np.uint32(120 << 3)
@@ -93,7 +94,7 @@ def _rounded(values: Array) -> Array:
 
 
 def _numbers(bits: Array, rows: Array, dtype: str) -> Array:
-    """What bits stand for, of the rows that they were made of."""
+    """Return the values of quantised bits. `rows` are the values before quantising."""
     table = to_float64(np.arange(256, dtype=np.uint8), "F8_E4M3").astype(np.float32)
     values = table.take(bits).reshape(rows.shape)
     return values * _spread(_inverses(rows, dtype), values.shape)

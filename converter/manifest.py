@@ -1,8 +1,7 @@
-"""manifest.json: what a published folder holds, by sha256, and whether it still does.
+"""Read and check manifest.json, which lists the files of a published folder with their hashes.
 
-Of every file the manifest has the sha256, the size, and of every tensor in it the bytes it takes and a hash. So
-whatever the format, a file that changed can be told apart by tensor without being parsed: a damaged header may say
-anything.
+The manifest has the sha256 and size of every file, and the position and a hash of every tensor. So a check can name
+the changed tensors without parsing the file, whose header may be damaged.
 """
 
 import json
@@ -18,12 +17,12 @@ import xxhash
 from .files import at_once, read_small, sha256_file
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 2  # 1 had the tensors' sha256 by name alone, with nothing to say where they lie
-JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `publish`)
+SCHEMA_VERSION = 2  # version 1 had only the tensors' sha256, without their positions
+JOURNAL = ".journal"  # records the finished files until the folder is published (see `publish`)
 
 _MAX_BYTES = 2**26  # a checkpoint of 100,000 tensors has 20 MB
 _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memory, however short it is written
-_SHOWN = 20  # damaged tensors a file, before the rest is counted
+_SHOWN = 20  # damaged tensors listed per file; the rest are counted
 
 
 _Place = Annotated[int, msgspec.Meta(ge=0)]
@@ -44,14 +43,14 @@ class FileRecord(msgspec.Struct, frozen=True):
     tensors: Mapping[str, TensorRecord] = {}
 
 
-class _FileRecord(msgspec.Struct):
+class _ManifestEntry(msgspec.Struct):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     bytes: _Place
     tensors: dict[str, TensorRecord] = {}
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The object in a folder's manifest, empty where there is none."""
+    """Return the object in a folder's manifest, or an empty one without a manifest."""
     try:
         record = read_manifest(folder / MANIFEST)
     except (OSError, ValueError, RecursionError):
@@ -60,7 +59,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> Any:
-    """The JSON value in a manifest.json. Raises OSError, ValueError, RecursionError: there is none to be read."""
+    """Return the JSON value in a manifest.json. Raises OSError, ValueError or RecursionError if it is unreadable."""
     raw = read_small(path, _MAX_BYTES)
     if raw.count(b"{") + raw.count(b"[") > _MAX_VALUES:
         raise ValueError(f"it has more than {_MAX_VALUES:,} values")
@@ -68,15 +67,15 @@ def read_manifest(path: Path) -> Any:
 
 
 def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:
-    """A file as the manifest says it, in JSON values."""
+    """Return a file's entry in the manifest, as JSON values."""
     tensors = {name: msgspec.to_builtins(tensor) for name, tensor in record.tensors.items()}
     return {"sha256": record.sha256, "bytes": nbytes, **({"tensors": tensors} if tensors else {})}
 
 
 def read_entry(entry: object) -> tuple[FileRecord, int] | None:
-    """The record and the bytes of what `file_entry` made; None where the entry holds anything else."""
+    """Return the record and the size in an entry of `file_entry`, or None if the entry is damaged."""
     try:
-        read = msgspec.convert(entry, _FileRecord)
+        read = msgspec.convert(entry, _ManifestEntry)
     except msgspec.ValidationError:
         return None
     if any(not tensor.start <= tensor.end <= read.bytes for tensor in read.tensors.values()):
@@ -85,7 +84,7 @@ def read_entry(entry: object) -> tuple[FileRecord, int] | None:
 
 
 def walk(folder: Path) -> Iterator[str]:
-    """The names of all files and links below `folder`, relative to it with `/`: not manifest and journal."""
+    """Yield the relative paths of all files and links below `folder`, except the manifest and the journal."""
     for at, folders, names in os.walk(folder):
         for name in names + [name for name in folders if (Path(at) / name).is_symlink()]:
             relative = (Path(at) / name).relative_to(folder).as_posix()
@@ -94,7 +93,7 @@ def walk(folder: Path) -> Iterator[str]:
 
 
 def check_manifest(folder: Path) -> list[str]:
-    """What differs from manifest.json in a folder whose files are hashed again, in words, and by tensor."""
+    """Hash a folder's files again, and return the differences from manifest.json as text, by tensor."""
     try:
         record = read_manifest(folder / MANIFEST)
     except FileNotFoundError:
@@ -109,10 +108,10 @@ def check_manifest(folder: Path) -> list[str]:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         return [f"{MANIFEST} has schema version {version!r}, but this gptkit supports 1 to {SCHEMA_VERSION}"]
     listed = cast("dict[str, object]", record["files"])
-    found = at_once(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
-    problems = [problem for each in found for problem in each]
-    kept = record.get("kept")  # the user's files, which came along when the folder was replaced
-    expected = {*listed, *(kept if isinstance(kept, list) else ())}
+    results = at_once(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
+    problems = [problem for result in results for problem in result]
+    user_files = record.get("kept")  # the user's files, which came along when the folder was replaced
+    expected = {*listed, *(user_files if isinstance(user_files, list) else ())}
     return problems + [f"{name} is not in the manifest" for name in sorted(walk(folder)) if name not in expected]
 
 
@@ -132,10 +131,10 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
             return [f"{name} is not a file"]
         if info.st_size != nbytes:
             cut = sum(tensor.end > info.st_size for tensor in record.tensors.values())
-            lost = f"; {cut} of its {len(record.tensors)} tensors are cut off" if cut else ""
-            return [f"{name}: {nbytes} bytes expected, {info.st_size} found{lost}"]
-        found = sha256_file(path)
-        if found == record.sha256:
+            truncation = f"; {cut} of its {len(record.tensors)} tensors are cut off" if cut else ""
+            return [f"{name}: {nbytes} bytes expected, {info.st_size} found{truncation}"]
+        digest = sha256_file(path)
+        if digest == record.sha256:
             return []
         with path.open("rb") as file:
             changed = [
@@ -148,11 +147,13 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
     except OSError as error:
         return [f"{name} cannot be read: {error.strerror}"]
     if changed:
-        told = [f"{name}: tensor {each} changed (bytes {t.start} to {t.end})" for each, t in changed[:_SHOWN]]
-        return told + ([f"{name}: {len(changed) - _SHOWN} more tensors changed"] if len(changed) > _SHOWN else [])
+        lines = [
+            f"{name}: tensor {tensor_name} changed (bytes {t.start} to {t.end})" for tensor_name, t in changed[:_SHOWN]
+        ]
+        return lines + ([f"{name}: {len(changed) - _SHOWN} more tensors changed"] if len(changed) > _SHOWN else [])
     if record.tensors:
         return [f"{name}: its header or padding changed; its {len(record.tensors)} tensors' own bytes did not"]
-    return [f"{name}: its bytes changed (sha256 {record.sha256[:12]}… expected, {found[:12]}… found)"]
+    return [f"{name}: its bytes changed (sha256 {record.sha256[:12]}… expected, {digest[:12]}… found)"]
 
 
 def _hash_of_range(fd: int, start: int, end: int) -> str:

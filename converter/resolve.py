@@ -1,15 +1,15 @@
-"""What a model reference is, found once (`identify`) and handed on; and its files, had from the hub (`resolve`).
+"""Identify a model reference (`identify`), and fetch its files from the hub if necessary (`resolve`).
 
     sample:gpt2                         a small checkpoint that comes with gptkit
     ./folder   model.safetensors        a local path that exists
     llama-3-8b                          a preset: a config, and the repository that its weights are in
     org/name   org/name@rev   hf://…    a repository, at its main branch or at a branch, tag or commit
-    hf://org/name/FILE.gguf             a file in one, of which the tree is told
+    hf://org/name/FILE.gguf             a GGUF in a repository, from whose header the tree is read
 
-What lies at a local path (a Hugging Face folder, gptkit's own, a tree by itself, a file of another format) is told from
-one listing of the folder. Of a repository only config.json, safetensors weights and the tokenizer's files are fetched,
-and only what the local cache lacks of them at the commit that the branch is at now. Where the hub cannot be asked, the
-cache's commit is taken, and a note says so. What it takes to talk to the hub is in `hub`.
+One listing of a folder shows its kind: a Hugging Face folder, gptkit's own, a tree, or another format. From a
+repository only config.json, safetensors weights and the tokenizer's files are fetched, unless the local cache has them
+at the current commit of the branch. If the hub cannot be reached, gptkit uses the commit in the cache, and a note says
+so. The module `hub` talks to the hub.
 """
 
 from __future__ import annotations
@@ -45,40 +45,38 @@ _HUB_GGUF = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>[^/\s]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a reference is: the text as it was given, and its kind.
-
-    path: the local folder or file, once `resolve` has fetched it. format: what lies there, Hugging Face's ("hf"),
-    gptkit's own ("local"), a tree by itself ("tree"), or a name of `formats`. source: the file or folder that says the
-    tree. names: of a folder's files. repo, revision, file: where it is on the hub; the revision is the commit once it
-    is resolved. notes: for a person. repository: what was resolved on the hub, to ask more of.
-    """
+    """A model reference: the text that the user gave, and its kind."""
 
     text: str
     kind: Literal["sample", "preset", "path", "hub", "hub file"]
     path: Path | None = None
+    """The local folder or file, once `resolve` has fetched it."""
     format: str | None = None
+    """ "hf" (Hugging Face), "local" (gptkit's own), "tree" (without weights), or a name of `formats`."""
     source: Path | None = field(default=None, compare=False)
+    """The file or folder from which the tree is read."""
     names: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """The names of the folder's files; None for a single file."""
     preset: Preset | None = field(default=None, compare=False)
     repo: str | None = None
-    revision: str | None = None
+    revision: str | None = None  # the commit, once it is resolved
     file: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
     repository: Repository | None = field(default=None, compare=False, repr=False)
 
     @property
     def other(self) -> Format | None:
-        """The module of a format that is neither Hugging Face's nor gptkit's own."""
+        """Return the module of its format, or None for Hugging Face's and gptkit's own."""
         return format_named(self.format) if self.format in FORMATS else None
 
     @property
     def is_own(self) -> bool:
-        """Whether the tree is in gptkit's own format, and the weights have shared names."""
+        """Return whether the tree is in gptkit's own format, and the weights have shared names."""
         return self.format in ("local", "tree")
 
 
 def identify(reference: str | Path | Reference) -> Reference:
-    """What a reference is, from its text and the local files alone. Raises InvalidInput for one that means nothing."""
+    """Identify a reference by its text and the local files, without network. Raises InvalidInput."""
     if isinstance(reference, Reference):
         return reference
     text = str(reference)
@@ -92,18 +90,18 @@ def identify(reference: str | Path | Reference) -> Reference:
         try:
             return located(SAMPLES_DIR / name, text, "sample")
         except FileNotFoundError:
-            lacking = f"the sample {name} is not part of this installation ({SAMPLES_DIR / name} is missing)"
-            raise InvalidInput(lacking, "Reinstall gptkit.") from None
+            message = f"the sample {name} is not part of this installation ({SAMPLES_DIR / name} is missing)"
+            raise InvalidInput(message, "Reinstall gptkit.") from None
     if not text.startswith("hf://"):
-        here = _here(text)
-        if here is not None:
-            return here
+        local = _here(text)
+        if local is not None:
+            return local
         preset = find(text)
         if preset is not None:
             return Reference(text, "preset", preset=preset, repo=preset.repo)
-    inside = _HUB_GGUF.fullmatch(text)
-    if inside is not None:
-        return Reference(text, "hub file", repo=inside["repo"], revision=inside["revision"], file=inside["file"])
+    hub_file = _HUB_GGUF.fullmatch(text)
+    if hub_file is not None:
+        return Reference(text, "hub file", repo=hub_file["repo"], revision=hub_file["revision"], file=hub_file["file"])
     name, revision = _parse(text)
     repo = repo_of(name) or name
     if "/" not in repo and not text.startswith("hf://"):
@@ -117,38 +115,38 @@ def identify(reference: str | Path | Reference) -> Reference:
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """What lies at a local path. Raises OSError where it cannot be read, InvalidInput as `identify`."""
+    """Return the reference of a local path. Raises OSError if it cannot be read, and InvalidInput as `identify`."""
     names = listing(path)
-    found = partial(Reference, str(path) if text is None else text, kind, path, names=names)
+    reference = partial(Reference, str(path) if text is None else text, kind, path, names=names)
     if names is None and path.suffix == ".json":
-        return found("local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path)
+        return reference("local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path)
     folder = path if names is not None else path.parent
-    own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
-    # Folders that have a config.json beside: torch's distributed ones, and those of other training programs.
-    described = names is not None and (own or CONFIG in names)
-    others = (
-        () if names is None and path.suffix == ".safetensors" else ("dcp", READ_ONLY) if described else tuple(FORMATS)
+    has_own_config = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
+    # Torch's distributed folders, and those of other training programs, may have a config.json too.
+    has_config = names is not None and (has_own_config or CONFIG in names)
+    format_names = (
+        () if names is None and path.suffix == ".safetensors" else ("dcp", READ_ONLY) if has_config else tuple(FORMATS)
     )
-    for name in others:
+    for name in format_names:
         finds = format_named(name).finds
         if finds is not None and (source := finds(path, names)) is not None:
-            return found(name, source)
-    return found("local", folder / LOCAL_CONFIG) if own else found("hf", folder / CONFIG)
+            return reference(name, source)
+    return reference("local", folder / LOCAL_CONFIG) if has_own_config else reference("hf", folder / CONFIG)
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of a reference or path: (spec, origin, unknown config fields). Raises InvalidInput, UntrustedInput."""
-    found = located(where) if isinstance(where, Path) else where
-    assert found.path is not None and found.source is not None
-    if found.other is not None:
-        assert found.other.describe is not None
-        return found.other.describe(found.source)
-    return read_description(found.source, found.path, folder=found.names is not None)
+    """Read the tree of a reference or path: (spec, origin, unknown fields). Raises InvalidInput, UntrustedInput."""
+    resolved = located(where) if isinstance(where, Path) else where
+    assert resolved.path is not None and resolved.source is not None
+    if resolved.other is not None:
+        assert resolved.other.describe is not None
+        return resolved.other.describe(resolved.source)
+    return read_description(resolved.source, resolved.path, folder=resolved.names is not None)
 
 
-def quantised(found: Reference, origin: Origin) -> tuple[str, str | None] | None:
-    """How the weights stand for numbers (`architectures.config.quantisation`), None where they are the numbers."""
-    return None if found.is_own else quantisation(origin.config)
+def quantised(reference: Reference, origin: Origin) -> tuple[str, str | None] | None:
+    """Return how the weights are quantised (see `architectures.config.quantisation`), or None."""
+    return None if reference.is_own else quantisation(origin.config)
 
 
 def resolve(
@@ -160,56 +158,57 @@ def resolve(
     allow_pickle: bool = False,
     check: Callable[[Reference], object] | None = None,
 ) -> Reference:
-    """A reference with its files here, of which those that the cache lacks are fetched.
+    """Resolve a reference, and fetch the files that are not in the cache.
 
-    `weights=False` is content with config.json, and with `companions` the tokenizer's files. `allow_pickle` also
-    fetches .bin weights, where there are no others. `check` gets the repository's folder before any weight is fetched:
-    what it raises costs no download. Raises InvalidInput; Offline where the network is needed and missing, forbidden or
-    breaks off; GptkitError where the cache's disk is too small.
+    `weights=False` fetches only config.json, and with `companions` the tokenizer's files. `allow_pickle` also fetches
+    .bin weights, if there are no others. `check` is called with the repository's folder before any weight is fetched.
+    Raises InvalidInput, Offline if the network is needed and fails, and GptkitError if the cache's disk is too small.
     """
-    found = identify(reference)
-    if found.path is not None:
-        return found
-    if found.kind == "hub file":
-        _refuse_name(found.text, f"{found.repo}/{found.file}")
-    if found.repo is None:
-        raise _config_alone(found.text)
+    identified = identify(reference)
+    if identified.path is not None:
+        return identified
+    if identified.kind == "hub file":
+        _refuse_name(identified.text, f"{identified.repo}/{identified.file}")
+    if identified.repo is None:
+        raise _config_alone(identified.text)
     from .hub import NoModel, Repository, gather, offline_by_environment
 
-    def have(repository: Repository) -> Path:
-        beside = weights if companions is None else companions
-        looked = (lambda folder: None) if check is None else (lambda folder: check(located(folder, found.text, "hub")))
-        return gather(repository, looked, weights=weights, companions=beside, allow_pickle=allow_pickle)
+    def fetch(repository: Repository) -> Path:
+        with_companions = weights if companions is None else companions
+        checked = (
+            (lambda folder: None) if check is None else (lambda folder: check(located(folder, identified.text, "hub")))
+        )
+        return gather(repository, checked, weights=weights, companions=with_companions, allow_pickle=allow_pickle)
 
     try:
-        repository = Repository.open(found.repo, found.revision, offline=offline or offline_by_environment())
+        repository = Repository.open(identified.repo, identified.revision, offline=offline or offline_by_environment())
     except (Offline, NoModel) as error:
-        name = found.text.partition("@")[0]
-        if "/" not in found.repo and not name.startswith("hf://"):
-            asked = ", nor a model on the hub" if isinstance(error, NoModel) else ""
+        name = identified.text.partition("@")[0]
+        if "/" not in identified.repo and not name.startswith("hf://"):
+            no_model = ", nor a model on the hub" if isinstance(error, NoModel) else ""
             hint = "gptkit presets lists the presets; a hub repository is written org/name."
-            raise InvalidInput(f"no preset, file or folder is called {name!r}{asked}", hint) from error
+            raise InvalidInput(f"no preset, file or folder is called {name!r}{no_model}", hint) from error
         if isinstance(error, Offline):
             _refuse_path(name.removeprefix("hf://"), error)
         raise
     try:
-        folder = have(repository)
+        folder = fetch(repository)
     except Offline as error:
         try:
-            # At the same commit: an older one in the cache is something else than what was asked for.
+            # Only at the same commit: an older one in the cache is a different model.
             repository = repository.as_cached()
-            folder = have(repository)
+            folder = fetch(repository)
         except (Offline, InvalidInput):
             raise error from None
-    here, notes = located(folder, found.text, "hub"), tuple(repository.notes)
-    return replace(here, repo=found.repo, revision=repository.commit, notes=notes, repository=repository)
+    resolved, notes = located(folder, identified.text, "hub"), tuple(repository.notes)
+    return replace(resolved, repo=identified.repo, revision=repository.commit, notes=notes, repository=repository)
 
 
 def _here(text: str) -> Reference | None:
-    """What lies at the local path of that name, None where nothing does."""
+    """Return the reference of the local path with that name, or None if there is no such path."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111, because Path's own raises for an unknown user
     try:
-        found = located(path, text)
+        resolved = located(path, text)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -217,12 +216,12 @@ def _here(text: str) -> Reference | None:
             return None
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
     if repo := repo_of(text):
-        return replace(found, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
-    return found
+        return replace(resolved, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
+    return resolved
 
 
 def _refuse_path(name: str, error: Offline) -> None:
-    """Raise InvalidInput where the name was probably meant for a path: its first part is a folder here."""
+    """Raise InvalidInput if the name was probably meant as a path, because its first part is a local folder."""
     first, slash, _ = name.partition("/")
     if slash and Path(first).is_dir():
         inside = sorted(entry.name for entry in Path(first).iterdir() if entry.name.isprintable())
@@ -237,7 +236,7 @@ def _config_alone(name: str) -> InvalidInput:
 
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:
-    """Raise InvalidInput for what looks like a path and is none; `within`: what a file of a repository is called."""
+    """Raise InvalidInput for a path that does not exist. `within` is the name of a file in a repository."""
     file = "" if within is None else f"; for a GGUF there, hf://{within} (gptkit params can read it)"
     hint = f"A model on the hub is named org/name or org/name@revision{file}."
     raise InvalidInput(f"no such file or folder: {text}", hint)

@@ -1,7 +1,7 @@
-"""How many threads a computation takes: as many as a model of its size is worth, and as there are cores free.
+"""Choose the number of threads for a computation, by the size of the model and the number of free cores.
 
-torch and OpenBLAS take a thread a core by themselves, and each of these waits for the others actively: on small models,
-or where other programs run, that costs several times the processor's time of one thread, and is no faster.
+By default torch and OpenBLAS use one thread per core, and waiting threads spin. On small models, or next to other
+programs, this costs several times the CPU time of one thread, and is no faster.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from pathlib import Path
 
 from ..components import ModelSpec
 
-_PARAMETERS = 16_000_000  # of a model, a thread: smaller matrices are computed before other threads have woken up
+_PARAMETERS = 16_000_000  # per thread: smaller matrices are computed before other threads have woken up
 _SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Environment variables by which a person decides."""
+"""Environment variables with which the user sets the number of threads."""
 
 
 def worth(parameters: int, free: int) -> int:
-    """The threads for a model of so many parameters where so many cores are free."""
+    """Return the number of threads for a model of `parameters` parameters on `free` free cores."""
     return max(1, min(free, parameters // _PARAMETERS))
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores of those `available`, within the group's `quota`, that the machine's `load` leaves; 1 at least."""
-    found = min(available, cores - load, available if quota is None else quota)
-    return max(1, int(found))
+    """Return the number of free cores: `available`, within `quota`, minus the machine's `load`; at least 1."""
+    free = min(available, cores - load, available if quota is None else quota)
+    return max(1, int(free))
 
 
 def available_cores() -> int:
-    """The cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quota(root: Path = Path("/sys/fs/cgroup"), group: Path = Path("/proc/self/cgroup")) -> float | None:
-    """How many cores' time the control group of this process has (Linux; versions 1 and 2), None for all."""
+    """Return the CPU limit, in cores, of this process's control group (Linux; v1 and v2), or None without a limit."""
     try:
         groups = [line.split(":", 2) for line in group.read_text().splitlines()]
     except OSError:
         groups = []
-    # A limit may be written of the group of this process, and of each that it is in.
-    own = [root / kind / path.lstrip("/") for _, kind, path in groups if kind in ("", "cpu", "cpu,cpuacct")]
-    found = []
-    for folder in (each for path in own for each in (path, *path.parents) if each.is_relative_to(root)):
+    # The group of this process and every parent group may have a limit.
+    group_paths = [root / kind / path.lstrip("/") for _, kind, path in groups if kind in ("", "cpu", "cpu,cpuacct")]
+    limits = []
+    for folder in (parent for path in group_paths for parent in (path, *path.parents) if parent.is_relative_to(root)):
         try:
             if (folder / "cpu.max").exists():
                 time, period = (folder / "cpu.max").read_text().split()
             else:
                 time, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             if time != "max" and int(time) > 0:
-                found.append(int(time) / int(period))
+                limits.append(int(time) / int(period))
         except (OSError, ValueError, ZeroDivisionError):
             continue
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def _load() -> float:
-    """How many processes wanted a core in the last minute."""
+    """Return the load average of the last minute."""
     try:
         return os.getloadavg()[0]
     except (OSError, AttributeError):
@@ -82,23 +82,23 @@ def suit(spec: ModelSpec) -> None:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """On leaving, torch and BLAS have as many threads as they had; also a function's decorator."""
+    """Restore the number of threads of torch and BLAS on leaving. Also usable as a decorator."""
     blas = _blas()
-    threads = None if blas is None else blas[0]()
+    blas_threads = None if blas is None else blas[0]()
     torch = sys.modules.get("torch")
-    own = None if torch is None else torch.get_num_threads()
+    torch_threads = None if torch is None else torch.get_num_threads()
     try:
         yield
     finally:
         if blas is not None:
-            blas[1](threads)
-        if torch is not None and torch.get_num_threads() != own:
-            torch.set_num_threads(own)
+            blas[1](blas_threads)
+        if torch is not None and torch.get_num_threads() != torch_threads:
+            torch.set_num_threads(torch_threads)
 
 
 @cache
 def _by_itself() -> frozenset[int]:
-    """The threads that torch has where nobody has said: one a core, which MKL counts without their hyperthreads."""
+    """Return torch's possible default numbers of threads: one per core, where MKL does not count hyperthreads."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores]
     together = {file.read_text() for file in files if file.is_file()}
@@ -107,7 +107,7 @@ def _by_itself() -> frozenset[int]:
 
 @cache
 def _blas() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer] | None:
-    """How OpenBLAS, which lies in numpy's wheels, tells and takes its number of threads; None where it is not there."""
+    """Return the getter and setter of the number of threads in numpy's OpenBLAS, or None if numpy has none."""
     numpy = sys.modules.get("numpy")
     if numpy is None or numpy.__file__ is None:
         return None

@@ -1,4 +1,4 @@
-"""Tensors by the name they have in a checkpoint's files: what each is, where its bytes lie, the array that it is.
+"""The tensors of a checkpoint's files, by their names there: dtype, shape, place in the file, and values.
 
 Files are memory-mapped when they are first read from. They must not be truncated while an array of theirs is in use:
 the system answers a read past a file's end with SIGBUS.
@@ -30,24 +30,24 @@ from .safetensors import DTYPES
 from .tree import Origin
 
 PIECE = 1 << 19
-"""Bytes of a tensor that are made at a time, of what is made on reading: they stay in a core's cache until written."""
+"""Bytes of a tensor that are computed at a time on reading. They stay in a core's cache until they are written."""
 
 
 class Weights:
-    """The tensors of files. info: each one's dtype, once read, and shape. blocks: of those made on reading, type and
-    bytes in the file. fetched: whether the files are here, or only headers.
+    """The tensors of files. `info` has the dtype after reading and the shape, by name. `blocks` has the type and bytes
+    in the file of tensors that are computed on reading. `fetched` is False if only the headers were downloaded.
     """
 
     def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
         self.fetched = fetched
         self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        self.blocks = {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
+        self.blocks = {name: (stored.kind, stored.nbytes) for name, stored in tensors.items() if stored.kind}
         self._tensors = dict(tensors)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._ends: dict[Path, int] = {}  # what each file has at least
-        for each in tensors.values():
-            if each.path is not None:
-                self._ends[each.path] = max(self._ends.get(each.path, 0), each.start + each.nbytes)
+        self._ends: dict[Path, int] = {}  # the least size of every file
+        for stored in tensors.values():
+            if stored.path is not None:
+                self._ends[stored.path] = max(self._ends.get(stored.path, 0), stored.start + stored.nbytes)
 
     def check(self) -> None:
         """Raise CheckpointError where a tensor claims more than its file has."""
@@ -61,16 +61,20 @@ class Weights:
                 self._mapped(tensor.path)
 
     def with_more(self, tensors: Mapping[str, Stored], alone: bool = False, without: Collection[str] = ()) -> Weights:
-        """The same, and these; with `alone` no others are told, and never those `without` which it is to be."""
+        """Return the weights with more tensors. With `alone`, list only these; never list those in `without`."""
         more = copy(self)
         more._tensors = {**self._tensors, **tensors}
-        info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
-        more.info = info if alone else {name: each for name, each in (self.info | info).items() if name not in without}
-        more.blocks = self.blocks | {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
+        info = {name: (stored.dtype, stored.shape) for name, stored in tensors.items()}
+        more.info = (
+            info if alone else {name: stored for name, stored in (self.info | info).items() if name not in without}
+        )
+        more.blocks = self.blocks | {
+            name: (stored.kind, stored.nbytes) for name, stored in tensors.items() if stored.kind
+        }
         more._ends = dict(self._ends)
-        for each in tensors.values():
-            if each.path is not None:
-                more._ends[each.path] = max(more._ends.get(each.path, 0), each.start + each.nbytes)
+        for stored in tensors.values():
+            if stored.path is not None:
+                more._ends[stored.path] = max(more._ends.get(stored.path, 0), stored.start + stored.nbytes)
         return more
 
     def some(self, names: Iterable[str]) -> dict[str, Stored]:
@@ -78,26 +82,29 @@ class Weights:
         return {name: self._tensors[name] for name in names}
 
     def numeric(self) -> Weights:
-        """The same, every tensor of numbers that fp64 holds: one of any other type is the bytes that it has."""
-        apart = {name: each for name, each in self._tensors.items() if each.dtype not in (*FLOATS, *INTEGERS, *F8)}
+        """Return the same weights, with tensors of types that fp64 cannot represent as their raw bytes."""
+        other_types = {
+            name: stored for name, stored in self._tensors.items() if stored.dtype not in (*FLOATS, *INTEGERS, *F8)
+        }
         as_bytes = {
-            name: replace(each, dtype="U8", shape=(each.nbytes,), kind=each.dtype) for name, each in apart.items()
+            name: replace(stored, dtype="U8", shape=(stored.nbytes,), kind=stored.dtype)
+            for name, stored in other_types.items()
         }
         return self.with_more(as_bytes)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """The file that holds the tensor, and where in it the tensor begins; of what lies nowhere no file."""
+        """Return the tensor's file, and the offset where it begins. A tensor that is in no file has an empty path."""
         tensor = self._tensors[name]
         return tensor.path or Path(), tensor.place
 
     def span(self, name: str) -> tuple[Path, int] | None:
-        """The same of a tensor whose bytes lie there as `info` says they are, None for any other."""
+        """Return the place of a tensor that is stored unchanged and contiguous, or None for any other tensor."""
         tensor = self._tensors[name]
         plain = tensor.path is not None and tensor.decode is None and tensor.pieces is None and tensor.contiguous
         return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16), a read-only view of its file where it can be."""
+        """Return the tensor in its carrier dtype (bf16 as uint16), if possible as a read-only view of its file."""
         if not self.fetched:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
         tensor = self._tensors[name]
@@ -116,7 +123,7 @@ class Weights:
             return zeros
         data = self._mapped(tensor.path)
         if tensor.decode is not None:
-            with np.errstate(all="ignore"):  # scales that are infinite or not numbers are told where they matter
+            with np.errstate(all="ignore"):  # infinite scales and NaN are reported where they matter
                 return tensor.decode(np.frombuffer(data, np.uint8, tensor.nbytes, tensor.start)).reshape(tensor.shape)
         flat = np.frombuffer(data, carrier, tensor.reach, tensor.place)
         flat.flags.writeable = False
@@ -126,12 +133,12 @@ class Weights:
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
 
     def pieces(self, name: str) -> Iterator[np.ndarray] | None:
-        """The tensor some whole rows at a time, each contiguous; None where it is a view, or made at once."""
+        """Yield the tensor in contiguous pieces of whole rows. Return None if it is a view or computed at once."""
         make = self._tensors[name].pieces
         return None if make is None else make(PIECE)
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same bytes, so that NaN equals NaN and -0 is not 0."""
+        """Return whether two tensors have the same bytes: NaN equals NaN, and -0 differs from 0."""
         if self.info[name] != self.info[other]:
             return False
         if self.span(name) == self.span(other) is not None:
@@ -157,8 +164,8 @@ class Weights:
         return self._maps[path]
 
     def release(self, name: str | None = None) -> None:
-        """Give the pages that were read back to the system, of all files or of the bytes that a tensor is made of;
-        views stay valid and read them again.
+        """Release the memory of pages that were read, of all files or of one tensor. Views stay valid: they read the
+        pages again.
         """
         if name is None:
             parts = [(mapped, 0, len(mapped)) for mapped in list(self._maps.values())]  # other threads may map more
@@ -173,16 +180,16 @@ class Weights:
 
 
 class Tree(Protocol):
-    """A tree and its tensors by shared name, whether they lie in files (a `Checkpoint`) or are made when asked for."""
+    """A tree and its tensors by shared name. They are read from files (a `Checkpoint`) or computed on request."""
 
     spec: ModelSpec
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """A tensor to be read only: (array in its carrier dtype, dtype)."""
+        """Return a read-only tensor: (array in its carrier dtype, dtype)."""
         ...
 
     def release(self) -> None:
-        """Let go of what reading brought into memory (pages of mapped files)."""
+        """Release the memory that reading used (pages of mapped files)."""
         ...
 
 
@@ -218,12 +225,12 @@ class TensorFiles:
 
     @property
     def folder(self) -> Path:
-        """Where the files that travel with the weights lie."""
+        """Return the folder of the tokenizer and other files of the model."""
         return self.home or (self.path if self.path.is_dir() else self.path.parent)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Each leaf's stored dtype, by its checkpoint name."""
+        """Return every leaf's stored dtype, by its checkpoint name."""
         return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
 
     def dtype_of(self, leaf: BoundLeaf) -> str:
@@ -231,52 +238,52 @@ class TensorFiles:
 
     @property
     def fetched(self) -> bool:
-        """Whether the weights can be read; with headers alone they cannot."""
+        """Return whether the weights can be read; False if only the headers were downloaded."""
         return self._weights.fetched
 
     def nbytes_of(self, leaf: BoundLeaf) -> int:
-        """The bytes of a leaf's tensor in its carrier dtype."""
+        """Return the bytes of a leaf's tensor in its carrier dtype."""
         return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
 
     def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
-        """A leaf's element type in its file, which for quantised ones is their format's own, and its bytes there."""
+        """Return a leaf's element type and bytes in its file. A quantised leaf has a type of its format."""
         return self._weights.blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
 
     def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
-        """The file that holds a leaf's tensor byte for byte, and where it begins; None where it is made on reading."""
+        """Return the file and offset of a leaf's tensor, or None if the tensor is computed on reading."""
         return self._weights.span(self._found[leaf.checkpoint])
 
     def read(self, leaf: BoundLeaf) -> np.ndarray:
-        """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
+        """Return a leaf's tensor as stored, in the carrier dtype, if possible as a memory-mapped view."""
         return self._weights.read(self._found[leaf.checkpoint])
 
     def pieces(self, leaf: BoundLeaf) -> Iterator[np.ndarray] | None:
-        """The same some whole rows at a time, of what can be made so; None where it is a view, or made at once."""
+        """Yield a leaf's tensor in pieces of whole rows. Return None if it is a view or computed at once."""
         return self._weights.pieces(self._found[leaf.checkpoint])
 
     def release(self, leaf: BoundLeaf | None = None) -> None:
-        """Give pages of the files that were read back to the system, or of one leaf's bytes, where memory is short."""
+        """Release the memory of pages that were read, of all files or of one leaf."""
         self._weights.release(None if leaf is None else self._found[leaf.checkpoint])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
-        """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""
+        """Yield every shared tensor in the order of the files: (shared name, array in its carrier dtype, dtype)."""
         for leaf in self.leaves:
             dtype = self.dtype_of(leaf)
             for name, array in zip(leaf.shared, leaf.to_shared(self.read(leaf)), strict=True):
                 yield name, array, dtype
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """One shared tensor: (array in its carrier dtype, dtype)."""
+        """Return one shared tensor: (array in its carrier dtype, dtype)."""
         leaf = self._holder[name]
         return leaf.to_shared(self.read(leaf))[leaf.shared.index(name)], self.dtype_of(leaf)
 
     @cached_property
     def _holder(self) -> dict[str, BoundLeaf]:
-        """Shared name -> the leaf that holds it."""
+        """Return the leaf of every shared name."""
         return {name: leaf for leaf in self.leaves for name in leaf.shared}
 
     def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
-        """Every shared tensor's dtype: its stored one, or the one that is asked for, in the user's words."""
+        """Return every shared tensor's dtype: the stored one, or the one that the user asks for."""
         all_of_them = None if asked is None else parse_dtype(asked)
         kept = {leaf.checkpoint for leaf in getattr(self, "beside", ()) if self.dtype_of(leaf) not in FLOATS}
         return {
@@ -315,7 +322,7 @@ class Checkpoint(TensorFiles, Shown):
 
     @property
     def told(self) -> list[str]:
-        """What is carried along, in words, a line for each group."""
+        """Return one line of text for every group of tensors that are copied along."""
         lines = []
         for group, leaves in self.carried.items():
             number = sum(math.prod(leaf.shape) for leaf in leaves)
@@ -327,15 +334,15 @@ class Checkpoint(TensorFiles, Shown):
 
     @property
     def architecture(self) -> Architecture | None:
-        """The family it belongs or belonged to."""
+        """Return its family, or None without one."""
         return None if self.origin.family is None else named(self.origin.family)
 
 
 def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
-    """The leaves of gptkit's own format: every shared tensor under its own name."""
+    """Return the leaves of gptkit's own format: every shared tensor under its own name."""
     return own_leaves((parameter.name, parameter.shape) for parameter in spec.parameters())
 
 
 def own_leaves(shapes: Iterable[tuple[str, Shape]]) -> list[BoundLeaf]:
-    """The leaves of tensors that stand for themselves, by their own names."""
+    """Return leaves that store one shared tensor under its own name and shape."""
     return [BoundLeaf(name, shape, (name,), (shape,), IDENTITY, {}) for name, shape in shapes]
