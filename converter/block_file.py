@@ -28,7 +28,7 @@ CHUNK = 1 << 19  # bytes read back and hashed at a time: few enough to stay in t
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FileBlock:
     """A named stretch of a file: bytes `start` to `end` (exclusive)."""
 
     name: str
@@ -43,7 +43,7 @@ class Block:
 class BlockFile:
     """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero."""
 
-    def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
+    def __init__(self, path: Path, header: bytes, blocks: Sequence[FileBlock], nbytes: int | None = None) -> None:
         """`blocks` stand in the order of the file, some of them in places that the header has for them; `nbytes` is its
         size, by default up to the last block's end.
         """
@@ -182,7 +182,7 @@ class BlockFile:
         finally:
             self.release()
 
-    def _at_front(self, block: Block) -> bool:
+    def _at_front(self, block: FileBlock) -> bool:
         """Whether the block can be hashed as it is written: then the hash is this thread's until the block is whole."""
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False

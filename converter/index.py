@@ -31,23 +31,18 @@ _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: a view of the `nbytes` from byte `start` on; one that no file holds (None) is zeros.
-
-    strides, offset: of the view, in elements; without strides its elements lie one after the other.
-    decode: where the bytes are no plain values (quantised), or in no file, what makes the values; kind: what they are.
-    pieces: the same, where they can be made some rows at a time: about so many bytes -> whole rows, each contiguous.
-    """
+    """A tensor in a file: a view of the `nbytes` bytes from `start`. A tensor without a file is zeros."""
 
     path: Path | None
     dtype: str
     shape: tuple[int, ...]
     start: int = 0
     nbytes: int = 0
-    strides: tuple[int, ...] | None = None
-    offset: int = 0
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
-    kind: str = ""
-    pieces: Callable[[int], Iterator[np.ndarray]] | None = None
+    strides: tuple[int, ...] | None = None  # in elements; None for a contiguous tensor
+    offset: int = 0  # in elements
+    decode: Callable[[np.ndarray], np.ndarray] | None = None  # computes the values, if they are not stored as they are
+    kind: str = ""  # the type of quantised bytes
+    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # bytes per piece -> the values, whole rows at a time
 
     @property
     def itemsize(self) -> int:
@@ -59,19 +54,19 @@ class Stored:
 
     @property
     def place(self) -> int:
-        """The first element's byte in the file."""
+        """Return the offset of the first element in the file."""
         return self.start + (self.offset * self.itemsize if self.offset else 0)
 
     @property
     def reach(self) -> int:
-        """Elements from the first to behind the last one."""
+        """Return the number of elements that the view spans in the file."""
         if self.strides is None or not self.count:
             return self.count
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one after the other."""
+        """Return whether the elements are contiguous."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides or ()), strict=False):
             if size != 1 and stride != step:
@@ -82,27 +77,25 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What weights lie in: files; their tensors by name, in the order of bytes; each header's text by its file's name;
-    the index's, where there is one of these (MLX writes one beside a single file). Of pickles nothing was read.
-    """
+    """The weight files of a checkpoint, and their headers. Pickles are listed but not read."""
 
     format: Literal["safetensors", "pickle"]
     files: tuple[Path, ...]
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    index: str | None = None
+    tensors: dict[str, Stored] = field(default_factory=dict)  # by name, in the order of their bytes
+    headers: dict[str, str] = field(default_factory=dict)  # the text of every header, by file name
+    index: str | None = None  # the text of the index; MLX writes one even for a single file
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
-    """The weights of a checkpoint's folder (`names`: its files) or one file. Raises UntrustedInput, CheckpointError."""
+    """Read the weights of a folder (`names` are its files) or of a file. Raises UntrustedInput, CheckpointError."""
     try:
-        found = listing(path) if names is None else names
+        listed_names = listing(path) if names is None else names
     except FileNotFoundError:
         raise InvalidInput(f"no such file or folder: {path}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise InvalidInput(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if found is not None:
-        return _folder(path, sorted(found), allow_pickle)
+    if listed_names is not None:
+        return _folder(path, sorted(listed_names), allow_pickle)
     if path.name.endswith(".safetensors"):
         return single(path, read_header(path))
     if path.name.endswith(PICKLE_SUFFIXES):
@@ -114,18 +107,20 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
     # The order of transformers (modeling_utils._get_resolved_checkpoint_files): one file wins over an index, and
     # safetensors over pickles. A folder that it and gptkit read differently would be verified against other weights.
     if SINGLE in names:
-        found = single(folder / SINGLE, read_header(folder / SINGLE))
-        return replace(found, index=index_of(folder, found)) if INDEX in names else found
+        files = single(folder / SINGLE, read_header(folder / SINGLE))
+        return replace(files, index=index_of(folder, files)) if INDEX in names else files
     if INDEX in names:
         return _sharded(folder, names, read_index(folder / INDEX))
-    others = [name for name in names if name.endswith(".safetensors")]
-    if others == [ADAPTER_WEIGHTS]:
+    safetensors_names = [name for name in names if name.endswith(".safetensors")]
+    if safetensors_names == [ADAPTER_WEIGHTS]:
         message = f"{folder} has only the weights of an adapter ({ADAPTER_WEIGHTS}), not of a model"
         raise CheckpointError(message, f"gptkit swap BASE OUT --merge-lora {folder}")
-    if len(others) == 1:
-        return single(folder / others[0], read_header(folder / others[0]))
-    if others:
-        message = f"{folder} has {len(others)} .safetensors files but no {INDEX}: {_listed(others)}"
+    if len(safetensors_names) == 1:
+        return single(folder / safetensors_names[0], read_header(folder / safetensors_names[0]))
+    if safetensors_names:
+        message = (
+            f"{folder} has {len(safetensors_names)} .safetensors files but no {INDEX}: {_listed(safetensors_names)}"
+        )
         raise CheckpointError(message, "Name one of them, or add the index.")
     if PICKLE_SINGLE in names:
         return _pickles([folder / PICKLE_SINGLE], allow_pickle)
@@ -139,17 +134,17 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
     raise CheckpointError(f"{folder} contains no weights: it has neither {SINGLE} nor {INDEX}")
 
 
-def index_of(folder: Path, found: WeightFiles) -> str | None:
-    """The text of an index that says of a single file what it holds; one of other files stays unread, as everywhere."""
+def index_of(folder: Path, files: WeightFiles) -> str | None:
+    """Return the text of an index that lists exactly the tensors of a single file, or None for another index."""
     path = folder / INDEX
     try:
-        return path.read_text("utf-8") if read_index(path) == dict.fromkeys(found.tensors, SINGLE) else None
+        return path.read_text("utf-8") if read_index(path) == dict.fromkeys(files.tensors, SINGLE) else None
     except (InvalidInput, OSError, ValueError):
         return None
 
 
 def single(path: Path, header: Header) -> WeightFiles:
-    """The weights in one file."""
+    """Return the weights of one file."""
     return _placed(path.parent, {path.name: header})
 
 
@@ -173,7 +168,7 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index: tensor name -> plain name of a file beside it; UntrustedInput for other names."""
+    """Read the `weight_map` of an index: tensor -> name of a file in the same folder. Raises UntrustedInput."""
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= _MAX_INDEX else None
@@ -217,25 +212,25 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
-    """The weights of shards, `headers` by file name, that name the same tensors as their index, each in one file."""
-    holders: dict[str, list[str]] = {}
+    """Return the weights of shards, by their headers. Raises CheckpointError if the index lists other tensors."""
+    files_of: dict[str, list[str]] = {}
     for name, header in headers.items():
         for tensor in header.tensors:
-            holders.setdefault(tensor, []).append(name)
-    twice = [f"{tensor} ({', '.join(names)})" for tensor, names in holders.items() if len(names) > 1]
-    unlisted = [f"{tensor} ({names[0]})" for tensor, names in holders.items() if tensor not in weight_map]
-    lacking = [f"{tensor} ({name})" for tensor, name in weight_map.items() if tensor not in headers[name].tensors]
-    for what, tensors in (
+            files_of.setdefault(tensor, []).append(name)
+    twice = [f"{tensor} ({', '.join(names)})" for tensor, names in files_of.items() if len(names) > 1]
+    unlisted = [f"{tensor} ({names[0]})" for tensor, names in files_of.items() if tensor not in weight_map]
+    absent = [f"{tensor} ({name})" for tensor, name in weight_map.items() if tensor not in headers[name].tensors]
+    for problem, tensors in (
         ("in more than one shard", twice),
         ("in a shard but not in the index", unlisted),
-        ("in the index but not in the shard it names", lacking),
+        ("in the index but not in the shard it names", absent),
     ):
         if tensors:
-            raise CheckpointError(f"{folder}: {len(tensors)} tensors {what}: {_listed(tensors)}")
+            raise CheckpointError(f"{folder}: {len(tensors)} tensors {problem}: {_listed(tensors)}")
     return _placed(folder, dict(sorted(headers.items())), (folder / INDEX).read_text("utf-8"))
 
 
 def _listed(names: Sequence[str]) -> str:
-    """At most 10 names, and how many more there are."""
+    """Return at most 10 names, and the number of further ones."""
     # Names are someone else's text: control characters must not reach the terminal.
     return some_of([name if name.isprintable() else repr(name) for name in names], 10, ", and {} more")

@@ -1,8 +1,8 @@
-"""What a conversion writes: a plan made from shapes alone, and the plain walk that fills it.
+"""Plan the files of a conversion from shapes alone, and write them.
 
-`plan` says every file, tensor, dtype and byte position without reading a weight. `transfer` carries a checkpoint's
-tensors over by it; `execute` here takes tensors that somebody computes (a swap), and holds a part only until its output
-is whole.
+`plan` decides every file, tensor, dtype and byte position without reading a weight. `transfer` copies a checkpoint's
+tensors into the planned files. `execute` writes computed tensors (of a swap), and keeps the parts of an output in
+memory only until all of them have arrived.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import numpy as np
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError
 from ..version import __version__
-from .block_file import Block, BlockFile
+from .block_file import BlockFile, FileBlock
 from .companions import Companion
 from .dtypes import cast, widest
 from .files import copy_file, write_bytes
@@ -34,31 +34,29 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 _METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers asks for
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
-"""Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
+"""(whole rows of a tensor in their carrier dtype, that dtype) -> the bytes to store."""
 _Decode = Callable[[np.ndarray, np.ndarray, str], np.ndarray]
-"""Stored bytes, the rows that they were made of, and their dtype -> the values that they stand for, in fp32."""
+"""(stored bytes, the rows that were encoded, the dtype of these) -> the values of the stored bytes, in fp32."""
 _Around = tuple[bytes, Callable[[int], bytes]]
-"""A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
+"""The record around a tensor: the bytes before it, and a function from the tensor's crc32 to the bytes after it."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor, and its place in its file. encode, decode: to bytes of quantised blocks and back, others are cast, by
-    multiples of so many rows; around: what stands before and behind its bytes, where that depends on their crc32.
-    """
+    """One tensor, and its place in its file."""
 
     leaf: BoundLeaf
     dtype: str
     start: int
     nbytes: int
-    encode: Encode | None = None
-    decode: _Decode | None = None
+    encode: Encode | None = None  # quantises the values; without it they are cast
+    decode: _Decode | None = None  # the inverse of `encode`
     around: _Around | None = None
-    rows: int = 1
+    rows: int = 1  # `encode` needs a multiple of this number of rows
 
 
 class Entry(NamedTuple):
-    """A tensor to be written, as an `Output` that has no place yet."""
+    """A tensor to write: an `Output` that has no place yet."""
 
     leaf: BoundLeaf
     dtype: str
@@ -69,20 +67,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file; what no tensor covers is padding. constants: known bytes behind the header (tables computed from
-    the tree). ending: the last bytes, from the crc32 of every output.
-    """
+    """A planned weight file. Bytes that belong to no tensor are padding."""
 
     name: str
     header: bytes
     outputs: tuple[Output, ...]
     size: int
-    constants: tuple[tuple[Block, bytes], ...] = ()
-    ending: Callable[[Sequence[int]], bytes] | None = None
+    constants: tuple[tuple[FileBlock, bytes], ...] = ()  # known bytes after the header (tables computed from the tree)
+    ending: Callable[[Sequence[int]], bytes] | None = None  # the crc32 of every output -> the last bytes of the file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors."""
+        """Return the bytes of all tensors."""
         return sum(output.nbytes for output in self.outputs)
 
 
@@ -96,12 +92,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk, all but the manifest's."""
-        files = sum(each.path.stat().st_size for each in self.companions)
+        """Return the bytes on disk of all files except the manifest."""
+        files = sum(companion.path.stat().st_size for companion in self.companions)
         return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
 
     def digest(self, *about: object) -> str:
-        """What tells this work from any other: every byte planned, and what there is to say of its source."""
+        """Return a hash that identifies this plan, and `about`, which describes its source."""
         digest = hashlib.sha256(f"{__version__} {about!r}".encode())
         for shard in self.shards:
             digest.update(repr((shard.name, shard.size)).encode() + shard.header)
@@ -117,13 +113,15 @@ class Plan:
 
 
 def _lay_out(name: str, tensors: Sequence[Entry]) -> Shard:
-    """A safetensors file of these tensors, as the safetensors library would write it."""
-    header, infos = build_header([(each.leaf.checkpoint, each.dtype, each.leaf.shape) for each in tensors], _METADATA)
-    by_name = {each.leaf.checkpoint: each for each in tensors}
+    """Return the plan of a safetensors file with these tensors, in the layout of the safetensors library."""
+    header, infos = build_header(
+        [(entry.leaf.checkpoint, entry.dtype, entry.leaf.shape) for entry in tensors], _METADATA
+    )
+    by_name = {entry.leaf.checkpoint: entry for entry in tensors}
     places = [(by_name[info.name], info) for info in infos]
     outputs = tuple(
-        Output(each.leaf, each.dtype, info.start, info.nbytes, each.encode, each.decode, rows=each.rows)
-        for each, info in places
+        Output(entry.leaf, entry.dtype, info.start, info.nbytes, entry.encode, entry.decode, rows=entry.rows)
+        for entry, info in places
     )
     return Shard(name, header, outputs, max([len(header), *(info.end for info in infos)]))
 
@@ -138,34 +136,34 @@ def plan(
     otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
     unwritten: int = 0,
 ) -> Plan:
-    """A plan of safetensors files for leaves, `dtypes` by shared name: as many as their tensors come from (`homes`),
-    else as transformers deals them out (split_state_dict_into_shards_factory). Several tensors in one get the widest
-    dtype. otherwise: the tensors that a leaf is stored as, by its name, where it is not cast. unwritten: how many
-    parameters the index counts and no file has.
+    """Plan safetensors files for leaves; `dtypes` has the dtype of every shared tensor. `homes` maps tensors to source
+    files, and the plan has as many files. Without it, files are split as in transformers'
+    split_state_dict_into_shards_factory. A leaf of several shared tensors gets the widest dtype. `otherwise` has the
+    entries of leaves that are not cast. The index counts `unwritten` parameters that are in no file.
     """
     tensors = [
-        each
+        entry
         for leaf in leaves
-        for each in otherwise.get(leaf.checkpoint) or [Entry(leaf, widest([dtypes[name] for name in leaf.shared]))]
+        for entry in otherwise.get(leaf.checkpoint) or [Entry(leaf, widest([dtypes[name] for name in leaf.shared]))]
     ]
     groups: list[list[Entry]] = []
     if homes:
         by_file: dict[Path, list[Entry]] = {}
-        for each in tensors:
-            by_file.setdefault(homes[each.leaf.shared[0]], []).append(each)
+        for entry in tensors:
+            by_file.setdefault(homes[entry.leaf.shared[0]], []).append(entry)
         groups = list(by_file.values())
     else:
         group: list[Entry] = []
         filled = 0
-        for each in tensors:
-            nbytes = math.prod(each.leaf.shape) * DTYPES[each.dtype].itemsize
+        for entry in tensors:
+            nbytes = math.prod(entry.leaf.shape) * DTYPES[entry.dtype].itemsize
             if nbytes > max_shard_bytes:
-                groups.append([each])
+                groups.append([entry])
                 continue
             if filled + nbytes > max_shard_bytes:
                 groups.append(group)
                 group, filled = [], 0
-            group.append(each)
+            group.append(entry)
             filled += nbytes
         groups += [group] if group else []
     if (count := len(groups)) == 1:
@@ -188,10 +186,10 @@ def as_it_was(
     files: Mapping[str, str],
     canonical: Callable[[str, Mapping[str, Any]], str | None],
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
-    """The shards and the index that `files` (see Origin) describe, None where they are not these tensors any more;
-    `canonical` tells whose name one is. Anybody may have edited them: checked as if read from a file.
+    """Return the shards and the index in `files` (see Origin), or None if they have other tensors. `canonical` maps a
+    name to a leaf. The files may have been edited, so they are checked like any input.
     """
-    here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
+    leaf_of = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
     shards: list[Shard] = []
     seen: list[str | None] = []
@@ -199,7 +197,7 @@ def as_it_was(
         if name in index:
             continue
         raw = text.encode()
-        if not is_plain(name) or not name.endswith(".safetensors"):  # which something else in the folder may be called
+        if not is_plain(name) or not name.endswith(".safetensors"):  # another file in the folder may have this name
             return None
         try:
             infos = parse_header(name, raw).tensors.values()
@@ -207,23 +205,23 @@ def as_it_was(
             return None
         outputs: list[Output] = []
         for info in infos:
-            known = canonical(info.name, here)
-            leaf, dtype = here.get(known or "", (None, ""))
+            leaf_name = canonical(info.name, leaf_of)
+            leaf, dtype = leaf_of.get(leaf_name or "", (None, ""))
             if leaf is None or (info.shape, info.dtype) != (leaf.shape, dtype):
                 return None
-            seen.append(known)
+            seen.append(leaf_name)
             outputs.append(Output(replace(leaf, checkpoint=info.name), info.dtype, info.start, info.nbytes))
         start = struct.pack("<Q", len(raw)) + raw
         shards.append(Shard(name, start, tuple(outputs), max([len(start), *(i.end for i in infos)])))
     # Parsed one by one, so that a name in two files is only seen here.
-    whole = len(seen) == len(here) == len(set(seen))
-    return (tuple(shards), index) if whole and (len(shards) == 1 or index) else None
+    complete = len(seen) == len(leaf_of) == len(set(seen))
+    return (tuple(shards), index) if complete and (len(shards) == 1 or index) else None
 
 
 def prepare(plan: Plan, staging: Staging) -> None:
-    """Write all but the weights into an open staging folder. Raises GptkitError where the disk is too small."""
-    left = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
-    staging.require_space(left + plan.nbytes - sum(shard.size for shard in plan.shards))
+    """Write everything except weights into an open staging folder. Raises GptkitError if the disk is too small."""
+    unfinished_bytes = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
+    staging.require_space(unfinished_bytes + plan.nbytes - sum(shard.size for shard in plan.shards))
     for name, text in plan.texts.items():
         (staging.path / name).parent.mkdir(exist_ok=True)
         write_bytes(staging.path / name, text)
@@ -234,8 +232,8 @@ def prepare(plan: Plan, staging: Staging) -> None:
 
 
 def writer(shard: Shard, staging: Staging) -> BlockFile:
-    """The open file of a shard, its header and constants written."""
-    blocks = [Block(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
+    """Open the file of a shard, and write its header and constants."""
+    blocks = [FileBlock(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
     blocks = sorted([*blocks, *(block for block, _ in shard.constants)], key=lambda block: (block.start, block.end))
     file = BlockFile(staging.path / shard.name, shard.header, blocks, shard.size)
     try:
@@ -253,7 +251,7 @@ def execute(
     staging: Staging,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write the plan into a staging folder, `tensors` being (shared name, array, dtype); gives hashes by file."""
+    """Write tensors (shared name, array, dtype) into a staging folder by the plan. Return the hashes by file."""
     prepare(plan, staging)
     pending: dict[str, tuple[np.ndarray, str]] = {}
     with ExitStack() as stack:

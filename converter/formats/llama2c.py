@@ -87,7 +87,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 def plan(request: Request, version: int = 0) -> Plan:
     """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it."""
-    from ..block_file import Block
+    from ..block_file import FileBlock
     from ..dtypes import parse_dtype
     from ..write import Output, Plan, Shard
     from .llama2c_tokenizer import TOKENIZER, tokenizer_bin
@@ -110,7 +110,7 @@ def plan(request: Request, version: int = 0) -> Plan:
     for name, _, start, nbytes in _places(sizes, version, len(header)):
         end = start + nbytes
         if name in TABLES:
-            constants.append((Block(name, start, end), _table(name, sizes)))
+            constants.append((FileBlock(name, start, end), _table(name, sizes)))
         else:
             outputs.append(Output(leaves[name], "F32", start, nbytes))
     texts: dict[str, bytes] = {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptkit.converter.block_file import Block, BlockFile
+from gptkit.converter.block_file import BlockFile, FileBlock
 from gptkit.converter.safetensors import build_header
 
 
@@ -17,7 +17,7 @@ class SafetensorsWriter(BlockFile):
     ) -> None:
         header, infos = build_header(tensors, metadata)
         self.tensors = {info.name: info for info in infos}
-        super().__init__(path, header, [Block(info.name, info.start, info.end) for info in infos])
+        super().__init__(path, header, [FileBlock(info.name, info.start, info.end) for info in infos])
 
     def write(self, name: str, data: np.ndarray) -> None:
         super().write(name, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
