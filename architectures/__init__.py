@@ -33,7 +33,7 @@ class _Families(MutableMapping[str, Architecture]):
         return self._all
 
     def __getitem__(self, key: str) -> Architecture:
-        if self._all is None:
+        if self._all is None and key in _files():
             family = next((family for family in _in_file(key) if key in self._keys(family)), None)
             if family is not None:
                 return family
@@ -59,9 +59,7 @@ def _files() -> frozenset[str]:
 
 @functools.cache
 def _in_file(name: str) -> tuple[Architecture, ...]:
-    """Return the families in the file of this name, and those that it imports; none if there is no such file."""
-    if name not in _files():
-        return ()
+    """Return the families in the file of this name, and those that it imports."""
     file = importlib.import_module(f"{families.__name__}.{name}")
     return tuple(value for value in vars(file).values() if isinstance(value, Architecture))
 

@@ -40,25 +40,24 @@ def activation_named(config: ConfigReader, name: str, default: str) -> Activatio
 
 
 def same(value: Any) -> Any:
-    """The value, which is written as it is."""
+    """Return the value, which is written as it is."""
     return value
 
 
 class Field(NamedTuple):
-    """What a field of config.json says.
-
-    role: see the module's docstring; several are apart by spaces, and all have the one value. default: what the
-    family's config class takes where it is absent. read: `read(config, name, default)`, chosen by the role and the
-    default where it is None. write: the value in the tree -> the value in the file.
-    """
+    """A field of config.json, in both directions."""
 
     role: str
+    """The place of the value in the tree, see `decoder`. Roles separated by spaces all get the value."""
     default: Any = None
+    """The value that the family's config class takes if the field is absent."""
     read: Callable[[ConfigReader, str, Any], Any] | None = None
+    """`read(config, name, default)` returns the tree's value. If None, the role and the default decide how to read."""
     write: Callable[[Any], Any] = same
+    """Turns the tree's value into the file's."""
 
     def value(self, config: ConfigReader, name: str) -> Any:
-        """What the file says, or the default; of the name "inner.name" what the object in the field `inner` says."""
+        """Return the file's value, or the default. "inner.name" is the field `name` of the object `inner`."""
         outer, _, name = name.rpartition(".")
         config = config.inner(outer) if outer else config
         read = self.read or READERS.get(self.role)
@@ -74,12 +73,12 @@ _Value = TypeVar("_Value")
 
 
 def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
-    """As many as a tree may have; None where it is null or absent, which is wrong where there is a mixture."""
+    """Read a number of experts, or None if the field is null or absent."""
     return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
 
 
 def none_or_more(config: ConfigReader, name: str, default: int) -> int:
-    """A number that may be 0."""
+    """Read a whole number from 0."""
     value = config.raw(name, default)
     if type(value) is not int or not 0 <= value < 2**31:
         raise config.fail(name, value, "an integer from 0")
@@ -103,7 +102,12 @@ _BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = 
 
 
 def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
-    """What the embedding is multiplied by: the root of its width, of that field and default, where a field says so."""
+    """Return the reader of a boolean field that says whether the embedding is multiplied by the root of its width.
+
+    Args:
+        hidden: the config field of the width.
+        usual: the default of that field.
+    """
 
     def read(config: ConfigReader, name: str, default: bool) -> float:
         return math.sqrt(config.integer(hidden, usual)) if config.boolean(name, default) else 1.0
@@ -112,12 +116,12 @@ def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], floa
 
 
 def is_scaled(multiplier: float) -> bool:
-    """Whether the embedding is scaled at all."""
+    """Return whether the embedding is scaled, for the field that `root_of` reads."""
     return multiplier != 1
 
 
 def _inverse(config: ConfigReader, name: str, default: float) -> float:
-    """The factor of the logits, which config.json gives as a divisor."""
+    """Return the factor of the logits, which config.json gives as a divisor."""
     divisor = config.number(name, default)
     if 1 / divisor > FLOAT32_MAX:
         raise config.fail(name, divisor, "a number whose inverse float32 can hold")
@@ -125,7 +129,7 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
 
 
 def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
-    """The table with other defaults, by the fields' names."""
+    """Return the table with other defaults, by the names of the fields."""
     return {**fields, **{name: fields[name]._replace(default=value) for name, value in defaults.items()}}
 
 

@@ -151,7 +151,7 @@ def test_a_field_is_told_where_trees_are_compared(kind: str, field: str) -> None
 @pytest.mark.parametrize(("kind", "field"), FIELDS)
 def test_a_mistake_has_one_name_that_says_what_it_is(kind: str, field: str) -> None:
     words = OURS[kind].forgotten[field]
-    assert words in MISTAKES and 2 <= len(words.split()) < 13
+    assert words in MISTAKES and 2 <= len(words.split()) < 10
     assert set(OURS[kind].forgotten) == set(OURS[kind].choices())
 
 
