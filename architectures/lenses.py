@@ -53,7 +53,7 @@ def sparse_layers(spec: ModelSpec) -> list[bool]:
 
 def write_windows(spec: ModelSpec) -> dict[str, Any]:
     """Return `layer_types` and the width of the windows."""
-    windows = [each.window for each in attentions(spec)]
+    windows = [attention.window for attention in attentions(spec)]
     return {
         "sliding_window": next((window for window in windows if window is not None), 4096),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
@@ -112,7 +112,7 @@ def windows_above(switch: bool = True, first: int = 28) -> Lens:
 
 def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields of Qwen2's windows."""
-    windows = [each.window for each in attentions(spec)]
+    windows = [attention.window for attention in attentions(spec)]
     window = next((w for w in windows if w is not None), None)
     return {
         "use_sliding_window": window is not None,
@@ -133,14 +133,15 @@ def turned_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
         own = windows.get(config, values)
         rotaries = read_rotaries(config, values["head_dim"], values["context"], kinds)
-        names = ("full_attention" if each["window"] is None else "sliding_attention" for each in own)
-        return [{**each, "position": rotaries[name]} for each, name in zip(own, names, strict=True)]
+        kinds_of_layers = ("full_attention" if fields["window"] is None else "sliding_attention" for fields in own)
+        return [{**fields, "position": rotaries[kind]} for fields, kind in zip(own, kinds_of_layers, strict=True)]
 
     def put(spec: ModelSpec) -> dict[str, Any]:
         mixers = attentions(spec)
         rotaries = {kind: Rotary(dim=mixers[0].head_dim, base=usual.base) for kind, usual in kinds.items()}
-        for each in mixers:
-            rotaries["full_attention" if each.window is None else "sliding_attention"] = of_kind(each.position, Rotary)
+        for mixer in mixers:
+            kind = "full_attention" if mixer.window is None else "sliding_attention"
+            rotaries[kind] = of_kind(mixer.position, Rotary)
         return {**windows.put(spec), **write_rotaries(rotaries)}
 
     return Lens(get, put)
@@ -151,7 +152,7 @@ def turned_in_windows(windows: Lens) -> Lens:
 
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
         own = windows.get(config, values)
-        return [each if each["window"] is not None else {**each, "position": None} for each in own]
+        return [fields if fields["window"] is not None else {**fields, "position": None} for fields in own]
 
     return Lens(get, windows.put)
 
