@@ -23,7 +23,7 @@ import transformers
 import gptkit
 from gptkit.analysis.parameters import count
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.report.surgery import change
+from gptkit.report.quantities import cost_change
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
@@ -183,7 +183,7 @@ def line(row: Row) -> str:
         kl(found.kl_text),
         f"{found.top1_text:.1%}",
         perplexity(found.perplexity[1]),
-        change(*row.parameters),
+        cost_change(*row.parameters),
         plain,
     ]
     return f"| {' | '.join(cells)} |"
@@ -244,11 +244,11 @@ def recipe(name_and_sample: tuple[str, str]) -> str:
     totals = [count(model.spec).total for model in done.chain.models]
     for index, (step, swapped, one) in enumerate(zip(done.chain.steps, done.chain.swapped, done.each, strict=True)):
         assert one.perplexity is not None
-        figures = [change(*totals[index : index + 2]), kl(one.kl_text), f"{one.top1_text:.1%}"]
+        figures = [cost_change(*totals[index : index + 2]), kl(one.kl_text), f"{one.top1_text:.1%}"]
         promised = guarantee_in_words(swapped.guarantee)
         lines.append(f"| `{step}` | {promised} | {' | '.join(figures)} | {perplexity(one.perplexity[1])} |")
     assert done.measured is not None and done.measured.perplexity is not None
-    all_of_it = [change(totals[0], totals[-1]), kl(done.measured.kl_text), f"{done.measured.top1_text:.1%}"]
+    all_of_it = [cost_change(totals[0], totals[-1]), kl(done.measured.kl_text), f"{done.measured.top1_text:.1%}"]
     after = perplexity(done.measured.perplexity[1])
     lines.append(
         f"| all of it, from the files | {guarantee_in_words(done.guarantee)} | {' | '.join(all_of_it)} | {after} |\n"

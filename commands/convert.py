@@ -192,7 +192,7 @@ def extract(
 ) -> None:
     """Write the language model of a multimodal model as a checkpoint."""
     from ..converter.extract import extract as run
-    from ..report.pages import counted
+    from ..report.quantities import counted
 
     done = run(part, model, out, force=force, offline=offline)
     lines = [f"wrote {done.out}: {done.family}, {counted(len(done.names), 'tensor')}"]
@@ -215,7 +215,7 @@ def check(
     from ..converter.checkpoint import Checkpoint, open_files
     from ..converter.manifest import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput
-    from ..report.pages import counted
+    from ..report.quantities import counted
 
     if folder.is_file():
         raise InvalidInput(f"{folder} is a file, but gptkit check takes a folder", "Use gptkit load to check one file.")

@@ -13,8 +13,9 @@ from ..training.ablate import Ablation, Difference, Result
 from ..training.ablate import Row as Variant
 from ..version import __version__
 from .charts import DASHES
-from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, counted, figure, safe
-from .sheets import Layout, Row, Sheet, decimal, drawing, whole_bytes
+from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure, safe
+from .quantities import counted, decimal, whole_bytes
+from .sheets import Layout, Row, Sheet, drawing
 
 _HEADINGS = ("loss", "±", "less base", "95 of 100", "KL", "parameters", "FLOPs", "cache a token", "tokens/s")
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from ..components.ranges import number_ranges
 from .diff import some
-from .pages import counted
-from .sheets import Layout, drawing, human_bytes
+from .quantities import counted, rounded_bytes
+from .sheets import Layout, drawing
 
 if TYPE_CHECKING:
     from ..parity.audits.subject import Audit
@@ -22,7 +22,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 @drawing
 def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> RenderResult:
     """What rich prints. `everything` lists every tensor of every finding."""
-    size = f"{counted(audit.tensors, 'tensor')}, {human_bytes(audit.nbytes)}"
+    size = f"{counted(audit.tensors, 'tensor')}, {rounded_bytes(audit.nbytes)}"
     yield Text(layout.clean(audit.reference), style="bold")
     yield from layout.wrapped(f"{size}; compared with {some(audit.looked, 8)}", 0, "dim")
     counts = [(each, [x for x in audit.findings if x.severity == each]) for each in _STYLES]

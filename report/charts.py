@@ -8,7 +8,7 @@ from typing import Any
 from ..analysis.costs import CONTEXT, cache_bytes, stated_context, usual_context, windows
 from ..components import ModelSpec
 from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
-from .sheets import held, share, short
+from .quantities import abbreviated, abbreviated_bytes, unbroken_percentage
 
 DASHES = ("solid", "dash", "dot")  # lines differ in more than colour
 _APART = 3  # models that differ in size by more than this are drawn by their shares too
@@ -34,12 +34,12 @@ def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bo
         for (name, numbers), total in with_totals:
             number, whole = numbers.get(part, 0), max(total, 1)
             lengths.append(number / (whole if shares else 1))
-            of_all = f"{number:,} {what}<br>{share(number, whole)} of {total:,}"
+            of_all = f"{number:,} {what}<br>{unbroken_percentage(number, whole)} of {total:,}"
             hints.append(f"<b>{safe(name)}: {safe(part)}</b><br>{of_all}")
         shown = {"name": part, "y": rows, "x": lengths, "marker": bar, "hovertext": hints, "hoverinfo": "text"}
         traces.append({"type": "bar", "orientation": "h", **shown})
     if len(models) > 1 and not shares:  # each bar's figure beside its end: one may be too short to be seen
-        words = [f" {short(total, units)}" for total in totals]
+        words = [f" {abbreviated(total, units)}" for total in totals]
         beside = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
         quiet = {"cliponaxis": False, "hoverinfo": "skip", "showlegend": False}
         traces.append({"type": "scatter", "mode": "text", "x": totals, "y": rows, **beside, **quiet})
@@ -50,13 +50,17 @@ def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bo
         step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
         values = list(range(0, most + 1, step))
         room = 1.02 if len(models) == 1 else 1.2  # for the figure beside the longest
-        scale = {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * room]}
+        scale = {
+            "tickvals": values,
+            "ticktext": [abbreviated(value, units) for value in values],
+            "range": [0, most * room],
+        }
     if not summary and len(models) > 1:
         (small, least), (large, most) = (pick(with_totals, key=lambda pair: pair[1]) for pick in (min, max))
         summary = f"From {least:,} {what} ({small[0]}) to {most:,} ({large[0]})."
     elif not summary:
         part, number = max(models[0][1].items(), key=lambda item: item[1])
-        summary = f"{totals[0]:,} {what}; most are in {part}, {share(number, totals[0])}."
+        summary = f"{totals[0]:,} {what}; most are in {part}, {unbroken_percentage(number, totals[0])}."
     axis = {"zeroline": False, "ticks": "", "tickangle": 0}
     title_below = {"text": f"share of {what}" if shares else what, "standoff": 4}
     by_name = {"tickvals": rows, "ticktext": [_short_name(name) for name, _ in models], "automargin": True}
@@ -124,11 +128,13 @@ def cache_chart(
         trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
         trace |= {"x": lengths, "y": [nbytes for _, nbytes in line], "marker": {**marks, "color": colour}}
         trace["line"] = {"color": colour, "dash": dashes[index], "width": 2 + 3 * under}
-        hints = [f"<b>{safe(name)}</b><br>{n:,} tokens<br>{held(size)} ({size:,} bytes)" for n, size in line]
+        hints = [
+            f"<b>{safe(name)}</b><br>{n:,} tokens<br>{abbreviated_bytes(size)} ({size:,} bytes)" for n, size in line
+        ]
         traces.append({**trace, "hovertext": hints})
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     bent = [name for name, spec in models if windows(spec)]
-    most = held(lines[largest][-1][1]).replace(" ", "\u00a0")
+    most = abbreviated_bytes(lines[largest][-1][1]).replace(" ", "\u00a0")
     whose = "One sequence's cache" if batch == 1 else f"The cache of {batch:,} sequences"
     summary = f"{whose} in {dtype}, up to {most} at {ends[largest]:,} tokens"
     summary += f" ({names[largest]})." if len(models) > 1 else "."
@@ -151,9 +157,9 @@ def cache_chart(
     shown = sorted(set(at)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
     rows = []
     for (name, spec), end in zip(models, ends, strict=True):
-        cells = [held(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in shown]
+        cells = [abbreviated_bytes(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in shown]
         last = cache_bytes(spec, end, dtype, batch)
-        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
+        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", abbreviated_bytes(last.held)))
     figures = ("per token", *(f"at {n:,}" for n in shown), "longest context", "there")
     columns = (("model", False), *((name, True) for name in figures))
     table = Table("Key-value cache as a table", columns, tuple(rows), folded=True)
@@ -185,7 +191,7 @@ def _decades(least: int, most: int) -> dict[str, Any]:
     values = [digit * 10**power for power in powers for digit in ((1, 2, 5) if high - low < 2 else (1,))]
     inside = [value for value in values if low - 0.05 <= math.log10(value) <= high + 0.05]
     inside = inside if len(inside) > 1 else [least, most]
-    return _logarithmic(inside, map(held, inside), low - 0.05, high + 0.05)
+    return _logarithmic(inside, map(abbreviated_bytes, inside), low - 0.05, high + 0.05)
 
 
 def _logarithmic(values: Sequence[int], words: Iterable[str], low: float, high: float) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from rich.text import Text
 from ..analysis.aspects import describe
 from ..analysis.parameters import count
 from ..components import ModelSpec
-from .pages import counted
-from .sheets import human_bytes, number, plain_table
+from .quantities import counted, rounded_bytes, scientific
+from .sheets import plain_table
 
 if TYPE_CHECKING:
     from ..analysis.params import ModelCount
@@ -38,7 +38,7 @@ def load_summary(checkpoint: Checkpoint) -> RenderableType:
     """Family, components, dtypes, files, and anything unexpected."""
     spec, files, history = checkpoint.spec, checkpoint.files, checkpoint.origin.history
     stored = sorted({checkpoint.stored_of(leaf)[0] for leaf in checkpoint.leaves})
-    where = f"{counted(len(files), 'file')}, {human_bytes(sum(path.stat().st_size for path in files))}"
+    where = f"{counted(len(files), 'file')}, {rounded_bytes(sum(path.stat().st_size for path in files))}"
     facts = [
         ("family", f"{checkpoint.origin.family or 'none'} ({checkpoint.format} format)"),
         *([("revision", checkpoint.revision)] if checkpoint.revision else []),
@@ -100,7 +100,7 @@ class RandomModel:
             ("parameters", f"{count(spec).total:,} as {self.dtype}"),
         ]
         drawn = [("weights", self.initialisation), ("seed", str(self.seed)), ("forward pass", logits)]
-        drawn += [("written", f"{human_bytes(self.nbytes)} of weights")] if self.out is not None else []
+        drawn += [("written", f"{rounded_bytes(self.nbytes)} of weights")] if self.out is not None else []
         return _facts_report(f"{self.reference}, random weights", facts, spec, drawn, self.notes)
 
 
@@ -113,7 +113,7 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
             lines.append(f"{name}at commit {model.revision}")
         if model.stored is not None:
             kinds = ", ".join(
-                f"{dtype} {human_bytes(sizes['bytes'])} in {counted(sizes['tensors'], 'tensor')}"
+                f"{dtype} {rounded_bytes(sizes['bytes'])} in {counted(sizes['tensors'], 'tensor')}"
                 for dtype, sizes in model.stored.dtypes.items()
             )
             lines.append(f"{name}stored as {kinds}, {counted(len(model.stored.files), 'file')}")
@@ -125,7 +125,7 @@ def conversion_lines(conversion: Conversion) -> list[str]:
     """What was written, or would be."""
     source, plan, transferred = conversion.source, conversion.plan, conversion.transferred
     wrote, family = "wrote" if conversion.published else "would write", source.origin.family or "a model"
-    size = f"{plan.tensors} tensors in {counted(len(plan.shards), 'file')}, {human_bytes(plan.nbytes)}"
+    size = f"{plan.tensors} tensors in {counted(len(plan.shards), 'file')}, {rounded_bytes(plan.nbytes)}"
     lines = [f"{wrote} {conversion.target}: {family} as {conversion.to}, {size}"]
     if source.revision is not None:
         lines.append(f"  from {source.reference} at commit {source.revision}")
@@ -133,10 +133,10 @@ def conversion_lines(conversion: Conversion) -> list[str]:
         sizes = [(shard.name, shard.size, f", {len(shard.outputs)} tensors") for shard in plan.shards]
         sizes += [(name, len(text), "") for name, text in plan.texts.items()]
         sizes += [(each.name, each.path.stat().st_size, "") for each in plan.companions]
-        lines += [f"  {name}  {human_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
+        lines += [f"  {name}  {rounded_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
         alone = [shard.name for shard in plan.shards] == [conversion.target.name]
-        lines.append(f"  disk: {human_bytes(plan.nbytes)}{'' if alone else ', and a manifest'}")
-        memory, largest = human_bytes(conversion.memory), human_bytes(plan.largest)
+        lines.append(f"  disk: {rounded_bytes(plan.nbytes)}{'' if alone else ', and a manifest'}")
+        memory, largest = rounded_bytes(conversion.memory), rounded_bytes(plan.largest)
         lines.append(f"  memory: {memory} of tensors; the largest has {largest}")
     else:
         quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.decode is not None)
@@ -153,9 +153,11 @@ def _transfer_lines(done: Transferred) -> list[str]:
     lines = []
     if done.quantised:
         loss = sum(done.quantised.values(), Quantisation())
-        lines.append(f"  off by {number(loss.largest)} at most, with a relative RMS error of {number(loss.relative)}")
+        lines.append(
+            f"  off by {scientific(loss.largest)} at most, with a relative RMS error of {scientific(loss.relative)}"
+        )
     if done.resumed:
-        lines.append(f"resumed: {human_bytes(done.resumed)} were already written by an earlier run")
+        lines.append(f"resumed: {rounded_bytes(done.resumed)} were already written by an earlier run")
     if done.rounded:
         cost = sum(done.rounded.values(), Rounding())
         tensors = f"{len(done.rounded)} {'other ' if done.quantised else ''}tensors"

@@ -13,8 +13,9 @@ from ..analysis.compare import AspectRow, Comparison
 from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
 from .counts_page import MOST_NAMES, layer_diagrams
-from .pages import Lines, Page, Section, Table, counted, noted
-from .sheets import Layout, decimal, drawing, nbytes, plain_table, short
+from .pages import Lines, Page, Section, Table, noted
+from .quantities import abbreviated, counted, decimal, decimal_bytes
+from .sheets import Layout, drawing, plain_table
 
 _MARK = "*"
 _GAP = 2  # blank characters between two columns
@@ -40,15 +41,16 @@ def _cost_lines(comparison: Comparison) -> list[_Line]:
     """The costs, as they are written: parameters to the last one, the rest in four digits."""
     lines = []
     for name, figures in comparison.costs().items():
-        words = "{:,}".format if name in ("parameters", "active") else flops if name.startswith("FLOPs") else nbytes
+        words = (
+            "{:,}".format
+            if name in ("parameters", "active")
+            else decimal
+            if name.startswith("FLOPs")
+            else decimal_bytes
+        )
         cells = tuple("–" if figure is None else words(figure) for figure in figures)
         lines.append(_Line(name, cells, len(set(figures)) > 1, True))
     return lines
-
-
-def flops(number: int) -> str:
-    """Four digits with a prefix: 13.75 G."""
-    return decimal(number, "").strip()
 
 
 def _conditions(comparison: Comparison) -> str:
@@ -183,7 +185,11 @@ def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
     """The table of aspects, the costs as bars, the cache by context, and the layers of each model."""
     models = comparison.models
     totals = [model.costs.parameters for model in models]
-    size = short(totals[0]) if len(set(totals)) == 1 else f"from {short(min(totals))} to {short(max(totals))}"
+    size = (
+        abbreviated(totals[0])
+        if len(set(totals)) == 1
+        else f"from {abbreviated(min(totals))} to {abbreviated(max(totals))}"
+    )
     many = counted(len(models), "model")
     notes = comparison.told
     if len(models) > MOST_DRAWN:

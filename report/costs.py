@@ -14,7 +14,8 @@ from ..analysis.parameters import count
 from ..analysis.params import ModelCount
 from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
-from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
+from .quantities import binary_bytes, decimal, difference, percent_change, whole_bytes
+from .sheets import Row, Sheet
 
 if TYPE_CHECKING:
     from ..analysis.costs import CacheSize
@@ -106,7 +107,7 @@ def _sheet(
             unknown = label not in _LABELS or not all(cells for _, cells, _ in columns)
             before, after = (number or 0 for number in numbers)
             known = None not in numbers or not unknown
-            texts += [difference(before, after, words[0]), change(before, after)] if known else ["", ""]
+            texts += [difference(before, after, words[0]), percent_change(before, after)] if known else ["", ""]
         style = "bold" if label == _TOTAL else "dim" if label in _BESIDE else None
         rows.append(Row(label, tuple(texts), style, ruled=label == _TOTAL))
     names = [*(name for name, *_ in columns), *(["difference", "change"] if compared else [])]
@@ -164,7 +165,7 @@ def _alone(held: Mapping[str, int]) -> list[_Column]:
     def exact(label: str, nbytes: int) -> str:
         return whole_bytes(nbytes) if label == _A_TOKEN else decimal(nbytes, "B")
 
-    return [("bytes", held, exact), ("in KiB, GiB", held, lambda label, nbytes: binary(nbytes))]
+    return [("bytes", held, exact), ("in KiB, GiB", held, lambda label, nbytes: binary_bytes(nbytes))]
 
 
 def named_cache(model: ModelCount) -> list[Sheet]:
@@ -194,7 +195,7 @@ def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> 
 
 
 def _bytes(label: str, nbytes: int) -> str:
-    return binary(nbytes) if label == _TOTAL_BINARY else decimal(nbytes, "B")
+    return binary_bytes(nbytes) if label == _TOTAL_BINARY else decimal(nbytes, "B")
 
 
 def _flops(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[Sheet]:
@@ -280,7 +281,7 @@ def _formats(models: Sequence[_Model]) -> Sheet:
             nbytes = (figures.formats or {}).get(name)
             words = [_NOTHING] * 3
             if nbytes is not None:
-                words = [decimal(nbytes, "B"), binary(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
+                words = [decimal(nbytes, "B"), binary_bytes(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
             cells += words if alone else words[:1]
         rows.append(Row(name, tuple(cells)))
     columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
@@ -346,7 +347,7 @@ def _card(nbytes: int) -> tuple[str, str]:
     """Return the size by which a card is sold, such as 24 GB, and the same in GiB and in powers of 1000."""
     gib = f"{nbytes / 2**30:.4g}"
     if float(gib) * 2**30 != nbytes:
-        return decimal(nbytes, "B"), binary(nbytes)
+        return decimal(nbytes, "B"), binary_bytes(nbytes)
     return f"{gib} GB", f"{gib} GiB = {decimal(nbytes, 'B')}"
 
 

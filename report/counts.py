@@ -17,11 +17,10 @@ from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
 from ..components.ranges import layer_ranges, range_label
-from . import sheets
 from .costs import cost_sheets, named_cache
-from .pages import counted
+from .quantities import binary_bytes, counted, decimal_bytes, difference, percent_change, percentage
 from .rows import By
-from .sheets import GAP, Layout, Row, Sheet, drawing, nbytes, percentage
+from .sheets import GAP, Layout, Row, Sheet, drawing
 
 _NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
 _NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
@@ -109,7 +108,7 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     tied = count.tied and "head" not in count.by_component
     room = page.width - max(map(len, [*count.by_component, *(["head"] if tied else [])]))
     room -= GAP + max(len(f"{count.total:,}"), len("parameters"))
-    with_bytes = weights is not None and room >= len(nbytes(weights.total)) + GAP
+    with_bytes = weights is not None and room >= len(decimal_bytes(weights.total)) + GAP
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
     with_words = room >= len("100.0 %") + 2 * GAP + _NARROWEST_WORDS
@@ -120,7 +119,7 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
         rows.append(Row(label, tuple(compress(cells, shown)), style, ruled))
 
     def figures(what: str, number: int, size: int | None) -> tuple[str, str, str, str]:
-        return what, f"{number:,}", "" if size is None else nbytes(size), percentage(number, count.total)
+        return what, f"{number:,}", "" if size is None else decimal_bytes(size), percentage(number, count.total)
 
     for label, number in count.by_component.items():
         size = None if weights is None else weights.by_component.get(label)
@@ -129,7 +128,7 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
         row("head", ("tied to the embedding, counted once", "tied", "", ""))
     row("total", figures("", count.total, None if weights is None else weights.total), "bold", ruled=True)
     if with_bytes and weights is not None:
-        row("", ("", "", sheets.binary(weights.total), ""), "bold")
+        row("", ("", "", binary_bytes(weights.total), ""), "bold")
     without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
     row("no embedding", figures("without embedding, positions and head", count.non_embedding, without), "dim", True)
     if model.buffers:
@@ -206,7 +205,7 @@ def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: boo
     listed.append(("total", [count.total for count in counts], "bold", whole))
     if dtype is not None:
         sizes = [weighed(model.spec, dtype, model.family).total for model in models]
-        listed += [(dtype, sizes, None, nbytes), ("", sizes, None, sheets.binary)]
+        listed += [(dtype, sizes, None, decimal_bytes), ("", sizes, None, binary_bytes)]
     listed.append(("no embedding", [count.non_embedding for count in counts], "dim", whole))
     if any(count.active != count.total for count in counts):
         listed.append(("active", [count.active for count in counts], "dim", whole))
@@ -218,7 +217,7 @@ def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: boo
             cells = ["tied" if is_tied else cell for is_tied, cell in zip(tied, cells, strict=True)]
         if compared:
             before, after = (number or 0 for number in numbers)
-            cells += [sheets.difference(before, after, words), sheets.change(before, after)]
+            cells += [difference(before, after, words), percent_change(before, after)]
         rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
     names = [model.name for model in models]
     return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
@@ -229,7 +228,7 @@ def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str 
     counts = [model.count for model in models]
     columns = [("parameters", [f"{count.total:,}" for count in counts])]
     if dtype is not None:
-        columns.append((dtype, [nbytes(weighed(model.spec, dtype, model.family).total) for model in models]))
+        columns.append((dtype, [decimal_bytes(weighed(model.spec, dtype, model.family).total) for model in models]))
     if any(count.active != count.total for count in counts):
         columns.append(("active", [f"{count.active:,}" for count in counts]))
     columns.append(("no embedding", [f"{count.non_embedding:,}" for count in counts]))
@@ -257,11 +256,11 @@ def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     rows, lines = [], []
     for first, last, (layer, sizes) in runs:
         numbers = [layer.by_component.get(label, 0) for label in labels]
-        place, total = range_label(first, last), [nbytes(sizes.total) for _ in in_dtype]
+        place, total = range_label(first, last), [decimal_bytes(sizes.total) for _ in in_dtype]
         rows.append(Row(place, (*(f"{number:,}" for number in (*numbers, layer.total)), *total)))
         lines.append(Row(place, (f"{layer.total:,}", *total), "bold"))
         for label, number in zip(labels, numbers, strict=True):
-            size = [nbytes(sizes.by_component.get(label, 0)) for _ in in_dtype]
+            size = [decimal_bytes(sizes.by_component.get(label, 0)) for _ in in_dtype]
             lines.append(Row(f" {label}", (f"{number:,}", *size)))
     titles = [*labels, "each layer", *in_dtype]
     widths = [max(map(len, column)) for column in zip(titles, *(row.cells for row in rows), strict=True)]
@@ -277,7 +276,7 @@ def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     shapes = [" × ".join(f"{size:,}" for size in group.shape) for group in groups]
     names = max(len(group.name) for group in groups)
     total = (model.count if named is None else named.count).total
-    figures = [f"{total:,}", *([] if weights is None else [nbytes(weights.total)])]
+    figures = [f"{total:,}", *([] if weights is None else [decimal_bytes(weights.total)])]
     room = page.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
     if dtype and room < _NARROWEST_WORDS:
         return _tensors(page, model, None)
@@ -289,7 +288,7 @@ def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     for group, shape in zip(groups, shapes, strict=True):
         lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
         number = f"×{group.number:,}" if group.number > 1 else ""
-        cells = compress((shape, number, f"{group.parameters:,}", nbytes(group.nbytes)), with_columns)
+        cells = compress((shape, number, f"{group.parameters:,}", decimal_bytes(group.nbytes)), with_columns)
         table.add_row(Text("\n ").join(map(page.text, lines)), *map(page.text, cells))
     table.add_section()
     blank = [""] * (with_shape + with_number)

@@ -12,8 +12,8 @@ from .charts import bars, cache_chart, parameter_bars
 from .costs import cost_sheets
 from .counts import promise
 from .diagram import block_diagram
-from .pages import Figure, Lines, Page, Section, Table, counted, noted
-from .sheets import held, share, short
+from .pages import Figure, Lines, Page, Section, Table, noted
+from .quantities import abbreviated, abbreviated_bytes, counted, unbroken_percentage
 from .treemap import treemap
 
 MOST_NAMES = 6  # models whose names make a page's title
@@ -52,8 +52,10 @@ def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> 
         facts += [("used per token", f"{active:,}")] if active != count.total else []
         facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
         facts += [("context", words[0]["context"])]
-        facts += [(f"KV cache per token, {asked.cached}", held(cache_bytes(spec, 1, asked.cached).a_token))]
-        subtitle = f"{model.family or 'of no family'}, {short(count.total)} parameters"
+        facts += [
+            (f"KV cache per token, {asked.cached}", abbreviated_bytes(cache_bytes(spec, 1, asked.cached).a_token))
+        ]
+        subtitle = f"{model.family or 'of no family'}, {abbreviated(count.total)} parameters"
         sections = [
             Section("Parameters", (treemap(model.name, spec), *components)),
             Section("What it is", (aspects, *layer_diagrams(spec))),
@@ -75,7 +77,7 @@ def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> 
     ]
     return Page(
         title=", ".join(model.name for model in counts) if len(counts) <= MOST_NAMES else f"{len(counts)} models",
-        subtitle=f"{many} side by side, from {short(min(totals))} to {short(max(totals))} parameters",
+        subtitle=f"{many} side by side, from {abbreviated(min(totals))} to {abbreviated(max(totals))} parameters",
         sections=tuple(sections),
     )
 
@@ -107,7 +109,7 @@ def _components(counts: Sequence[ModelCount]) -> Table:
     rows = []
     for label, numbers in listed:
         cells = ["–" if number is None else f"{number:,}" for number in numbers]
-        rows.append((label, *cells, *([share(numbers[0] or 0, counts[0].count.total)] if alone else [])))
+        rows.append((label, *cells, *([unbroken_percentage(numbers[0] or 0, counts[0].count.total)] if alone else [])))
     names = ["parameters", "share"] if alone else [model.name for model in counts]
     columns = (("component", False), *((name, True) for name in names))
     return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]), bold="the total")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ..surgery.options import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
-from .pages import Figure, Lines, Page, Section, Table, counted, noted, put, ready, write_page
-from .sheets import indented, number
+from .pages import Figure, Lines, Page, Section, Table, noted, put, ready, write_page
+from .quantities import counted, scientific
+from .sheets import indented
 from .surgery import steps_cells
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def damage_lines(damage: Damage) -> list[str]:
     """The difference in words: all of it, the worst positions and layers, and where it is born."""
     total = damage.total
     lines = [
-        f"{_damage_or_change(damage):<10}KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
+        f"{_damage_or_change(damage):<10}KL {scientific(total.kl)} nats per token, top-1 {total.top1:.1%}",
         f"          on {damage.on}, in {damage.dtype}",
     ]
     if total.before is not None and total.after is not None:
@@ -45,20 +46,20 @@ def damage_lines(damage: Damage) -> list[str]:
     if len(damage.bins) > 1:
         for order, label, which in ((max, "position", "worst"), (min, "", "best")):
             chosen = order(damage.bins, key=lambda each: each.kl)
-            lines.append(f"{label:<10}KL {number(chosen.kl)} at {chosen.name}, the {which}")
+            lines.append(f"{label:<10}KL {scientific(chosen.kl)} at {chosen.name}, the {which}")
     if damage.layers:
         lines.append("layer     KL if both models ended there, and how far residual streams differ:")
         worst_layers = sorted(damage.layers, key=lambda each: -each.kl)[:_LAYERS]
         for layer in sorted(worst_layers, key=lambda each: each.after):
-            apart = "" if layer.stream is None else f", streams by {number(layer.stream)}"
-            lines.append(f"          layer {layer.after}: KL {number(layer.kl)}{apart}")
+            apart = "" if layer.stream is None else f", streams by {scientific(layer.stream)}"
+            lines.append(f"          layer {layer.after}: KL {scientific(layer.kl)}{apart}")
         if len(damage.layers) > _LAYERS:
             lines.append(f"          (the worst {_LAYERS} of {len(damage.layers)})")
     first, most = damage.first, damage.born
     if first is not None:
-        lines.append(f"begins    {first.name}: the first that differs by itself, by {number(first.relative)}")
+        lines.append(f"begins    {first.name}: the first that differs by itself, by {scientific(first.relative)}")
         if most is not None and most is not first:
-            lines.append(f"          {most.name}: differs most by itself, by {number(most.relative)}")
+            lines.append(f"          {most.name}: differs most by itself, by {scientific(most.relative)}")
     elif damage.places:
         lines.append("begins    nowhere: no component differs by itself by more than rounding")
     return lines + [line for note in damage.notes for line in indented(f"note: {note}", 0)]
@@ -81,8 +82,8 @@ def damage_sections(damage: Damage) -> tuple[Section, ...]:
         first, most = damage.first, damage.born
         begins = "None differs by more than rounding."
         if first is not None:
-            begins = f"First to differ: {first.name}, by {number(first.relative)}."
-            begins += "" if most is None else f" Largest: {most.name}, by {number(most.relative)}."
+            begins = f"First to differ: {first.name}, by {scientific(first.relative)}."
+            begins += "" if most is None else f" Largest: {most.name}, by {scientific(most.relative)}."
         sections.append(Section("Where it begins", (Lines((f"{how} {begins}",)), _places_figure(damage.places))))
     return (*sections, *noted(damage.notes, "What was not measured"))
 
@@ -91,11 +92,11 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
     """The page of a swap."""
     total, measured = damage.total, result.measured
     facts = [("guarantee", guarantee_in_words(result.guarantee))]
-    facts += [("KL, nats per token", number(total.kl)), ("top-1", f"{total.top1:.1%}")]
+    facts += [("KL, nats per token", scientific(total.kl)), ("top-1", f"{total.top1:.1%}")]
     if total.before is not None and total.after is not None:
         facts.append(("perplexity", f"{_plain(total.before)} → {_plain(total.after)}"))
     if measured is not None:
-        facts += [(f"relative error in {dtype}", number(error)) for dtype, error in measured.relative.items()]
+        facts += [(f"relative error in {dtype}", scientific(error)) for dtype, error in measured.relative.items()]
     before, after = result.parameters
     facts.append(("parameters", f"{before:,}" if before == after else f"{before:,} → {after:,}"))
     exact = result.guarantee == "exact"
@@ -107,7 +108,7 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
     return Page(
         title=str(result.target),
         subtitle=f"swapped from {result.source.reference}",
-        verdict="The same function" if exact else f"Changed: KL {number(total.kl)} nats per token",
+        verdict="The same function" if exact else f"Changed: KL {scientific(total.kl)} nats per token",
         good=True if exact else None,  # what is not exact is what was asked for, and no failure
         facts=(*facts, ("gptkit", __version__)),
         sections=(*steps, *damage_sections(damage)),
@@ -139,7 +140,7 @@ def _position_table(damage: Damage) -> Table:
     rows = []
     for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
         perplexities = () if each.before is None or each.after is None else (each.before, each.after)
-        rows.append((name, f"{each.positions:,}", number(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
+        rows.append((name, f"{each.positions:,}", scientific(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
     return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=_LARGEST)
 
 
@@ -163,16 +164,16 @@ def _lens_figure(damage: Damage) -> Figure:
         same = layer.before == layer.after
         pair = f"after layer {layer.after} of both" if same else f"after layers {layer.before} and {layer.after}"
         for each, value in zip(damage.bins, layer.by_bin, strict=True):
-            lines = (f"KL: {number(value)} nats per token", f"at position {each.name}", pair)
+            lines = (f"KL: {scientific(value)} nats per token", f"at position {each.name}", pair)
             cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), lines, not value <= _ROUNDING))
     worst = max(damage.layers, key=lambda layer: _or_infinite(layer.kl))
     columns = (("layer", False), *((f"at {each.name}", True) for each in damage.bins))
-    rows = tuple((str(layer.after), *map(number, layer.by_bin)) for layer in damage.layers)
+    rows = tuple((str(layer.after), *map(scientific, layer.by_bin)) for layer in damage.layers)
     return heatmap(
         cells,
         down="position",
         title="KL by layer and position",
-        summary=f"KL if both models ended after a layer; largest after layer {worst.after}, {number(worst.kl)} nats"
+        summary=f"KL if both models ended after a layer; largest after layer {worst.after}, {scientific(worst.kl)} nats"
         " per token over all positions. The last layer's is that of the models.",
         measure="KL, nats per token",
         table=Table(f"{counted(len(rows), 'layer')} as a table", columns, rows, folded=True),
@@ -186,9 +187,9 @@ def _layer_table(layers: Sequence[LayerDamage]) -> Table:
     rows = []
     for each in layers:
         name = str(each.after) if each.before == each.after else f"{each.before} → {each.after}"
-        stream = "-" if each.stream is None else f"{each.stream:.1%}" if each.stream > 1e-3 else number(each.stream)
+        stream = "-" if each.stream is None else f"{each.stream:.1%}" if each.stream > 1e-3 else scientific(each.stream)
         perplexities = [_plain(n) for n in (each.perplexity_before, each.perplexity_after) if n is not None]
-        rows.append((name, stream, number(each.kl), f"{each.top1:.1%}", *perplexities))
+        rows.append((name, stream, scientific(each.kl), f"{each.top1:.1%}", *perplexities))
     caption = "If the models ended after a layer"
     return Table(caption, tuple(columns), tuple(rows), _largest([each.kl for each in layers]), bold=_LARGEST)
 
@@ -197,10 +198,10 @@ def _places_figure(places: Sequence[Place]) -> Figure:
     cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"
-        lines = (f"relative difference: {number(place.relative)}", kind)
+        lines = (f"relative difference: {scientific(place.relative)}", kind)
         cells.append(Cell(place.label, place.layer, _or_infinite(place.relative), lines, place.differs))
     columns = (("component", False), ("relative Δ", True), ("", False))
-    rows = tuple((place.name, number(place.relative), "differs" if place.differs else "") for place in places)
+    rows = tuple((place.name, scientific(place.relative), "differs" if place.differs else "") for place in places)
     lit = frozenset() if first is None else frozenset([first])
     caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(

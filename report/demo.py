@@ -16,7 +16,7 @@ from ..parity.verify import verify
 from ..surgery.swap import swap
 from .checkpoints import conversion_lines
 from .counts import parameter_table
-from .sheets import number
+from .quantities import scientific
 from .surgery import swap_lines
 from .verification import verification_report
 
@@ -72,7 +72,7 @@ def tour(console: Console, keep: Path | None = None) -> bool:
         worst = max(prompt.maximum for prompt in result.prompts)
         tokens = sum(prompt.positions for prompt in result.prompts)
         tensors = "" if result.bytes is None else f"; {result.bytes.compared} tensors to the same bytes"
-        words = f"{name}: max Δ {number(worst)}, {tokens:,} positions, {result.attention}{tensors}"
+        words = f"{name}: max Δ {scientific(worst)}, {tokens:,} positions, {result.attention}{tensors}"
         prove(result.verdict == "identical" and result.passed, words)
 
     step("7. Change a component: LayerNorm -> RMSNorm", "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm")

@@ -8,7 +8,8 @@ from ..components import ModelSpec
 from ..components.operations import Scores
 from .pages import Figure, Table, figure, safe
 from .placement import SHAPED, Area, Box, Metrics, Size, Wire, boxed, experts_words, folded, place
-from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
+from .quantities import dimensions
+from .structure import SYMBOLS, Kind, Node, Structure, layers_label, output_shape, structure
 
 _FONT, _LINE, _PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
 _SUM = 18  # the width of a sum's circle
@@ -68,7 +69,7 @@ def _node_table(nodes: Sequence[Node], label: str) -> Table:
     for node in nodes:
         what = ", ".join(filter(None, [node.title if node.op != "linear" else "", node.detail]))
         parameters = f"{node.parameters:,}" if node.weights else "tied" if node.tied else "–"
-        rows.append((node.id, what, ", ".join(node.inputs) or "–", shape_words(node), parameters, node.formula))
+        rows.append((node.id, what, ", ".join(node.inputs) or "–", output_shape(node), parameters, node.formula))
     columns = [("node", False), ("what it is", False), ("of", False), ("gives", False)]
     columns += [("parameters", True), ("formula", False)]
     return Table(f"The block diagram as a table, {label}", tuple(columns), tuple(rows), folded=True)
@@ -76,10 +77,10 @@ def _node_table(nodes: Sequence[Node], label: str) -> Table:
 
 def _lines(node: Node, trunk: bool) -> list[str]:
     if node.op in ("stream", "tokens"):
-        return [f"{node.title}  {shape_words(node)}"]
+        return [f"{node.title}  {output_shape(node)}"]
     if node.op == "add":
         return [""] if trunk else ["+"]
-    return [node.title, *filter(None, [node.detail]), *([shape_words(node)] if node.op in SHAPED else [])]
+    return [node.title, *filter(None, [node.detail]), *([output_shape(node)] if node.op in SHAPED else [])]
 
 
 def _measure(node: Node, lanes: int, room: int) -> Size:
@@ -244,7 +245,7 @@ def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
 
 
 def _hint(node: Node) -> str:
-    lines = [f"gives {shape_words(node)}", *(f"{name} [{sizes(shape)}]" for name, shape in node.weights)]
+    lines = [f"gives {output_shape(node)}", *(f"{name} [{dimensions(shape)}]" for name, shape in node.weights)]
     lines += [f"{node.copies:,} of them"] if node.copies > 1 else []
     lines += [f"{node.parameters:,} parameters"] if node.parameters else []
     lines += ["tied: the embedding's weight, stored once"] if node.tied else []

@@ -16,7 +16,8 @@ from ..converter.dtypes import HF_NAMES
 from ..parity.changes import STATUSES, ChangeGroup
 from ..version import __version__
 from .heatmap import Cell, heatmap
-from .pages import Figure, Lines, Page, Section, Table, counted, noted
+from .pages import Figure, Lines, Page, Section, Table, noted
+from .quantities import counted, two_digits
 from .rows import By
 from .sheets import Layout, Row, Sheet, drawing
 
@@ -69,7 +70,7 @@ def verdict(diff: Diff) -> str:
     if not changed:
         return f"Different: the {counted(both, 'tensor')} of equal shape have the same values"
     of_those = " of those" if changed < both else ""
-    size = f", relative change{of_those} {figure(diff.all.relative)}" if diff.all.relative else ""
+    size = f", relative change{of_those} {two_digits(diff.all.relative)}" if diff.all.relative else ""
     if changed == both == number:
         return f"Different: {tensors} changed{size}"
     return f"Different: {changed:,} of {counted(both, 'tensor')} {'of equal shape ' * bool(apart)}changed{size}"
@@ -137,10 +138,10 @@ def _row_readings(each: TensorDiff) -> list[str]:
         rows = f"{each.shape_a[0]:,} → {each.shape_b[0]:,} rows"
         if not figures.changed:
             return [f"{rows}, common rows are the same"]
-        return [f"{rows}, {figures.rows_changed:,} common rows changed, relative {figure(figures.relative)}"]
+        return [f"{rows}, {figures.rows_changed:,} common rows changed, relative {two_digits(figures.relative)}"]
     if each.status in ("only_a", "only_b"):
         one, other = ("A", "B") if each.status == "only_a" else ("B", "A")
-        how = "equal to it" if not figures.changed else f"relative change {figure(figures.relative)}"
+        how = "equal to it" if not figures.changed else f"relative change {two_digits(figures.relative)}"
         return [f"only in {one}, whose counterpart in {other} is the embedding: {how}"]
     return [_rows(each)] if 0 < figures.rows_changed <= figures.rows_all // 2 else []
 
@@ -151,7 +152,7 @@ def _remarks(each: TensorDiff) -> list[str]:
         return []
     words = []
     if figures.square > 0 or not any(figures.not_finite):
-        words += [f"relative {figure(figures.relative)}", f"max |Δ| {figure(figures.largest)}"]
+        words += [f"relative {two_digits(figures.relative)}", f"max |Δ| {two_digits(figures.largest)}"]
         words += [] if figures.cosine is None else [f"cosine {figures.cosine:.5f}"]
     words += _rank_told(each)
     if figures.rounded is not None:
@@ -234,11 +235,6 @@ def some(names: Sequence[str], most: int = 4) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def figure(value: float | None) -> str:
-    """Two digits: 0.012, 3.1e-05; a dash where there is none."""
-    return "–" if value is None else f"{value:.2g}"
-
-
 # --- in the terminal -------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +267,9 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         layers = [group for group in diff.by_layer() if group.layer is not None and group.relative]
         if by != "layer" and len(layers) > 1:
             most = sorted(layers, key=lambda group: -(group.relative or 0.0))[:3]
-            lines.append(f"Most in layer {', '.join(f'{group.layer} ({figure(group.relative)})' for group in most)}")
+            lines.append(
+                f"Most in layer {', '.join(f'{group.layer} ({two_digits(group.relative)})' for group in most)}"
+            )
         yield "Changed values (figures are of the tensors that changed)", lines
     shown = _most_changed(diff) if everything else _most_changed(diff)[:_SOME]
     if shown:
@@ -306,7 +304,7 @@ def _group_cells(group: ChangeGroup) -> tuple[str, ...]:
     if not changed:
         return (f"{len(group.tensors):,}", "0", "–", "–", "–")
     cosine = "–" if group.cosine is None else f"{group.cosine:.5f}"
-    relative = "not finite" if group.not_finite else figure(group.relative)
+    relative = "not finite" if group.not_finite else two_digits(group.relative)
     return (f"{len(group.tensors):,}", f"{len(changed):,}", relative, cosine, _ranks(changed))
 
 
@@ -334,7 +332,7 @@ def diff_page(diff: Diff) -> Page:
     facts = [(STATUSES[status], f"{number:,}") for status, number in diff.counts.items() if number]
     if everything.relative:
         part = "" if len(everything.changed) == len(diff.tensors) else " of the changed"
-        facts.append((f"relative change{part}", figure(everything.relative)))
+        facts.append((f"relative change{part}", two_digits(everything.relative)))
     if diff.low_rank is not None:
         facts.append(("largest rank", f"{diff.low_rank.rank:,}"))
     return Page(
@@ -359,7 +357,7 @@ def _sections(diff: Diff) -> Iterator[Section]:
         rows = []
         for each in changed:
             dtypes = [HF_NAMES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
-            rows.append((each.name, figure(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
+            rows.append((each.name, two_digits(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
         caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
         yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
@@ -408,7 +406,7 @@ def _cell(group: ChangeGroup) -> Cell:
     if not _compared(group):
         apart = _APART[kinds.pop()] if len(kinds) == 1 else "≠"
         return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
-    words = [f"relative change: {figure(group.relative) if changed else '0'}"]
+    words = [f"relative change: {two_digits(group.relative) if changed else '0'}"]
     if changed:
         words += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
         words += [f"{each.name.split('.')[-1]}: {', '.join(_remarks(each))}" for each in changed[:2]]

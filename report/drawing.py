@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..components.operations import Scores
 from .placement import SHAPED, Box, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
-from .structure import Kind, Node, Structure, layers_label, shape_words
+from .structure import Kind, Node, Structure, layers_label, output_shape
 
 _STREAM, _TRUNK, _LEFT, _BESIDE = 2, 0, 6, 2
 """Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
@@ -62,12 +62,12 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
     if node.op == "add":
         return ["+" if ascii_only else "⊕"]
     if node.op in ("tokens", "stream"):
-        return [f"{node.title} {shape_words(node)}"]
+        return [f"{node.title} {output_shape(node)}"]
 
     first = [node.title, *filter(None, [node.detail])]
     if not boxed(node) and node.op != "scores" and len(", ".join(first)) <= room:
         first = [", ".join(first)]
-    words = [*first, *([shape_words(node)] if node.op in SHAPED else [])]
+    words = [*first, *([output_shape(node)] if node.op in SHAPED else [])]
     lines = [part for line in words for part in folded(plain_words(line, ascii_only), room or _TRUNK_ROOM)]
     return [*lines, *_groups(node, room, ascii_only)] if node.op == "scores" else lines
 
@@ -229,7 +229,7 @@ def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> 
             title = node.title if node.title != node.id.rpartition(".")[2] else ""
             sources = f"of {', '.join(node.inputs)}" if node.inputs else ""
             details = filter(None, [sources, ", ".join(filter(None, [title, node.detail]))])
-            name, parts = node.id, [*((words, "") for words in details), (shape_words(node), "dim")]
+            name, parts = node.id, [*((words, "") for words in details), (output_shape(node), "dim")]
         for words, style in [(name, "bold"), *parts]:
             indent = "" if style == "bold" else "  "
             for line in folded(plain_words(words, ascii_only), max(width - len(indent), 1)):

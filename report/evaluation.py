@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ..version import __version__
 from .charts import DASHES, powers
-from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, counted, figure, noted, safe
+from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure, noted, safe
+from .quantities import counted, perplexity_words
 from .sheets import Layout, Row, Sheet, drawing, plain_table
-from .surgery import short
 
 if TYPE_CHECKING:
     from ..training.evaluate import Curve, Estimate, Evaluation, Paired, Score
@@ -39,7 +39,7 @@ def _perplexity(score: Score) -> str:
     if not math.isfinite(score.perplexity):
         return "infinite"
     around = "" if error is None else f" ± {score.perplexity * error:#.2g}".rstrip(".")
-    return f"{short(score.perplexity)}{around}"
+    return f"{perplexity_words(score.perplexity)}{around}"
 
 
 def _share(found: Estimate) -> str:

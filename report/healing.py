@@ -7,8 +7,8 @@ from ..terminal import say
 from ..training.heal import Healed
 from ..training.loop import Step
 from ..training.runs import Held, Outcome
+from .quantities import duration
 from .sheets import Layout, Row, Sheet, drawing
-from .training import duration
 
 
 class Healing:

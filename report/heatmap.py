@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .pages import Figure, Key, Table, figure, safe
+from .quantities import compact
 
 _NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
 _TICKS = 6  # values named on the scale, at most
@@ -118,7 +119,7 @@ def heatmap(
         trace: dict[str, Any] = {"type": "heatmap", "x": columns, "z": z}
         trace["texttemplate"] = "%{text}" if written else None
         trace["hovertext"] = [["" if cell is None else _hover(cell) for cell in line] for line in mine]
-        trace["text"] = [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine]
+        trace["text"] = [["" if cell is None else cell.apart or compact(cell.value) for cell in line] for line in mine]
         trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
         traces.append(trace | (_scale(measure, *ends) if scaled else {"colorscale": one, "showscale": False}))
     width = _LABELS + (_COLUMN if written else _NARROW) * len(columns)
@@ -133,7 +134,7 @@ def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
     logs = [math.log10(digit) + power for power in powers[::step] for digit in digits]
     inside = [value for value in logs if low - 1e-9 <= value <= high + 1e-9]
     ticks = inside if len(inside) > 1 else [low, high]
-    named = {"tickvals": ticks, "ticktext": [_short(10**tick) for tick in ticks]}
+    named = {"tickvals": ticks, "ticktext": [compact(10**tick) for tick in ticks]}
     title = {"text": measure, "side": "top", "font": {"size": 12}}
     bar = {"orientation": "h", "y": 0, "yanchor": "top", "thickness": 12, "outlinewidth": 0, "title": title, **named}
     colours = [[step / 4, f"var(--cell-{step})"] for step in range(5)]
@@ -151,14 +152,3 @@ def _hover(cell: Cell) -> str:
     name, bracket, more = cell.component.partition(" (")
     where = name if cell.layer is None else f"layer {cell.layer} {name}"
     return "<br>".join([f"<b>{safe(where)}</b>", *([safe(f"({more}")] if bracket else []), *map(safe, cell.told)])
-
-
-def _short(value: float) -> str:
-    if value == 0:
-        return "0"
-    if not math.isfinite(value):
-        return "–"
-    if 0.095 <= value < 999.5:  # two digits as they are read
-        return f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
-    digits, _, power = f"{value:.0e}".partition("e")
-    return f"{digits}e{int(power)}"

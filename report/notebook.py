@@ -12,7 +12,8 @@ from rich.console import Console, Group, RenderableType
 
 from ..analysis.params import ModelCount
 from ..terminal import printable, status
-from .sheets import Row, Sheet, nbytes
+from .quantities import decimal_bytes
+from .sheets import Row, Sheet
 
 _WIDTH = 100  # characters of a line
 _OFTEN = 0.1  # seconds between two changes of a line of progress, at least
@@ -97,11 +98,15 @@ def progress(what: str = "working") -> Iterator[Callable[..., None]]:
             if time.monotonic() - last < _OFTEN:
                 return
             last = time.monotonic()
-            words = now if isinstance(now, str) else f"{nbytes(done)}{f' of {nbytes(total)}' if total else ''}"
+            words = (
+                now
+                if isinstance(now, str)
+                else f"{decimal_bytes(done)}{f' of {decimal_bytes(total)}' if total else ''}"
+            )
             show(printable(words))
 
         yield tell
-        show(f"done, {nbytes(done)}" if done else "done")
+        show(f"done, {decimal_bytes(done)}" if done else "done")
 
 
 @contextmanager

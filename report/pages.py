@@ -230,11 +230,6 @@ def put(content: bytes, path: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def counted(number: int, what: str, many: str | None = None) -> str:
-    """1 tensor, 2 tensors."""
-    return f"{number:,} {what if number == 1 else many or what + 's'}"
-
-
 def noted(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:
     """A section of sentences, where there are any."""
     return (Section(title, (Lines(tuple(notes), listed=True),)),) if notes else ()

@@ -1,6 +1,5 @@
 """What `recommend` prints: choices with their papers, what each costs, and what the costs say to the advice."""
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import RenderResult
@@ -8,9 +7,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..analysis.recommend import ComponentChoice, Recommendation
-from .comparison import flops
-from .pages import counted
-from .sheets import Layout, Row, Sheet, drawing, nbytes, plain_table
+from .quantities import counted, decimal, decimal_bytes, signed
+from .sheets import Layout, Row, Sheet, drawing, plain_table
 
 _NARROWEST = 72  # characters below which a choice is told in lines one below the other
 _BETWEEN = 2
@@ -71,12 +69,12 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
     """Each choice exchanged alone in the baseline, what else there is, and both models as they are."""
 
     def whole(label: str, costs: Any, ruled: bool) -> Row:
-        cells = (f"{costs.parameters:,}", nbytes(costs.held_bytes()), flops(costs.total_flops))
+        cells = (f"{costs.parameters:,}", decimal_bytes(costs.held_bytes()), decimal(costs.total_flops))
         return Row(label, cells, "bold", ruled)
 
     def exchange(choice: ComponentChoice) -> tuple[str, ...]:
         parameters = f"{choice.cost.parameters:+,}" if choice.cost.parameters else "0"
-        return (parameters, signed(choice.cost.cache, nbytes), signed(choice.cost.flops, flops))
+        return (parameters, signed(choice.cost.cache, decimal_bytes), signed(choice.cost.flops, decimal))
 
     rows = [whole("GPT-2's design", advice.baseline_costs, False)]
     rows += [Row(choice.alone, exchange(choice)) for choice in advice.choices if not choice.usual]
@@ -89,8 +87,3 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
     notes += ["The choices in brackets were not made."] if advice.considered else []
     columns = ("parameters", f"KV at {context}", "FLOPs per token")
     return Sheet("exchanged alone", columns, tuple(rows), tuple(notes))
-
-
-def signed(number: int, words: Callable[[int], str]) -> str:
-    """A difference in words that have no sign."""
-    return "0" if number == 0 else f"{'+' if number > 0 else '-'}{words(abs(number))}"

@@ -9,8 +9,9 @@ from rich.console import RenderResult
 from ..training.scaling import FARTHEST, NAMES, Optimum, Scaling
 from ..version import __version__
 from .charts import DASHES
-from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, counted, figure
-from .sheets import Layout, Row, Sheet, drawing, short
+from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure
+from .quantities import abbreviated, counted
+from .sheets import Layout, Row, Sheet, drawing
 
 _SIGNS = {"alpha": "α", "beta": "β"}
 _POINTS = 40  # of a line
@@ -21,7 +22,7 @@ _NOTHING = 1e-6
 def _number(value: float) -> str:
     if abs(value) < _NOTHING:
         return "0"
-    return short(round(value)) if abs(value) >= 10_000 else f"{value:.4g}"
+    return abbreviated(round(value)) if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _law(found: Scaling) -> Sheet:
@@ -95,7 +96,7 @@ def _picture(found: Scaling) -> Figure:
     across = [least * (most / least) ** (step / (_POINTS - 1)) for step in range(_POINTS)]
     for number, size in enumerate(sorted({each.parameters for each in found.points})):
         colour, dash = f"c{number % PALETTE}", DASHES[number // PALETTE % len(DASHES)]
-        name, paint = f"{short(size)} parameters", f"var(--{colour})"
+        name, paint = f"{abbreviated(size)} parameters", f"var(--{colour})"
         line: dict[str, Any] = {"x": across, "y": [found.law.loss(size, each) for each in across]}
         line |= {"line": {"color": paint, "dash": dash}, "hoverinfo": "skip"}
         traces.append({"type": "scatter", "mode": "lines", "name": name, **line})

@@ -20,47 +20,6 @@ GAP = 3  # blank characters between two columns of a table; rich draws one of th
 _ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
 """For terminals that have no other characters."""
 _WIDEST_NAME = 24  # longer names, of folders most of them, are folded
-_DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-
-def decimal(number: int, unit: str) -> str:
-    """Four digits with a prefix of a thousand's power: 16.38 GB, 7.568 GFLOP; 128 bytes."""
-    if number < 1000:
-        return f"{number:,} {'bytes' if unit == 'B' else unit}"
-    return f"{_prefixed(number, 1000, _DECIMAL)}{unit}"
-
-
-def nbytes(number: int) -> str:
-    """Bytes as every table and chart tells them, in powers of 1000: 16.38 GB. What stands in GiB stands beside that."""
-    return decimal(number, "B")
-
-
-def binary(nbytes: int) -> str:
-    """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
-    return f"{nbytes:,} bytes" if nbytes < 1024 else _prefixed(nbytes, 1024, _BINARY)
-
-
-def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
-    """Four digits of what is at least the base, and the unit."""
-    value, power = float(number), 0
-    while value >= base - 0.05 and power < len(units) - 1:
-        value, power = value / base, power + 1
-    digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
-    return f"{value:,.{digits}f} {units[power]}"
-
-
-def human_bytes(nbytes: float) -> str:
-    """1,234 bytes, 1.2 MB, 16.4 GB: decimal units, as disks are sold and the hub counts."""
-    if nbytes < 10_000:
-        return f"{nbytes:,.0f} bytes"
-    power = next((power for power in (1, 2, 3) if nbytes / 1000**power < 1000), 4)
-    return f"{nbytes / 1000**power:,.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
-
-
-def number(value: float) -> str:
-    """An error: 0 where it is 0 to the last bit, else two digits."""
-    return "0" if value == 0 else f"{value:.1e}"
 
 
 def indented(text: str, indent: int = 10) -> list[str]:
@@ -72,49 +31,6 @@ def whole_words(line: str, width: int, first: int, rest: int) -> list[str]:
     """A line in as many as fit, broken between words alone, the first and the rest of them behind so many blanks."""
     whole = textwrap.TextWrapper(width, " " * first, " " * rest, break_long_words=False, break_on_hyphens=False)
     return whole.wrap(line)
-
-
-def percentage(number: int, total: int) -> str:
-    """Of the total, one digit after the point, and never 0 where it is not: 7.6 %, <0.1 %."""
-    share = 100 * number / total
-    return "<0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
-
-
-def short(number: int, units: Sequence[str] = "KMBT", one: str = "") -> str:
-    """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B; of anything else with units "kMGT"."""
-    for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
-        if number >= 10**power:
-            value = number / 10**power
-            return f"{value:,.0f}{unit}" if value >= 99.95 else f"{value:.3g}{unit}"
-    return f"{number:,}{one}"
-
-
-def held(nbytes: int) -> str:
-    """Bytes in units of 1,000, as in the tables, in three digits: 37.7 MB, 1.5 GB."""
-    return short(nbytes, (" kB", " MB", " GB", " TB"), " B")
-
-
-def share(number: int, total: int) -> str:
-    """Per cent, as the terminal's tables have it, in one piece where lines end."""
-    return percentage(number, total).replace(" ", "\u00a0")
-
-
-def whole_bytes(nbytes: int) -> str:
-    """To the byte, where that is still read at a glance."""
-    return f"{nbytes:,} bytes" if nbytes < 10**8 else decimal(nbytes, "B")
-
-
-def difference(before: int, after: int, words: Callable[[int], str]) -> str:
-    """What there is more or less, in the words that tell a number."""
-    return "0" if after == before else f"{'+' if after > before else '−'}{words(abs(after - before))}"
-
-
-def change(before: int, after: int) -> str:
-    """The same in per cent of what there was; nothing where there was nothing, or is as much."""
-    if before in (0, after):
-        return ""
-    share = 100 * (after - before) / before
-    return f"{share:+.1f} %".replace("-", "−") if abs(share) >= 0.05 else f"{share:+.1g} %".replace("-", "−")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from ..components.operations import AnyOperation, Sizes
 from ..components.ranges import range_label, some_of
 from ..components.words import NOT_THERE
 from ..display import Record
+from .quantities import dimensions
 
 _EdgeKind = Literal["data", "residual", "choice", "weights", "again"]
 SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
@@ -132,11 +133,6 @@ class Structure:
         return (*before, fed(stream, self.before[-1]), *block, fed(first, kind.nodes[-1]), *behind)
 
 
-def sizes(shape: Sequence[int | str], times: str = " × ") -> str:
-    """A shape in words: 4,096 × 1,024."""
-    return times.join(each if isinstance(each, str) else f"{each:,}" for each in shape)
-
-
 def layers_label(graph: Structure, kind: Kind) -> str:
     """Which layers are of a kind: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
     layers, total = kind.layers, len(graph.spec.blocks)
@@ -149,9 +145,9 @@ def layers_label(graph: Structure, kind: Kind) -> str:
     return f"{len(layers)} layers: {some_of(layers, 4, ', …')}"
 
 
-def shape_words(node: Node) -> str:
+def output_shape(node: Node) -> str:
     """The shape of what a node gives: (B, T, 32, 128)."""
-    return f"({sizes(node.shape, ', ')})"
+    return f"({dimensions(node.shape, ', ')})"
 
 
 def structure(spec: ModelSpec) -> Structure:
@@ -203,7 +199,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
     *_, of, last = "", *operation.id.split(".")
     last = f"{of}.{last}" if last.isdecimal() else last
-    matrix = sizes(dict(operation.weights).get("weight", ()))
+    matrix = dimensions(dict(operation.weights).get("weight", ()))
     match operation:
         case ops.Tokens(types=True):
             return _Caption("token types", formula="which segment each token is of")
@@ -235,7 +231,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
                 return _Caption(last, "an earlier layer's", "x·Wᵀ")
             if tied is None:
                 return _Caption(last, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
-            theirs = sizes((operation.shape[-1], operation.inputs_wide))
+            theirs = dimensions((operation.shape[-1], operation.inputs_wide))
             return _Caption("head", f"the {tied}'s {theirs}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
@@ -245,10 +241,12 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             at = f"(t + {temperature.offset})" if temperature.offset else "t"
             return _Caption("temperature", f"from {length:,}", f"x · (1 + {growth:g} · log(1 + ⌊{at} / {length}⌋))")
         case ops.Cache(once=True, shape=shape):
-            return _Caption("cache", "of the source, once", f"all tokens of the source, {sizes(shape[2:])} each")
+            return _Caption("cache", "of the source, once", f"all tokens of the source, {dimensions(shape[2:])} each")
         case ops.Cache(window=window, shape=shape):
             cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
-            return _Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
+            return _Caption(
+                "cache", "" if window is None else f"last {window:,}", f"{cached}, {dimensions(shape[2:])} each"
+            )
         case ops.Concat(shape=(_, _, width)):
             return _Caption("side by side", f"{width:,} wide", "x, and behind it what the first layer reads")
         case ops.Concat():
@@ -282,12 +280,12 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Mix():
             return _Caption("weights · v", formula="Σ weight(t, s) · v(s)")
         case ops.Scan():
-            return _Caption(operation.title, f"state {sizes(operation.state)}", operation.formula)
+            return _Caption(operation.title, f"state {dimensions(operation.state)}", operation.formula)
         case ops.Pairs():
             return _Caption("token before", "beside each token", "x(t), x(t − 1)")
         case ops.Blend():
             name = operation.weights[0][0]
-            return _Caption(last, sizes(operation.weights[0][1]), f"{name} ⊙ x(t) + (1 − {name}) ⊙ x(t − 1)")
+            return _Caption(last, dimensions(operation.weights[0][1]), f"{name} ⊙ x(t) + (1 − {name}) ⊙ x(t − 1)")
         case ops.Convolve(width=width):
             return _Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
         case ops.Activation(function=function):

@@ -14,7 +14,8 @@ from ..analysis.parameters import count
 from ..analysis.params import ModelCount
 from ..surgery.options import guarantee_in_words
 from .counts import parameter_table
-from .sheets import human_bytes, indented, number, plain_table
+from .quantities import cost_change, perplexity_words, rounded_bytes, rounded_flops, scientific
+from .sheets import indented, plain_table
 
 if TYPE_CHECKING:
     from ..surgery.listing import Listed, Listing
@@ -32,33 +33,14 @@ _HEADINGS = {
 """The groups of a listing."""
 
 
-def change(before: float, after: float) -> str:
-    """A cost after against before: "=", +12.5 %, -75.0 %, ×16 from ten times on."""
-    if after == before:
-        return "="
-    if not before:
-        return "new"
-    if after >= 10 * before:
-        return f"×{after / before:,.0f}"
-    return f"{100 * (after / before - 1):+.1f} %"
-
-
-def flops(value: float) -> str:
-    """1,234, 1.24 M, 16.1 G, with a space before the unit."""
-    if value < 1000:
-        return f"{value:,.0f}"
-    power = next((power for power in (1, 2, 3) if value / 1000**power < 1000), 4)
-    return f"{value / 1000**power:,.2f} {'kMGT'[power - 1]}"
-
-
 _TWO, _THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
 
 
 def listing_report(listing: Listing) -> RenderableType:
     """Every swap on a model, by what it would guarantee, with its costs; papers and code by option."""
     before = listing.before
-    costly = f"a token that sees {before.context:,}: {flops(before.total_flops)}FLOP"
-    size = f"{before.parameters:,} parameters; {costly}, {human_bytes(before.cache_bytes())} of cache in bf16"
+    costly = f"a token that sees {before.context:,}: {rounded_flops(before.total_flops)}FLOP"
+    size = f"{before.parameters:,} parameters; {costly}, {rounded_bytes(before.cache_bytes())} of cache in bf16"
     parts: list[RenderableType] = [Text(listing.reference, style="bold"), Text(size)]
     for verdict, heading in _HEADINGS.items():
         entries = [entry for entry in listing.entries if entry.verdict == verdict]
@@ -80,7 +62,7 @@ def _possible(entries: Sequence[Listed], before: Costs) -> Table:
         cells: list[str | Text] = ["?"] * 3
         if entry.costs is not None:
             figures = ("parameters", "total_flops", "cached")
-            cells = [change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
+            cells = [cost_change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
         limits = f"; {entry.limits}" if entry.limits else ""
         rows.append([Text(entry.asked), Text.assemble(entry.swap.gives_for(entry.value), (limits, "dim")), *cells])
     return plain_table(*_TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
@@ -159,18 +141,18 @@ def swap_lines(result: SwapResult) -> list[str]:
     if measured is None:
         return [*lines, "not measured"] if result.published else lines
     if measured.perplexity is not None and measured.kl_text is not None and measured.top1_text is not None:
-        perplexity = " -> ".join(map(short, measured.perplexity))
+        perplexity = " -> ".join(map(perplexity_words, measured.perplexity))
         same = f"top-1 {measured.top1_text:.1%}, {measured.text_positions:,} tokens"
-        lines.append(f"text        perplexity {perplexity}, KL {number(measured.kl_text)}, {same}")
+        lines.append(f"text        perplexity {perplexity}, KL {scientific(measured.kl_text)}, {same}")
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
-        perplexity, kl = short(naive.perplexity[1]), number(naive.kl_text)
+        perplexity, kl = perplexity_words(naive.perplexity[1]), scientific(naive.kl_text)
         lines.append(f"plain form  perplexity {perplexity}, KL {kl} (with --approximate)")
     for dtype, error in measured.maximum.items():
-        apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
+        apart = f"max Δ {scientific(error)}, relative {scientific(measured.relative[dtype])}"
         sides = "base+adapter against merged" if result.chain.merges else "before against after"
         lines.append(f"{dtype:<12}logits {sides}: {apart}")
     same = f"top-1 {measured.top1:.1%}, {measured.positions:,} positions"
-    lines.append(f"random ids  KL {number(measured.kl)} nats per token, {same}")
+    lines.append(f"random ids  KL {scientific(measured.kl)} nats per token, {same}")
     return lines + [line for note in measured.notes for line in indented(note, 12)]
 
 
@@ -187,25 +169,18 @@ def _stored_lines(result: SwapResult, computed: bool) -> list[str]:
     return [f"stored as   {result.dtype}{'' if whole else ' where computed'}, {why}{before}"]
 
 
-def short(perplexity: float) -> str:
-    """Two decimals of what has few digits before them."""
-    if perplexity >= 1e7:
-        return number(perplexity)
-    return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
-
-
 def costs_table(before: Costs, after: Costs) -> Table:
     """Costs before and after."""
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
         rows.append(("active per token", before.active, after.active, "{:,}".format))
-    rows.append((f"FLOPs per token at {before.context:,}", before.total_flops, after.total_flops, flops))
+    rows.append((f"FLOPs per token at {before.context:,}", before.total_flops, after.total_flops, rounded_flops))
     for name in dict.fromkeys([*before.flops, *after.flops]):
-        rows.append((f"  {name}", before.flops.get(name, 0), after.flops.get(name, 0), flops))
+        rows.append((f"  {name}", before.flops.get(name, 0), after.flops.get(name, 0), rounded_flops))
     if before.cache_bytes() or after.cache_bytes():
-        rows.append(("KV cache per token, bf16", before.cache_bytes(), after.cache_bytes(), human_bytes))
-        rows.append((f"cache at {before.context:,} tokens", before.held_bytes(), after.held_bytes(), human_bytes))
-    cells = [(label, shown(old), shown(new), change(old, new)) for label, old, new, shown in rows]
+        rows.append(("KV cache per token, bf16", before.cache_bytes(), after.cache_bytes(), rounded_bytes))
+        rows.append((f"cache at {before.context:,} tokens", before.held_bytes(), after.held_bytes(), rounded_bytes))
+    cells = [(label, shown(old), shown(new), cost_change(old, new)) for label, old, new, shown in rows]
     return plain_table(("", False), ("before", True), ("after", True), ("", True), rows=cells)
 
 
@@ -221,13 +196,13 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
     models, rows = result.chain.models, []
     for index, (step, swapped) in enumerate(zip(result.chain.steps, result.chain.swapped, strict=True)):
         before, after = count(models[index].spec).total, count(models[index + 1].spec).total
-        cells = [str(index + 1), str(step), guarantee_in_words(swapped.guarantee), change(before, after)]
+        cells = [str(index + 1), str(step), guarantee_in_words(swapped.guarantee), cost_change(before, after)]
         if measured:
             one = measured[index]
             kl, top1 = one.kl, one.top1
             if one.kl_text is not None and one.top1_text is not None:
                 kl, top1 = one.kl_text, one.top1_text
-            cells += [number(kl), f"{top1:.1%}"]
+            cells += [scientific(kl), f"{top1:.1%}"]
             if text:
                 cells.append("" if one.perplexity is None else f"{one.perplexity[1]:,.2f}")
         rows.append(tuple(cells))

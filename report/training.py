@@ -14,23 +14,7 @@ from ..errors import UsageError
 from ..terminal import printable, say
 from ..training.loop import Step
 from ..training.train import Prepared, Trained
-
-
-def duration(seconds: float) -> str:
-    """1:02:03, 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def steps(count: int) -> str:
-    """1 step, 2,000 steps."""
-    return f"{count:,} step{'' if count == 1 else 's'}"
-
-
-def nats(loss: float) -> str:
-    """3.8311, and in as many signs 3.16e+03."""
-    return f"{loss:.4f}" if loss < 999.99995 else f"{loss:.2e}"
+from .quantities import counted, duration, nats
 
 
 class Watched:
@@ -79,7 +63,7 @@ class Watched:
         self.about = prepared
         settings = prepared.settings
         step = settings["windows"] * settings["context"]
-        budget = steps(settings["steps"]) if settings["steps"] else duration(settings["seconds"])
+        budget = counted(settings["steps"], "step") if settings["steps"] else duration(settings["seconds"])
         begun = "from random weights" if prepared.from_scratch else "from its checkpoint"
         lines = [
             f"{prepared.model}: {prepared.parameters:,} parameters, {begun}",
@@ -141,5 +125,5 @@ def result_lines(done: Trained) -> list[str]:
     return [
         "",
         f"held-out loss {nats(done.held_out)} nats per token{before}",
-        f"{printable(str(done.folder))}: {form}, float32, {steps(done.steps)} in {duration(done.seconds)}",
+        f"{printable(str(done.folder))}: {form}, float32, {counted(done.steps, 'step')} in {duration(done.seconds)}",
     ]

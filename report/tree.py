@@ -15,8 +15,9 @@ from ..components.ranges import range_label, some_of
 from ..display import Record
 from .pages import Table
 from .placement import folded
+from .quantities import dimensions
 from .sheets import Layout, drawing
-from .structure import Kind, Node, Structure, sizes, structure
+from .structure import Kind, Node, Structure, structure
 
 _NARROWEST = 18  # a column of words is at least so wide
 _GAP = 2  # blanks between two columns
@@ -58,7 +59,7 @@ def tree_rows(graph: Structure | Named) -> list[_Row]:
     rows, pooler = [*ends[0], *_beside(graph), *_blocks(graph), *ends[1]], graph.spec.pooler
     if pooler is not None:  # which makes nothing of each token, so that no operation of theirs is it
         matrix, bias = pooler.shapes().values()
-        rows.append(_Row(0, "pooler.dense", f"[{sizes(matrix)}] + bias", math.prod(matrix) + math.prod(bias)))
+        rows.append(_Row(0, "pooler.dense", f"[{dimensions(matrix)}] + bias", math.prod(matrix) + math.prod(bias)))
     return rows
 
 
@@ -70,7 +71,7 @@ def _beside(graph: Structure) -> Iterator[_Row]:
         yield from (replace(row, depth=row.depth + 1) for row in inside)
     if (table := graph.spec.relative_bias) is not None:
         (shape,) = table.shapes().values()
-        yield _Row(0, "relative_bias", f"[{sizes(shape)}]", math.prod(shape))
+        yield _Row(0, "relative_bias", f"[{dimensions(shape)}]", math.prod(shape))
 
 
 def _total(rows: Iterable[_Row]) -> _Row:
@@ -107,7 +108,7 @@ def _branch(label: str, branch: _Branch, depth: int) -> Iterator[_Row]:
     prefix = f"{label}." if label else ""
     for part, below in branch.items():
         if not isinstance(below, dict):
-            yield _Row(depth, prefix + part[1:], f"[{sizes(below)}]", math.prod(below))
+            yield _Row(depth, prefix + part[1:], f"[{dimensions(below)}]", math.prod(below))
         elif not part.isdecimal():
             yield from _branch(prefix + part, below, depth)
     for below, numbers in alike.values():
@@ -130,7 +131,7 @@ def _numbered(numbers: Sequence[int]) -> str:
 
 def _row(node: Node, depth: int = 0, name: str = "") -> _Row:
     weights = dict(node.weights)
-    what = f"the {node.tied}'s" if node.tied else f"[{sizes(next(iter(weights.values())))}]"
+    what = f"the {node.tied}'s" if node.tied else f"[{dimensions(next(iter(weights.values())))}]"
     if isinstance(node.operation, Norm):
         what = f"{node.operation.kind.partition(',')[0]} {what}"
     bias = " + bias" if "bias" in weights else ""

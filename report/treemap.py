@@ -13,8 +13,8 @@ from ..analysis.parameters import count
 from ..components import Block, ModelSpec
 from ..components.model import walk
 from ..components.ranges import layer_ranges, range_label
-from .pages import COLOURS, Figure, Key, Table, counted, figure, safe
-from .sheets import share, short
+from .pages import COLOURS, Figure, Key, Table, figure, safe
+from .quantities import abbreviated, counted, unbroken_percentage
 
 _SMALLEST, TOGETHER = 1 / 60, 1 / 22
 """Of the whole: what the name of a layer needs on a phone, and that of several, which are one area where each has less.
@@ -59,7 +59,9 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     largest = max(by_component.items(), key=lambda item: item[1])
     colour = [COLOURS.get(component) for component in components]
     hints = [
-        "<br>".join([f"<b>{safe(label)}</b>", f"{number:,} parameters", f"{share(number, total)} of all", *lines])
+        "<br>".join(
+            [f"<b>{safe(label)}</b>", f"{number:,} parameters", f"{unbroken_percentage(number, total)} of all", *lines]
+        )
         for _, _, label, number, _, lines in cells
     ]
     ink = {"color": ["var(--text)" if n is None else f"var(--on-c{n})" for n in colour], "size": 13}
@@ -67,10 +69,10 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     edges = {"line": {"color": "var(--ground)", "width": 1}, "pad": {"t": 22, "l": 3, "r": 3, "b": 3}}
     trace: dict[str, Any] = {"type": "treemap", "branchvalues": "total", "sort": False, "maxdepth": 3}
     trace |= {"ids": places, "parents": parents, "labels": list(map(safe, labels)), "values": values}
-    trace |= {"text": list(map(short, values)), "textinfo": "label+text"}
+    trace |= {"text": list(map(abbreviated, values)), "textinfo": "label+text"}
     trace |= {"hovertext": hints, "hoverinfo": "text", "textfont": ink, "marker": {"colors": paint, **edges}}
     trace |= {"pathbar": {"thickness": 28, "textfont": {"size": 13}}, "tiling": {"packing": "squarify", "pad": 2}}
-    most = f"most are in {largest[0]}, {share(largest[1], total)}"
+    most = f"most are in {largest[0]}, {unbroken_percentage(largest[1], total)}"
     summary = f"{total:,} parameters, each area as large as its share; {most}. An area opens when it is chosen;"
     layout = {"height": 440, "margin": {"t": 30, "b": 2, "l": 2, "r": 2}}
     layout["uniformtext"] = {"minsize": 10, "mode": "hide"}
@@ -150,6 +152,6 @@ def _tensor_table(alike: Sequence[_Run], outside: Sequence[_Tensor], total: int)
     rows = []
     for name, tensor, layers in listed:
         number = layers * tensor.number
-        rows.append((name, _shape(tensor), f"{layers:,}", f"{number:,}", share(number, total)))
+        rows.append((name, _shape(tensor), f"{layers:,}", f"{number:,}", unbroken_percentage(number, total)))
     columns = (("tensor", False), ("shape", True), ("layers", True), ("parameters", True), ("share", True))
     return Table(f"{counted(len(rows), 'kind')} of tensor as a table", columns, tuple(rows), folded=True)

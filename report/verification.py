@@ -18,8 +18,9 @@ from rich.text import Text
 from ..components.ranges import some_of
 from .damage import damage_lines, damage_sections
 from .heatmap import Cell, heatmap
-from .pages import Code, Figure, Lines, Page, Section, Table, counted, noted
-from .sheets import indented, number, plain_table, whole_words
+from .pages import Code, Figure, Lines, Page, Section, Table, noted
+from .quantities import counted, scientific
+from .sheets import indented, plain_table, whole_words
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -74,7 +75,7 @@ def verification_report(result: Verification) -> RenderableType:
         rows = []
         for place in divergence.places[max(first - 3, 0) : first + 6]:
             mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
-            rows.append((place.name, number(place.relative), number(place.noise), mark))
+            rows.append((place.name, scientific(place.relative), scientific(place.noise), mark))
         parts += [Text(), plain_table(*_PLACES, rows=rows)]
     if result.damage is not None:
         parts += [Text(), *map(Text, damage_lines(result.damage))]
@@ -83,7 +84,7 @@ def verification_report(result: Verification) -> RenderableType:
 
 def _prompt_cells(prompt: LogitDifference) -> tuple[str, ...]:
     errors = (prompt.maximum, prompt.mean, prompt.kl)
-    return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
+    return (prompt.name, f"{prompt.positions:,}", *map(scientific, errors), f"{prompt.top1:.1%}")
 
 
 def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
@@ -111,16 +112,16 @@ def verdict_lines(result: Verification) -> list[str]:
             lines += indented(f"{len(result.bytes.alone)} on one side alone: {_some(result.bytes.alone)}")
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
-    worst = f", max Δ {number(max(prompt.maximum for prompt in result.prompts))}"
+    worst = f", max Δ {scientific(max(prompt.maximum for prompt in result.prompts))}"
     reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
     lines.append(f"function  {_WORDS[result.verdict]}{reach}: {where}{worst}")
     noise, marks, divergence = result.noise, result.score, result.divergence
     if noise is not None:
         lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
-        sides = f"transformers {number(noise.reference)}, gptkit {number(noise.candidate)}"
+        sides = f"transformers {scientific(noise.reference)}, gptkit {scientific(noise.candidate)}"
         lines.append(f"          float32 against float64: {sides}")
         if noise.paths is not None:
-            lines.append(f"          sdpa against eager in float32: transformers {number(noise.paths)}")
+            lines.append(f"          sdpa against eager in float32: transformers {scientific(noise.paths)}")
         lines += [f"          {_rounds_worse(dtype, noise.errors[dtype])}" for dtype in noise.imprecise]
     if result.verdict != "different":
         for each in result.limited:
@@ -150,17 +151,17 @@ def _score_lines(marks: MistakeScore) -> list[str]:
 
 
 def _apart(functions: float, allowed: float) -> str:
-    return f"in float64 they differ by {number(functions)}; rounding explains up to {number(allowed)}"
+    return f"in float64 they differ by {scientific(functions)}; rounding explains up to {scientific(allowed)}"
 
 
 def _rounds_worse(dtype: str, errors: tuple[float, float]) -> str:
     theirs, ours = errors
-    return f"{dtype} rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}"
+    return f"{dtype} rounds worse: mean error {scientific(ours)}, transformers' own {scientific(theirs)}"
 
 
 def _cause_words(divergence: Divergence) -> list[str]:
     return [
-        f"{cause.repair} {'restores parity' if cause.restores else f'leaves {number(cause.left)}'}"
+        f"{cause.repair} {'restores parity' if cause.restores else f'leaves {scientific(cause.left)}'}"
         for cause in divergence.causes
     ]
 
@@ -182,7 +183,7 @@ def port_report(result: PortVerification) -> RenderableType:
         near = result.first.module or "no module has an output of its size"
         lines.append(f"place     {result.first.place.name}")
         lines.append("          the first component that no module of yours computes")
-        lines.append(f"          nearest: {near}, off by {number(result.first.place.relative)}")
+        lines.append(f"          nearest: {near}, off by {scientific(result.first.place.relative)}")
     for cause in port_causes(result):
         first, *rest = indented(cause)
         lines += [f"cause     {first.strip()}", *rest]
@@ -191,7 +192,7 @@ def port_report(result: PortVerification) -> RenderableType:
     if result.matches:
         start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
         shown = result.matches[start : start + 9]
-        rows = [(each.place.name, number(each.place.relative), Text(each.module or "-")) for each in shown]
+        rows = [(each.place.name, scientific(each.place.relative), Text(each.module or "-")) for each in shown]
         parts += [Text(), plain_table(*_PLACES[:2], ("your module", False), rows=rows)]
     return Group(*parts)
 
@@ -204,7 +205,7 @@ def port_causes(result: PortVerification) -> list[str]:
     for cause in result.causes:
         which = f"{cause.mistake}, together with {cause.also}" if cause.also else cause.mistake
         what = f"the reference with {'these mistakes' if cause.also else 'this mistake'} computes what yours does"
-        partly = f"it explains {cause.part}, and logits still differ by {number(cause.left)}: more is wrong"
+        partly = f"it explains {cause.part}, and logits still differ by {scientific(cause.left)}: more is wrong"
         causes.append(f"{which}: {what if cause.explains else partly}")
     return causes or ["not found among the mistakes tried"]
 
@@ -259,7 +260,7 @@ def _page(
         subtitle,
         verdict,
         result.passed,
-        facts=(("largest difference of logits", number(worst)), *facts, *packages, *machine),
+        facts=(("largest difference of logits", scientific(worst)), *facts, *packages, *machine),
         sections=(*first, *sections, Section("Repeat it", (Code(command),))),
     )
 
@@ -280,9 +281,9 @@ def port_page(result: PortVerification) -> Page:
         words = "Causes, found by making mistakes in the reference:"
         blocks = [Lines((words,)), Lines(tuple(causes), listed=True), *blocks]
     facts = [
-        ("between the functions, in float64", number(result.functions)),
-        ("rounding explains up to", number(result.allowed)),
-        ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
+        ("between the functions, in float64", scientific(result.functions)),
+        ("rounding explains up to", scientific(result.allowed)),
+        ("mean error in float32: transformers, the port", " and ".join(map(scientific, result.rounding))),
     ]
     subtitle = f"a port, verified against {result.model} in {result.reference}"
     notes = noted([f"{note}." for note in result.notes])
@@ -345,7 +346,7 @@ def _places_figure(
 
 
 def _figure(value: float) -> str:
-    return number(value) if math.isfinite(value) else "not a number"
+    return scientific(value) if math.isfinite(value) else "not a number"
 
 
 def _bytes(result: Verification) -> Iterator[Section]:
@@ -379,7 +380,7 @@ def _rounding(result: Verification) -> Iterator[Section]:
     for dtype, (theirs, ours) in noise.errors.items():
         worse = " (rounds worse)" if dtype in noise.imprecise else ""
         errors |= {f"mean error in {dtype}: transformers": theirs, f"mean error in {dtype}: gptkit{worse}": ours}
-    rows = tuple((what, number(error)) for what, error in errors.items())
+    rows = tuple((what, scientific(error)) for what, error in errors.items())
     columns = (("of logits", False), ("max Δ", True))
     yield Section("Rounding", (Table("Differences of logits that rounding makes", columns, rows),))
 

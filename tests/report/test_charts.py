@@ -21,7 +21,7 @@ from gptkit.errors import UsageError
 from gptkit.report import pages
 from gptkit.report.charts import DASHES, bars, cache_chart
 from gptkit.report.pages import Figure
-from gptkit.report.sheets import held, short
+from gptkit.report.quantities import abbreviated, abbreviated_bytes
 from gptkit.report.treemap import treemap
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
@@ -224,11 +224,11 @@ def test_a_part_keeps_its_colour() -> None:
     ("number", "words"), [(0, "0"), (999, "999"), (1000, "1K"), (124_439_808, "124M"), (8_190_735_360, "8.19B")]
 )
 def test_short_numbers(number: int, words: str) -> None:
-    assert short(number) == words
+    assert abbreviated(number) == words
 
 
 def test_bytes_in_words() -> None:
-    assert [held(n) for n in (5, 1000, 37_748_736, 15 * 10**8)] == ["5 B", "1 kB", "37.7 MB", "1.5 GB"]
+    assert [abbreviated_bytes(n) for n in (5, 1000, 37_748_736, 15 * 10**8)] == ["5 B", "1 kB", "37.7 MB", "1.5 GB"]
 
 
 # --- colours ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from rich.console import Console
 from gptkit.analysis.figures import Scenario, figures_of
 from gptkit.analysis.params import ModelCount, params
 from gptkit.report.costs import cost_sheets
-from gptkit.report.sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
+from gptkit.report.quantities import binary_bytes, decimal, difference, percent_change, whole_bytes
+from gptkit.report.sheets import Row, Sheet
 
 
 def printed(things: list[Any], width: int = 80, **options: Any) -> str:
@@ -70,7 +71,7 @@ def test_decimal_bytes(number: int, told: str) -> None:
     ],
 )
 def test_binary_bytes(number: int, told: str) -> None:
-    assert binary(number) == told
+    assert binary_bytes(number) == told
 
 
 def test_units_are_within_half_a_digit() -> None:
@@ -83,8 +84,13 @@ def test_units_are_within_half_a_digit() -> None:
 
 def test_differences() -> None:
     assert (difference(5, 3, str), difference(3, 5, str), difference(3, 3, str)) == ("−2", "+2", "0")
-    assert (change(200, 100), change(100, 333), change(0, 3), change(7, 7)) == ("−50.0 %", "+233.0 %", "", "")
-    assert change(1_000_000, 999_900) == "−0.01 %"
+    assert (percent_change(200, 100), percent_change(100, 333), percent_change(0, 3), percent_change(7, 7)) == (
+        "−50.0 %",
+        "+233.0 %",
+        "",
+        "",
+    )
+    assert percent_change(1_000_000, 999_900) == "−0.01 %"
 
 
 # --- one model

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from gptkit.analysis.recommend import GOALS, Recommendation, recommend
 from gptkit.cli import app
-from gptkit.report.recommendation import recommendation_table, signed
+from gptkit.report.quantities import signed
+from gptkit.report.recommendation import recommendation_table
 
 runner = CliRunner()
 

@@ -12,12 +12,10 @@ from typer.testing import CliRunner
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.cli import app
-from gptkit.report.sheets import number
+from gptkit.report.quantities import cost_change, rounded_flops, scientific
 from gptkit.report.surgery import (
-    change,
     costs_table,
     dry_run_report,
-    flops,
     listing_report,
     recipes_report,
     registry_report,
@@ -51,11 +49,11 @@ def printed(*parts: RenderableType, width: int = 80) -> str:
     ],
 )
 def test_changes(before: int, after: int, words: str) -> None:
-    assert change(before, after) == words
+    assert cost_change(before, after) == words
 
 
 def test_flops() -> None:
-    assert [flops(x) for x in (0, 999, 1000, 1_780_000, 16.06e9, 3e15)] == [
+    assert [rounded_flops(x) for x in (0, 999, 1000, 1_780_000, 16.06e9, 3e15)] == [
         "0", "999", "1.00 k", "1.78 M", "16.06 G", "3,000.00 T",
     ]  # fmt: skip
 
@@ -118,8 +116,8 @@ def test_the_first_kl_is_the_one_on_the_text(tmp_path: Path) -> None:
     done = gptkit.swap("sample:llama", tmp_path / "out", quantize="int4:16", approximate=True)
     first, *others = [line for line in swap_lines(done) if re.search(r" KL \d", line)]
     assert done.measured is not None
-    assert first.startswith("text ") and f"KL {number(done.measured.kl_text)}" in first
-    assert others[-1].startswith("random ids ") and f"KL {number(done.measured.kl)}" in others[-1]
+    assert first.startswith("text ") and f"KL {scientific(done.measured.kl_text)}" in first
+    assert others[-1].startswith("random ids ") and f"KL {scientific(done.measured.kl)}" in others[-1]
 
 
 def test_costs_side_by_side() -> None:
