@@ -8,7 +8,7 @@ Interrupted runs continue where they stopped, and finished runs are not repeated
 import argparse
 from pathlib import Path
 
-from gptkit.report.ablation import ablation_page, run_line, sheet, told
+from gptkit.report.ablation import ablation_page, ablation_sheet, explanation, run_line
 from gptkit.report.pictures import write
 from gptkit.training.ablate import Ablation, ablate
 
@@ -19,7 +19,7 @@ applies them to a GPT-2 with {parameters:,} parameters, one at a time and all to
 
 All variants of the model train on tiny Shakespeare and read the same windows of the text in the same order. A run has
 {tokens:,} tokens in windows of {context} tokens, and every variant has {seeds} seeds. The loss is on held-out text, in
-nats per token, with a vocabulary of 512. ± is the largest minus the smallest loss over seeds. *Less base* is the mean
+nats per token, with a vocabulary of 512. ± is the largest minus the smallest loss over seeds. *Minus base* is the mean
 difference from the loss of the unchanged GPT-2 (*base*) with the same seed, followed by its 95 % confidence interval
 (Student's t). Rows are bold if their interval is entirely above or below 0.
 
@@ -40,9 +40,9 @@ a processor that other programs used as well.
 
 def page(table: Ablation) -> str:
     """The page."""
-    found = sheet(table)
-    rows = [("", *found.columns), ("---", *["---:"] * len(found.columns))]
-    for each in found.rows:
+    sheet = ablation_sheet(table)
+    rows = [("", *sheet.columns), ("---", *["---:"] * len(sheet.columns))]
+    for each in sheet.rows:
         cells = (each.label, *each.cells)
         rows.append(tuple(f"**{cell}**" if each.style and number < 5 else cell for number, cell in enumerate(cells)))
     base = table.rows[0]
@@ -70,7 +70,7 @@ def main() -> None:
         ended=lambda *each: print(run_line(*each), flush=True),
     )  # fmt: skip
     text = page(table)
-    print(text, *told(table), sep="\n")
+    print(text, *explanation(table), sep="\n")
     if given.out is not None:
         given.out.write_text(text)
     # Last: a picture needs a browser.

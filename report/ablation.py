@@ -1,4 +1,4 @@
-"""ablate, for the terminal and as a page: the table of variants, their curves, and what each gives and takes."""
+"""The report of `ablate`: a table of variants, their loss during training, and how they differ from the base."""
 
 from __future__ import annotations
 
@@ -12,173 +12,166 @@ from rich.text import Text
 from ..training.ablate import Ablation, Difference, Result
 from ..training.ablate import Row as Variant
 from ..version import __version__
-from .charts import DASHES
-from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure, safe
+from .charts import axis, line_style, plot_layout, vertical_line
+from .pages import Figure, Key, Lines, Page, Section, Table, figure, safe
 from .quantities import counted, decimal, whole_bytes
-from .sheets import Layout, Row, Sheet, drawing
+from .sheets import Sheet, SheetRow, Terminal, drawing
 
-_HEADINGS = ("loss", "±", "less base", "95 of 100", "KL", "parameters", "FLOPs", "cache a token", "tokens/s")
+_INTERVAL = "95 % interval"
+_HEADINGS = ("loss", "±", "minus base", _INTERVAL, "KL", "parameters", "FLOPs", "cache per token", "tokens/s")
 
 
 def run_line(name: str, tokens: int, result: Result) -> str:
-    """A run that has ended."""
+    """Return the line that reports a run when it has ended."""
     kl = "" if result.kl is None else f", KL {result.kl:.4f}"
-    found = f"held-out loss {result.loss:.4f}{kl}, {result.pace:,.0f} tokens/s"
-    return f"{name}, {tokens:,} tokens, seed {result.seed}: {found}"
+    loss = f"held-out loss {result.loss:.4f}{kl}, {result.pace:,.0f} tokens/s"
+    return f"{name}, {tokens:,} tokens, seed {result.seed}: {loss}"
 
 
 def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def _interval(found: Difference | None) -> str:
-    if found is None or found.low is None or found.high is None:
+def _interval(difference: Difference) -> str:
+    if difference.low is None or difference.high is None:
         return "–"
-    return f"{_signed(found.low)} to {_signed(found.high)}"
+    return f"{_signed(difference.low)} to {_signed(difference.high)}"
 
 
-def _cells(row: Variant) -> tuple[str, ...]:
-    """A variant's figures, below `_HEADINGS`."""
-    kl = [each.kl for each in row.runs if each.kl is not None]
+def _cells(variant: Variant) -> tuple[str, ...]:
+    """Return a variant's figures in the order of `_HEADINGS`."""
+    kl = [run.kl for run in variant.runs if run.kl is not None]
     return (
-        "–" if row.loss is None else f"{row.loss:.4f}",
-        "–" if row.spread is None else f"{row.spread:.4f}",
-        "" if row.difference is None else _signed(row.difference.mean),
-        "" if row.difference is None else _interval(row.difference),
+        "–" if variant.loss is None else f"{variant.loss:.4f}",
+        "–" if variant.spread is None else f"{variant.spread:.4f}",
+        "" if variant.difference is None else _signed(variant.difference.mean),
+        "" if variant.difference is None else _interval(variant.difference),
         f"{statistics.mean(kl):.4f}" if kl else "",
-        f"{row.costs.parameters:,}",
-        decimal(row.flops, ""),
-        whole_bytes(row.costs.cache_bytes()),
-        "–" if row.pace is None else f"{row.pace:,.0f}",
+        f"{variant.costs.parameters:,}",
+        decimal(variant.flops),
+        whole_bytes(variant.costs.cache_bytes()),
+        "–" if variant.pace is None else f"{variant.pace:,.0f}",
     )
 
 
-def _names(rows: Sequence[Variant]) -> list[str]:
-    """What rows are called: with their tokens, where a variant has several budgets."""
-    several = len({row.name for row in rows}) < len(rows)
-    return [f"{row.name}, {row.tokens:,} tokens" if several else row.name for row in rows]
+def _named(variants: Sequence[Variant]) -> list[tuple[str, Variant]]:
+    """Return variants with their labels, which include the number of tokens if a variant has several budgets."""
+    several = len({variant.name for variant in variants}) < len(variants)
+    return [(f"{each.name}, {each.tokens:,} tokens" if several else each.name, each) for each in variants]
 
 
-def sheet(table: Ablation) -> Sheet:
-    """The table; a column in which there is nothing is left out."""
-    found = [_cells(row) for row in table.rows]
-    kept = [n for n in range(len(_HEADINGS)) if any(row[n] for row in found)]
-    rows = (
-        Row(name, tuple(row[n] for n in kept), "bold" if each.difference and each.difference.tells else None)
-        for name, each, row in zip(_names(table.rows), table.rows, found, strict=True)
-    )
-    return Sheet("", tuple(_HEADINGS[n] for n in kept), tuple(rows))
+def ablation_sheet(ablation: Ablation) -> Sheet:
+    """Return the table of variants, without empty columns."""
+    cells = [_cells(variant) for variant in ablation.rows]
+    filled = [column for column in range(len(_HEADINGS)) if any(row[column] for row in cells)]
+    rows = [
+        SheetRow(
+            name, tuple(row[n] for n in filled), "bold" if variant.difference and variant.difference.tells else None
+        )
+        for (name, variant), row in zip(_named(ablation.rows), cells, strict=True)
+    ]
+    return Sheet("", tuple(_HEADINGS[column] for column in filled), tuple(rows))
 
 
-def told(table: Ablation) -> list[str]:
-    """What the figures are, in sentences."""
-    budgets = sorted({row.tokens for row in table.rows})
+def explanation(ablation: Ablation) -> list[str]:
+    """Return the sentences that say what the figures mean."""
+    budgets = sorted({variant.tokens for variant in ablation.rows})
     tokens = f"{budgets[0]:,}" if len(budgets) == 1 else f"{budgets[0]:,} to {budgets[-1]:,}"
-    how = "trained from random weights"
-    if table.how == "heal":
-        how = "healed on the base's predictions, to which KL is measured; the base was trained further on the text"
+    how = "Each variant was trained from random weights"
+    if ablation.how == "heal":
+        how = "Each variant was healed on the predictions of the base, from which KL is measured, and the base was"
+        how += " trained further on the text"
     lines = [
-        f"Each {how}: {tokens} tokens, {table.context:,} a window; {counted(table.seeds, 'seed')}.",
+        f"{how}: {tokens} tokens, {ablation.context:,} per window, {counted(ablation.seeds, 'seed')}.",
         "Loss is on held-out text, in nats per token; ± is the largest minus the smallest over seeds. Differences from"
         " the base compare runs of the same seed: the same windows in the same order, and the same initial values of"
         " parameters that both have. Intervals are Student's, without a correction for several variants.",
     ]
-    return lines + ([f"Not ended: {counted(table.left, 'run')}."] if table.left else [])
+    return lines + ([f"{counted(ablation.left, 'run')} not finished."] if ablation.left else [])
 
 
 @drawing
-def ablation_report(page: Layout, table: Ablation) -> RenderResult:
-    """What rich prints."""
-    yield Text(page.clean(table.name), style="bold")
-    yield from page.wrapped(" ".join(table.description.split()), 0, further=0)
+def ablation_report(terminal: Terminal, ablation: Ablation) -> RenderResult:
+    """Yield the report for the terminal."""
+    yield Text(terminal.clean(ablation.name), style="bold")
+    yield from terminal.wrapped(" ".join(ablation.description.split()), 0, further=0)
     yield ""
-    yield sheet(table)
+    yield ablation_sheet(ablation)
     yield ""
-    for line in told(table):
-        yield from page.wrapped(line, 0, "dim", further=0)
+    for line in explanation(ablation):
+        yield from terminal.wrapped(line, 0, "dim", further=0)
 
 
-def ablation_page(table: Ablation) -> Page:
-    """The page of an ablation."""
-    plain = sheet(table).as_table()
-    lit = frozenset(n for n, row in enumerate(table.rows) if row.difference is not None and row.difference.tells)
-    shown = Table("Variants", plain.columns, plain.rows, lit, bold="those whose interval is on one side of 0")
-    comments = tuple(f"{row.name}: {row.comment}" for row in table.rows if row.comment)
+def ablation_page(ablation: Ablation) -> Page:
+    """Return the HTML page."""
+    sheet = ablation_sheet(ablation).as_table()
+    lit = frozenset(n for n, row in enumerate(ablation.rows) if row.difference is not None and row.difference.tells)
+    table = Table("Variants", sheet.columns, sheet.rows, lit, bold="the interval does not contain 0")
+    comments = tuple(f"{variant.name}: {variant.comment}" for variant in ablation.rows if variant.comment)
     more = (Lines(comments, listed=True),) if comments else ()
-    blocks = (Lines(tuple(told(table))), shown, *more)
-    drawn = [_curves(table), *([_differences(table)] if any(row.difference for row in table.rows) else [])]
+    blocks = (Lines(tuple(explanation(ablation))), table, *more)
+    figures = [_curves_figure(ablation)]
+    figures += [_differences_figure(ablation)] if any(variant.difference for variant in ablation.rows) else []
     return Page(
-        title=table.name,
-        subtitle=" ".join(table.description.split()),
-        facts=(("seeds", f"{table.seeds}"), ("context", f"{table.context:,}"), ("gptkit", __version__)),
-        sections=(Section("What each gives and takes", blocks), Section("On the way", tuple(drawn))),
+        title=ablation.name,
+        subtitle=" ".join(ablation.description.split()),
+        facts=(("seeds", f"{ablation.seeds}"), ("context", f"{ablation.context:,}"), ("gptkit", __version__)),
+        sections=(Section("Variants compared with the base", blocks), Section("During training", tuple(figures))),
     )
 
 
-def _curves(table: Ablation) -> Figure:
-    """What was evaluated on the way against tokens: a line a variant, the mean of its seeds, with their spread."""
-    what = "KL from the base" if table.how == "heal" else "held-out loss"
-    traces, keys, cells_ = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
-    for number, (name, row) in enumerate(zip(_names(table.rows), table.rows, strict=True)):
-        if table.how == "heal" and row.name == "base":
+def _curves_figure(ablation: Ablation) -> Figure:
+    """Draw each variant's evaluations by tokens: the mean over seeds as a line, the range over seeds as bars."""
+    measure = "KL from the base" if ablation.how == "heal" else "held-out loss"
+    traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
+    for index, (name, variant) in enumerate(_named(ablation.rows)):
+        if ablation.how == "heal" and variant.name == "base":
             continue
-        colour, dash = f"c{number % PALETTE}", DASHES[number // PALETTE % len(DASHES)]
-        paint, at = f"var(--{colour})", dict[int, list[float]]()
-        for run in row.runs:
-            for each in run.curve:
-                at.setdefault(each["tokens"], []).append(each["held_out"])
-        means = {tokens: statistics.mean(found) for tokens, found in at.items()}
+        colour, dash = line_style(index)
+        paint, values_at = f"var(--{colour})", dict[int, list[float]]()
+        for run in variant.runs:
+            for point in run.curve:
+                values_at.setdefault(point["tokens"], []).append(point["held_out"])
+        means = {tokens: statistics.mean(values) for tokens, values in values_at.items()}
         errors = {
             "type": "data", "symmetric": False, "color": paint, "thickness": 1,
-            "array": [max(at[tokens]) - mean for tokens, mean in means.items()],
-            "arrayminus": [mean - min(at[tokens]) for tokens, mean in means.items()],
+            "array": [max(values_at[tokens]) - mean for tokens, mean in means.items()],
+            "arrayminus": [mean - min(values_at[tokens]) for tokens, mean in means.items()],
         }  # fmt: skip
         hints = [f"<b>{safe(name)}</b><br>{tokens:,} tokens<br>{mean:.4f}" for tokens, mean in means.items()]
         points: dict[str, Any] = {"x": list(means), "y": list(means.values()), "error_y": errors}
         points |= {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 5}}
-        traces.append(
-            {"type": "scatter", "mode": "lines+markers", "name": safe(name), **points, "hovertext": hints,
-             "hoverinfo": "text"}
-        )  # fmt: skip
+        points |= {"hovertext": hints, "hoverinfo": "text"}
+        traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(name), **points})
         keys.append(Key(f"line {colour} {dash}", name))
-        cells_ += [(name, f"{tokens:,}", f"{mean:.4f}", str(len(at[tokens]))) for tokens, mean in means.items()]
-    layout = _layout("tokens", f"{what}, nats per token", 420)
-    columns = (("variant", False), ("tokens", True), (what, True), ("seeds", True))
-    shown = Table("The curves as a table", columns, tuple(cells_), folded=True)
-    summary = f"{what.capitalize()} by tokens trained on: the mean of seeds, and bars from the least to the largest."
-    return figure(what.capitalize(), summary, traces, keys, shown, layout)
+        rows += [(name, f"{tokens:,}", f"{mean:.4f}", str(len(values_at[tokens]))) for tokens, mean in means.items()]
+    layout = plot_layout(420, axis("tokens"), axis(f"{measure}, nats per token"))
+    columns = (("variant", False), ("tokens", True), (measure, True), ("seeds", True))
+    table = Table("The curves as a table", columns, tuple(rows), folded=True)
+    title = f"{measure[0].upper()}{measure[1:]}"
+    summary = (
+        f"{title} by the number of tokens trained on: the mean over seeds, with bars from the least to the largest."
+    )
+    return figure(title, summary, traces, keys, table, layout)
 
 
-def _differences(table: Ablation) -> Figure:
-    """Each variant's loss less the base's, with its interval."""
-    found = [(name, row.difference) for name, row in zip(_names(table.rows), table.rows, strict=True) if row.difference]
+def _differences_figure(ablation: Ablation) -> Figure:
+    """Draw the loss of each variant minus that of the base, with its interval."""
+    differences = [(name, variant.difference) for name, variant in _named(ablation.rows) if variant.difference]
     errors = {
         "type": "data", "symmetric": False, "color": "var(--c1)", "thickness": 2,
-        "array": [0.0 if each.high is None else each.high - each.mean for _, each in found],
-        "arrayminus": [0.0 if each.low is None else each.mean - each.low for _, each in found],
+        "array": [0.0 if each.high is None else each.high - each.mean for _, each in differences],
+        "arrayminus": [0.0 if each.low is None else each.mean - each.low for _, each in differences],
     }  # fmt: skip
-    hints = [f"<b>{safe(name)}</b><br>{_signed(each.mean)}<br>{_interval(each)}" for name, each in found]
+    hints = [f"<b>{safe(name)}</b><br>{_signed(each.mean)}<br>{_interval(each)}" for name, each in differences]
     marks = {"marker": {"color": "var(--c1)", "size": 9}, "error_x": errors, "hovertext": hints, "hoverinfo": "text"}
-    rows = list(range(len(found)))
-    trace = {"type": "scatter", "mode": "markers", "x": [each.mean for _, each in found], "y": rows, **marks}
-    layout = _layout("loss less the base's, nats per token", "", 60 + 34 * len(found))
-    layout["yaxis"] |= {"tickvals": rows, "ticktext": [safe(name) for name, _ in found], "autorange": "reversed"}
-    layout["shapes"] = [
-        {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--quiet)"}}
-    ]
-    columns = (("variant", False), ("less base", True), ("95 of 100", True))
-    cells_ = tuple((name, _signed(each.mean), _interval(each)) for name, each in found)
-    shown = Table("The differences as a table", columns, cells_, folded=True)
-    summary = (
-        "Each variant's held-out loss minus the base's with the same seed; a bar is the 95 % interval of the mean."
-    )
-    return figure("Difference from the base", summary, [trace], [Key("c1", "less is better")], shown, layout)
-
-
-def _layout(across: str, up: str, height: int) -> dict[str, Any]:
-    axis: dict[str, Any] = {"gridcolor": "var(--line)", "zeroline": False, "ticks": "", "automargin": True}
-    margin = {"t": 8, "b": 48, "l": 8, "r": 16}
-    return {
-        "height": height, "showlegend": False, "margin": margin,
-        "xaxis": {**axis, "title": {"text": across, "standoff": 4}}, "yaxis": {**axis, "title": {"text": up}},
-    }  # fmt: skip
+    rows, means = list(range(len(differences))), [each.mean for _, each in differences]
+    trace = {"type": "scatter", "mode": "markers", "x": means, "y": rows, **marks}
+    by_name = {"tickvals": rows, "ticktext": [safe(name) for name, _ in differences], "autorange": "reversed"}
+    x, y = axis("loss minus the base's, nats per token"), axis("", **by_name)
+    layout = plot_layout(60 + 34 * len(differences), x, y, shapes=[vertical_line(0)])
+    columns = (("variant", False), ("minus base", True), (_INTERVAL, True))
+    cells = tuple((name, _signed(each.mean), _interval(each)) for name, each in differences)
+    table = Table("The differences as a table", columns, cells, folded=True)
+    summary = "The held-out loss of each variant minus that of the base with the same seed. Bars are 95 % intervals."
+    return figure("Difference from the base", summary, [trace], [Key("c1", "less is better")], table, layout)

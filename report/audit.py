@@ -10,7 +10,7 @@ from rich.text import Text
 from ..components.ranges import number_ranges
 from .diff import some
 from .quantities import counted, rounded_bytes
-from .sheets import Layout, drawing
+from .sheets import Terminal, drawing
 
 if TYPE_CHECKING:
     from ..parity.audits.subject import Audit
@@ -20,27 +20,27 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 @drawing
-def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> RenderResult:
+def audit_report(terminal: Terminal, audit: Audit, everything: bool = False) -> RenderResult:
     """What rich prints. `everything` lists every tensor of every finding."""
     size = f"{counted(audit.tensors, 'tensor')}, {rounded_bytes(audit.nbytes)}"
-    yield Text(layout.clean(audit.reference), style="bold")
-    yield from layout.wrapped(f"{size}; compared with {some(audit.looked, 8)}", 0, "dim")
+    yield Text(terminal.clean(audit.reference), style="bold")
+    yield from terminal.wrapped(f"{size}; compared with {some(audit.looked, 8)}", 0, "dim")
     counts = [(each, [x for x in audit.findings if x.severity == each]) for each in _STYLES]
     told = ", ".join(counted(len(found), kind) for kind, found in counts if found)
-    yield from layout.wrapped(told or "Nothing found", 0, "bold")
+    yield from terminal.wrapped(told or "Nothing found", 0, "bold")
     if not audit.values:
-        yield from layout.wrapped("Values were not read: NaN, infinities and zeros need --values", 0, "dim")
+        yield from terminal.wrapped("Values were not read: NaN, infinities and zeros need --values", 0, "dim")
     for each in audit.findings:
         yield ""
         yield Text(f"{each.severity} {each.rule}", style=_STYLES[each.severity])
-        yield from layout.wrapped(each.message, 2)
+        yield from terminal.wrapped(each.message, 2)
         lines = _folded(each.tensors)
         for line in lines if everything else lines[:_MOST]:
-            yield from layout.wrapped(line, 4, "dim")
+            yield from terminal.wrapped(line, 4, "dim")
         if len(lines) > _MOST and not everything:
-            yield from layout.wrapped(f"{len(lines) - _MOST} more lines: --all", 4, "dim")
+            yield from terminal.wrapped(f"{len(lines) - _MOST} more lines: --all", 4, "dim")
         if each.remedy:
-            yield from layout.wrapped(f"→ {each.remedy}", 2)
+            yield from terminal.wrapped(f"→ {each.remedy}", 2)
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:

@@ -10,7 +10,7 @@ from ..components import ModelSpec
 from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
 from .quantities import abbreviated, abbreviated_bytes, unbroken_percentage
 
-DASHES = ("solid", "dash", "dot")  # lines differ in more than colour
+DASHES = ("solid", "dash", "dot")  # lines differ by more than their colour
 _APART = 3  # models that differ in size by more than this are drawn by their shares too
 _NAME = 22  # characters of a model's name on a line beside its bar
 _FROM = 128  # tokens at which the cache's lines begin
@@ -75,6 +75,29 @@ def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bo
     layout["yaxis"] = {**axis, "showgrid": False, "autorange": "reversed", **by_name}
     keys = [Key(f"c{colours[part]}", part) for part in parts]
     return figure(title, summary, traces, keys, Table(f"{title} as a table", columns, cells, folded=True), layout)
+
+
+def line_style(index: int) -> tuple[str, str]:
+    """Return the colour and the dash of a line. After all colours of the palette, they repeat with the next dash."""
+    return f"c{index % PALETTE}", DASHES[index // PALETTE % len(DASHES)]
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return a plotly axis with grid lines and a title. `more` are other fields of plotly's axis."""
+    plain = {"gridcolor": "var(--line)", "zeroline": False, "ticks": "", "automargin": True}
+    return {**plain, "title": {"text": title, "standoff": 4}, **more}
+
+
+def plot_layout(height: int, x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return plotly's layout of a chart with these axes, `height` pixels high, without a legend."""
+    margin = {"t": 8, "b": 48, "l": 8, "r": 16}
+    return {"height": height, "showlegend": False, "margin": margin, "xaxis": x, "yaxis": y, **more}
+
+
+def vertical_line(x: float, **style: Any) -> dict[str, Any]:
+    """Return a plotly shape: a line over the whole height of a chart."""
+    line = {"color": "var(--quiet)", **style}
+    return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
 
 
 def parameter_bars(models: _Named) -> list[Figure]:

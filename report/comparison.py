@@ -15,7 +15,7 @@ from .charts import bars, cache_chart, parameter_bars
 from .counts_page import MOST_NAMES, layer_diagrams
 from .pages import Lines, Page, Section, Table, noted
 from .quantities import abbreviated, counted, decimal, decimal_bytes
-from .sheets import Layout, drawing, plain_table
+from .sheets import Terminal, drawing, plain_table
 
 _MARK = "*"
 _GAP = 2  # blank characters between two columns
@@ -61,62 +61,64 @@ def _conditions(comparison: Comparison) -> str:
 
 
 @drawing
-def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[AspectRow] | None = None) -> RenderResult:
+def comparison_table(
+    terminal: Terminal, comparison: Comparison, rows: Sequence[AspectRow] | None = None
+) -> RenderResult:
     """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
     rows = comparison.shown() if rows is None else rows
     names, shown = [model.name for model in comparison.models], _lines(comparison, rows)
-    table = _side_by_side(page, names, shown)
-    yield from [table] if table is not None else _one_below_the_other(page, names, shown)
+    table = _side_by_side(terminal, names, shown)
+    yield from [table] if table is not None else _one_below_the_other(terminal, names, shown)
     yield ""
-    yield page.note(_conditions(comparison))
+    yield terminal.note(_conditions(comparison))
     if len(names) > 1:
         differ = any(row.differs for row in rows)
         marks = f"{_MARK} marks what differs." if differ else "The models are alike in these rows."
         left = len(comparison.rows) - len(rows)
-        yield page.note(f"{marks} --all adds {counted(left, 'row')} in which they are alike." if left else marks)
-    yield from map(page.note, comparison.told)
+        yield terminal.note(f"{marks} --all adds {counted(left, 'row')} in which they are alike." if left else marks)
+    yield from map(terminal.note, comparison.told)
 
 
-def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[_Line]) -> Grid | None:
+def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_Line]) -> Grid | None:
     """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
     first = max(len(line.label) for line in shown) + len(_MARK) + 1
-    widths = shared_out(page.width - first - _GAP * len(names), [[*column] for column in columns])
+    widths = shared_out(terminal.width - first - _GAP * len(names), [[*column] for column in columns])
     if widths is None:
         return None
     table = plain_table(gap=_GAP)
     table.show_header = True
     table.add_column("", no_wrap=True, width=first)
     for name, width in zip(names, widths, strict=True):
-        table.add_column(page.text(name), width=width, overflow="fold")
+        table.add_column(terminal.text(name), width=width, overflow="fold")
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:
             table.add_row("")
         lit = line.differs and not line.cost
         cells = [f"{_MARK if lit else ' '} {line.label}", *line.cells]
-        table.add_row(*map(page.text, cells), style="bold" if lit else None)
+        table.add_row(*map(terminal.text, cells), style="bold" if lit else None)
     return table
 
 
-def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[_Line]) -> RenderResult:
+def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequence[_Line]) -> RenderResult:
     """An aspect, and below it each value with the models that have it."""
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:
             yield ""
         if not line.differs:
-            yield page.text(f"  {line.label}: {line.cells[0]}")
+            yield terminal.text(f"  {line.label}: {line.cells[0]}")
             continue
-        yield Text(page.clean(f"{' ' if line.cost else _MARK} {line.label}"), style="bold")
+        yield Text(terminal.clean(f"{' ' if line.cost else _MARK} {line.label}"), style="bold")
         by_value: dict[str, list[str]] = {}
         for name, cell in zip(names, line.cells, strict=True):
             by_value.setdefault(cell, []).append(name)
         table = plain_table(gap=_GAP)
-        room = max((page.width - 4) // 2, _longest_word(by_value))
+        room = max((terminal.width - 4) // 2, _longest_word(by_value))
         table.add_column(width=2)
         table.add_column(width=min(max(map(len, by_value)), room), overflow="fold")
         table.add_column(overflow="fold")
         for value, who in by_value.items():
-            table.add_row("", page.text(value), page.text(", ".join(who)))
+            table.add_row("", terminal.text(value), terminal.text(", ".join(who)))
         yield table
 
 

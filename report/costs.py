@@ -15,7 +15,7 @@ from ..analysis.params import ModelCount
 from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
 from .quantities import binary_bytes, decimal, difference, percent_change, whole_bytes
-from .sheets import Row, Sheet
+from .sheets import Sheet, SheetRow
 
 if TYPE_CHECKING:
     from ..analysis.costs import CacheSize
@@ -109,7 +109,7 @@ def _sheet(
             known = None not in numbers or not unknown
             texts += [difference(before, after, words[0]), percent_change(before, after)] if known else ["", ""]
         style = "bold" if label == _TOTAL else "dim" if label in _BESIDE else None
-        rows.append(Row(label, tuple(texts), style, ruled=label == _TOTAL))
+        rows.append(SheetRow(label, tuple(texts), style, ruled=label == _TOTAL))
     names = [*(name for name, *_ in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
 
@@ -186,7 +186,7 @@ def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> 
         if size is not None:
             cells = [size.in_transformers, size.in_vllm, size.in_llama_cpp]
             words = tuple(_NOTHING if nbytes is None else decimal(nbytes, "B") for nbytes in cells)
-            rows.append(Row(_sequences(size.batch, size.context), words))
+            rows.append(SheetRow(_sequences(size.batch, size.context), words))
     of_kinds = (", layers alike in padded groups", ", windows with the 512 tokens of a batch") if windowed else ("", "")
     notes = ["vLLM: blocks of 16 tokens{}. llama.cpp: float16, contexts padded to 256{}.".format(*of_kinds)]
     if any(size is not None and size.in_llama_cpp is None for size in sizes):
@@ -283,7 +283,7 @@ def _formats(models: Sequence[_Model]) -> Sheet:
             if nbytes is not None:
                 words = [decimal(nbytes, "B"), binary_bytes(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
             cells += words if alone else words[:1]
-        rows.append(Row(name, tuple(cells)))
+        rows.append(SheetRow(name, tuple(cells)))
     columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
     notes = [
@@ -300,10 +300,10 @@ def _explained(models: Sequence[_Model]) -> list[Sheet]:
     for name, _, figures in models:
         total = figures.explained
         if total is not None:
-            rows = [Row(each.label, (each.formula, f"{each.value:,}")) for each in total.terms]
-            rows.append(Row(_TOTAL, (total.formula, f"{total.total:,}"), "bold", ruled=True))
+            rows = [SheetRow(each.label, (each.formula, f"{each.value:,}")) for each in total.terms]
+            rows.append(SheetRow(_TOTAL, (total.formula, f"{total.total:,}"), "bold", ruled=True))
             for index, letter in enumerate(total.symbols):
-                rows.append(Row(letter.name, (letter.meaning, f"{letter.value:,}"), "dim", ruled=not index))
+                rows.append(SheetRow(letter.name, (letter.meaning, f"{letter.value:,}"), "dim", ruled=not index))
             title = "The total as a formula" if len(models) == 1 else f"The total of {name} as a formula"
             sheets.append(Sheet(title, ("formula", "parameters"), tuple(rows), words=1))
     return sheets
@@ -322,7 +322,7 @@ def _fits(models: Sequence[_Model], asked: Scenario) -> Sheet:
             words = [f"{number:,}" if number else _NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
             left = _NOTHING if row is None or row.left is None else decimal(row.left, "B")
             cells += [decimal(row.weights, "B"), *words, left] if alone and row is not None else words[:1]
-        rows.append(Row(dtype, tuple(cells)))
+        rows.append(SheetRow(dtype, tuple(cells)))
     own = ("weights", "longest context", f"batch of {first.context:,}", "left over")
     columns = own if alone else tuple(name for name, *_ in models)
     what = "What fits" if alone else "The longest context that fits"

@@ -20,7 +20,7 @@ from ..components.ranges import layer_ranges, range_label
 from .costs import cost_sheets, named_cache
 from .quantities import binary_bytes, counted, decimal_bytes, difference, percent_change, percentage
 from .rows import By
-from .sheets import GAP, Layout, Row, Sheet, drawing
+from .sheets import GAP, Sheet, SheetRow, Terminal, drawing
 
 _NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
 _NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
@@ -29,7 +29,11 @@ _MOST_RUNS = 8  # so many runs of layers alike are told below the total; more ar
 
 @drawing
 def parameter_table(
-    page: Layout, models: Sequence[ModelCount], by: By = "component", dtype: str | None = None, compared: bool = False
+    terminal: Terminal,
+    models: Sequence[ModelCount],
+    by: By = "component",
+    dtype: str | None = None,
+    compared: bool = False,
 ) -> RenderResult:
     """What rich prints for `params`.
 
@@ -38,15 +42,15 @@ def parameter_table(
     adds the bytes that the weights take in it; `compared` what the second model has more or less than the first.
     """
     if len(models) == 1:
-        yield from _by_names(page, models[0], dtype) if models[0].named else _one(page, models[0], dtype)
+        yield from _by_names(terminal, models[0], dtype) if models[0].named else _one(terminal, models[0], dtype)
     elif models:
         sheet = _side_by_side(models, dtype, compared)
-        yield sheet if compared or sheet.width() <= page.width else _one_below_the_other(page, models, dtype)
+        yield sheet if compared or sheet.width() <= terminal.width else _one_below_the_other(terminal, models, dtype)
     for model in models if by != "component" else ():
         yield ""
         if len(models) > 1:
-            yield page.text(model.name)
-        yield _layers(page, model, dtype) if by == "layer" else _tensors(page, model, dtype)
+            yield terminal.text(model.name)
+        yield _layers(terminal, model, dtype) if by == "layer" else _tensors(terminal, model, dtype)
 
 
 def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
@@ -72,8 +76,8 @@ def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -
 
 
 @drawing
-def _sentences(page: Layout, lines: Sequence[str]) -> RenderResult:
-    return map(page.note, lines)
+def _sentences(terminal: Terminal, lines: Sequence[str]) -> RenderResult:
+    return map(terminal.note, lines)
 
 
 def promise(swap: Mapping[str, Any]) -> str:
@@ -90,7 +94,7 @@ def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
     return None if dtype is None else weighed(model.spec, dtype, model.family)
 
 
-def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
+def _one(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
     """What a model is, and its components with their parameters, the bytes of these, and their share of the total."""
     count, words, layers = model.count, describe(model.spec), len(model.spec.blocks)
     facts = [
@@ -101,22 +105,22 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
         *(() if words["block"] == "serial" else (words["block"],)),
         f"context {words['context']}",
     ]
-    yield Text.assemble((page.clean(model.name), "bold"), "  ", (page.clean(model.family), "dim"))
-    yield Text(page.clean(" · ".join(facts)), style="dim")
+    yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.family), "dim"))
+    yield Text(terminal.clean(" · ".join(facts)), style="dim")
     yield ""
     weights = _weights(model, dtype)
     tied = count.tied and "head" not in count.by_component
-    room = page.width - max(map(len, [*count.by_component, *(["head"] if tied else [])]))
+    room = terminal.width - max(map(len, [*count.by_component, *(["head"] if tied else [])]))
     room -= GAP + max(len(f"{count.total:,}"), len("parameters"))
     with_bytes = weights is not None and room >= len(decimal_bytes(weights.total)) + GAP
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
     with_words = room >= len("100.0 %") + 2 * GAP + _NARROWEST_WORDS
     shown = (with_words, True, with_bytes, with_share)
-    rows: list[Row] = []
+    rows: list[SheetRow] = []
 
     def row(label: str, cells: tuple[str, str, str, str], style: str | None = None, ruled: bool = False) -> None:
-        rows.append(Row(label, tuple(compress(cells, shown)), style, ruled))
+        rows.append(SheetRow(label, tuple(compress(cells, shown)), style, ruled))
 
     def figures(what: str, number: int, size: int | None) -> tuple[str, str, str, str]:
         return what, f"{number:,}", "" if size is None else decimal_bytes(size), percentage(number, count.total)
@@ -147,26 +151,26 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
         # Formats are wider in some layers.
         row(label, figures(what, layer.total, next(iter(alike)) if len(alike) == 1 else None), "dim")
     titles = [*compress(("what it is", "parameters", dtype or "", "share"), shown)]
-    yield page.table(["component", *titles[:with_words]], titles[with_words:], rows)
+    yield terminal.table(["component", *titles[:with_words]], titles[with_words:], rows)
 
 
-def _by_names(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
+def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
     """What the names of tensors tell of a model whose family is unknown."""
     assert model.named is not None
     if dtype is not None:
         raise model.named.refusal(model.name)
     count = model.named.count
-    yield Text.assemble((page.clean(model.name), "bold"), "  ", (page.clean(model.named.model_type), "dim"))
-    yield page.note(f"by names; gptkit does not support its family · from {model.named.source}")
+    yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.named.model_type), "dim"))
+    yield terminal.note(f"by names; gptkit does not support its family · from {model.named.source}")
     yield ""
     parts = count.by_component.items()
-    rows = [Row(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
-    rows.append(Row("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
+    rows = [SheetRow(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
+    rows.append(SheetRow("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
     runs = layer_ranges(count.by_layer)
     for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
         label = f"layers {range_label(first, last)}, each" if first < last else f"layer {first}"
-        rows.append(Row(label, (f"{layer.total:,}", ""), "dim"))
-    yield page.table(["by names"], ["parameters", "share"], rows)
+        rows.append(SheetRow(label, (f"{layer.total:,}", ""), "dim"))
+    yield terminal.table(["by names"], ["parameters", "share"], rows)
 
 
 def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
@@ -209,7 +213,7 @@ def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: boo
     listed.append(("no embedding", [count.non_embedding for count in counts], "dim", whole))
     if any(count.active != count.total for count in counts):
         listed.append(("active", [count.active for count in counts], "dim", whole))
-    rows = [Row("family", (*(model.family or "–" for model in models), *([""] * 2 if compared else [])), "dim")]
+    rows = [SheetRow("family", (*(model.family or "–" for model in models), *([""] * 2 if compared else [])), "dim")]
     for label, numbers, style, words in listed:
         cells = ["–" if number is None else words(number) for number in numbers]
         if label == "head":
@@ -218,12 +222,12 @@ def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: boo
         if compared:
             before, after = (number or 0 for number in numbers)
             cells += [difference(before, after, words), percent_change(before, after)]
-        rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
+        rows.append(SheetRow(label, tuple(cells), style, ruled=label == "total"))
     names = [model.name for model in models]
     return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
 
 
-def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str | None) -> Grid:
+def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype: str | None) -> Grid:
     """A row a model, with as many of its figures as there is room for."""
     counts = [model.count for model in models]
     columns = [("parameters", [f"{count.total:,}" for count in counts])]
@@ -235,18 +239,18 @@ def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str 
     columns.append(("layers", [f"{len(model.spec.blocks):,}" for model in models]))
     kinds = ["none" if model.spec.head is None else "tied" if model.spec.tied else "own" for model in models]
     columns.append(("head", kinds))
-    room = page.width - min(_NARROWEST_WORDS, max(len(model.name) for model in models))
+    room = terminal.width - min(_NARROWEST_WORDS, max(len(model.name) for model in models))
     shown: list[tuple[str, list[str]]] = []
     for title, cells in columns:
         room -= GAP + max(map(len, [title, *cells]))
         if room < 0 and shown:
             break
         shown.append((title, cells))
-    rows = (Row(model.name, tuple(cells[index] for _, cells in shown)) for index, model in enumerate(models))
-    return page.table(["model"], [title for title, _ in shown], rows)
+    rows = (SheetRow(model.name, tuple(cells[index] for _, cells in shown)) for index, model in enumerate(models))
+    return terminal.table(["model"], [title for title, _ in shown], rows)
 
 
-def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
+def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
     """One row a run of layers alike: a column a component where they fit, else a line a component."""
     count = model.count if model.named is None else model.named.count
     weights = _weights(model, dtype) or count
@@ -257,18 +261,20 @@ def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     for first, last, (layer, sizes) in runs:
         numbers = [layer.by_component.get(label, 0) for label in labels]
         place, total = range_label(first, last), [decimal_bytes(sizes.total) for _ in in_dtype]
-        rows.append(Row(place, (*(f"{number:,}" for number in (*numbers, layer.total)), *total)))
-        lines.append(Row(place, (f"{layer.total:,}", *total), "bold"))
+        rows.append(SheetRow(place, (*(f"{number:,}" for number in (*numbers, layer.total)), *total)))
+        lines.append(SheetRow(place, (f"{layer.total:,}", *total), "bold"))
         for label, number in zip(labels, numbers, strict=True):
             size = [decimal_bytes(sizes.by_component.get(label, 0)) for _ in in_dtype]
-            lines.append(Row(f" {label}", (f"{number:,}", *size)))
+            lines.append(SheetRow(f" {label}", (f"{number:,}", *size)))
     titles = [*labels, "each layer", *in_dtype]
     widths = [max(map(len, column)) for column in zip(titles, *(row.cells for row in rows), strict=True)]
-    fit = max(map(len, ["layer", *(row.label for row in rows)])) + sum(widths) + GAP * len(widths) <= page.width
-    return page.table(["layer"], titles, rows) if fit else page.table(["layer"], ["parameters", *in_dtype], lines)
+    fit = max(map(len, ["layer", *(row.label for row in rows)])) + sum(widths) + GAP * len(widths) <= terminal.width
+    return (
+        terminal.table(["layer"], titles, rows) if fit else terminal.table(["layer"], ["parameters", *in_dtype], lines)
+    )
 
 
-def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
+def _tensors(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
     """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
     weights, named = _weights(model, dtype), model.named
     size = None if dtype is None else sizer(model.spec, dtype, model.family)
@@ -277,22 +283,22 @@ def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     names = max(len(group.name) for group in groups)
     total = (model.count if named is None else named.count).total
     figures = [f"{total:,}", *([] if weights is None else [decimal_bytes(weights.total)])]
-    room = page.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
+    room = terminal.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
     if dtype and room < _NARROWEST_WORDS:
-        return _tensors(page, model, None)
+        return _tensors(terminal, model, None)
     beside = room - GAP - max(map(len, [*shapes, "shape"]))
     with_shape = beside >= min(names, _NARROWEST_NAMES)
     with_number = beside - GAP - len("number") >= names
     with_columns = (with_shape, with_number, True, dtype is not None)
-    table = page.table(["tensor"], list(compress(("shape", "number", "parameters", dtype or ""), with_columns)))
+    table = terminal.table(["tensor"], list(compress(("shape", "number", "parameters", dtype or ""), with_columns)))
     for group, shape in zip(groups, shapes, strict=True):
         lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
         number = f"×{group.number:,}" if group.number > 1 else ""
         cells = compress((shape, number, f"{group.parameters:,}", decimal_bytes(group.nbytes)), with_columns)
-        table.add_row(Text("\n ").join(map(page.text, lines)), *map(page.text, cells))
+        table.add_row(Text("\n ").join(map(terminal.text, lines)), *map(terminal.text, cells))
     table.add_section()
     blank = [""] * (with_shape + with_number)
-    table.add_row(*map(page.text, ["total", *blank, *figures]), style="bold")
+    table.add_row(*map(terminal.text, ["total", *blank, *figures]), style="bold")
     return table
 
 

@@ -19,7 +19,7 @@ from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, noted
 from .quantities import counted, two_digits
 from .rows import By
-from .sheets import Layout, Row, Sheet, drawing
+from .sheets import Sheet, SheetRow, Terminal, drawing
 
 if TYPE_CHECKING:
     from ..parity.changes import Diff, Status, TensorDiff
@@ -239,28 +239,28 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 
 @drawing
-def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
+def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
     """What rich prints. `everything` lists all tensors that differ, and all that is to say of trees and files."""
     for line in sides(diff):
-        yield from _wrapped(layout, line, 0, "dim")
-    yield from _wrapped(layout, verdict(diff), 0, "bold")
+        yield from _wrapped(terminal, line, 0, "dim")
+    yield from _wrapped(terminal, verdict(diff), 0, "bold")
     for line in readings(diff):
-        yield from _wrapped(layout, line, _INDENT)
+        yield from _wrapped(terminal, line, _INDENT)
     for heading, lines in _parts(diff, by, everything or by == "tensor"):
         yield ""
-        yield from _wrapped(layout, heading, 0, "bold")
+        yield from _wrapped(terminal, heading, 0, "bold")
         for each in lines:
-            yield from [each] if isinstance(each, Sheet) else _wrapped(layout, each, _INDENT)
+            yield from [each] if isinstance(each, Sheet) else _wrapped(terminal, each, _INDENT)
     if diff.notes:
         yield ""
     for line in diff.notes:
-        yield from _wrapped(layout, f"note: {line}", 0, "dim")
+        yield from _wrapped(terminal, f"note: {line}", 0, "dim")
 
 
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
-        rows = [Row(_label(group), _group_cells(group)) for group in groups if group.changed]
+        rows = [SheetRow(_label(group), _group_cells(group)) for group in groups if group.changed]
         lines: list[str | Sheet] = [Sheet("", _COLUMNS, tuple(rows))]
         same = [_label(group) for group in groups if group.same == len(group.tensors)]
         lines += [f"Unchanged: {some(same, 8)}"] if same else []
@@ -291,12 +291,12 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         yield "Files other than weights (A → B)", _files_told(diff, None if everything else _SOME)
 
 
-def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Text]:
+def _wrapped(terminal: Terminal, text: str, indent: int, style: str = "") -> Iterator[Text]:
     """Lines that fit, broken between words alone; a second line of the text and what is broken off stand further in."""
     first, *more = text.split("\n")
-    yield from layout.wrapped(first, indent, style, _INDENT if indent else 3)
+    yield from terminal.wrapped(first, indent, style, _INDENT if indent else 3)
     for line in more:
-        yield from layout.wrapped(line, indent + 2 * _INDENT, style, 0)
+        yield from terminal.wrapped(line, indent + 2 * _INDENT, style, 0)
 
 
 def _group_cells(group: ChangeGroup) -> tuple[str, ...]:

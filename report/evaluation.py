@@ -1,4 +1,4 @@
-"""What `eval` prints: a model on a text, beside another, by position; in lines, as a page with the curve."""
+"""The report of `eval`: figures of a model on a text, compared with another model, and its loss by position."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from rich.console import RenderResult
 from rich.text import Text
 
 from ..version import __version__
-from .charts import DASHES, powers
+from .charts import DASHES, axis, plot_layout, powers, vertical_line
 from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure, noted, safe
 from .quantities import counted, perplexity_words
-from .sheets import Layout, Row, Sheet, drawing, plain_table
+from .sheets import Sheet, SheetRow, Terminal, drawing, plain_table
 
 if TYPE_CHECKING:
-    from ..training.evaluate import Curve, Estimate, Evaluation, Paired, Score
+    from ..training.evaluate import Curve, Estimate, Evaluation, Score
 
 _MARKS, _ASCII_MARKS = "●○◆◇◉", "ox*+@"
-"""A curve's mark each, and that of several in one place."""
-_PICTURE = 44
-"""Columns that a curve in the terminal takes at most."""
+"""The marks of up to four curves, and last the mark for a place where several curves meet."""
+_CHART_COLUMNS, _LEAST_CHART_COLUMNS = 44, 8
+"""Columns that the chart in the terminal takes at most, and below which it is left out."""
+_BEYOND = "past context"
 
 
-def _between(value: float, error: float | None, digits: int = 3) -> str:
-    """A figure and its standard error, where there is one."""
+def _with_error(value: float, error: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if error is None else f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
-def _estimate(found: Estimate, digits: int = 3) -> str:
-    return _between(found.value, found.error, digits)
+def _estimate(estimate: Estimate, digits: int = 3) -> str:
+    return _with_error(estimate.value, estimate.error, digits)
 
 
 def _perplexity(score: Score) -> str:
-    """By what an error in nats makes of it."""
-    error = score.nats.error
+    """Return the perplexity with its standard error, which is the perplexity times the error in nats."""
     if not math.isfinite(score.perplexity):
         return "infinite"
+    error = score.nats.error
     around = "" if error is None else f" ± {score.perplexity * error:#.2g}".rstrip(".")
     return f"{perplexity_words(score.perplexity)}{around}"
 
 
-def _share(found: Estimate) -> str:
-    return f"{_between(100 * found.value, None if found.error is None else 100 * found.error, 1)} %"
+def _accuracy(share: Estimate) -> str:
+    return f"{_with_error(100 * share.value, None if share.error is None else 100 * share.error, 1)} %"
 
 
 _FIGURES: tuple[tuple[str, Callable[[Score], str]], ...] = (
@@ -53,135 +53,135 @@ _FIGURES: tuple[tuple[str, Callable[[Score], str]], ...] = (
 )
 
 
-def _sheet(evaluation: Evaluation) -> Sheet:
-    """The figures of each model."""
-    scores = [each for each in (evaluation.score, evaluation.against) if each is not None]
-    rows = [Row(name, tuple(tell(score) for score in scores)) for name, tell in _FIGURES]
+def _score_sheet(evaluation: Evaluation) -> Sheet:
+    """Return the figures, with a column for each model."""
+    scores = [score for score in (evaluation.score, evaluation.against) if score is not None]
+    rows = [SheetRow(name, tuple(map(words, scores))) for name, words in _FIGURES]
     for k in evaluation.score.top_k:
-        rows.append(Row(f"top-{k} accuracy", tuple(_share(score.top_k[k]) for score in scores)))
+        rows.append(SheetRow(f"top-{k} accuracy", tuple(_accuracy(score.top_k[k]) for score in scores)))
     if len({score.tokens for score in scores}) > 1:
-        rows.append(Row("tokens", tuple(f"{score.tokens:,}" for score in scores)))
+        rows.append(SheetRow("tokens", tuple(f"{score.tokens:,}" for score in scores)))
     return Sheet("", tuple(score.reference for score in scores), tuple(rows))
 
 
-def _difference(paired: Paired) -> str:
-    """A model less the other, in a sentence."""
-    value, error = paired.difference.value, paired.difference.error
+def _difference(evaluation: Evaluation) -> list[str]:
+    """Return a sentence on the difference from the other model, or nothing if there is none."""
+    paired, against = evaluation.paired, evaluation.against
+    if paired is None or against is None:
+        return []
+    value, error, windows = paired.difference.value, paired.difference.error, counted(paired.windows, "window")
     if value == 0 and not error:
-        return f"the same in each of {counted(paired.windows, 'window')}"
+        return [f"minus {against.reference}: the same in each of {windows}"]
     unit = paired.unit.replace(" a ", " per ")  # the JSON output has "nats a token" and "bits a byte"
-    sign = "−" if value < 0 else "+"
-    return (
-        f"{sign}{_between(abs(value), error)} {unit}; better in {paired.better:.1%} of"
-        f" {counted(paired.windows, 'window')}, worse in {paired.worse:.1%}"
-    )
+    words = f"{'−' if value < 0 else '+'}{_with_error(abs(value), error)} {unit}"
+    shares = f"better in {paired.better:.1%} of {windows}, worse in {paired.worse:.1%}"
+    return [f"minus {against.reference}: {words}; {shares}"]
 
 
-def _given(evaluation: Evaluation) -> str:
-    score = evaluation.score
-    behind = "" if evaluation.stride == evaluation.context else f", each {evaluation.stride:,} tokens after the last"
+def _data_words(evaluation: Evaluation) -> str:
+    """Return how large the text is, and how it was cut into windows."""
+    score, stride = evaluation.score, evaluation.stride
+    starts = "" if stride == evaluation.context else f", one starting every {stride:,} tokens"
     return (
         f"{counted(evaluation.documents, 'document')}, {score.tokens:,} tokens of {score.bytes:,} bytes,"
-        f" {counted(score.windows, 'window')} of {evaluation.context:,}{behind}"
+        f" {counted(score.windows, 'window')} of {evaluation.context:,}{starts}"
     )
 
 
 def _curves(evaluation: Evaluation) -> tuple[Curve, ...]:
-    """Past the context where somebody looked there, which has what is within it too."""
-    scores = (each.curve for each in (evaluation.score, evaluation.against) if each is not None)
+    """Return the curves beyond the context if they were measured. They contain the positions within it."""
+    scores = (score.curve for score in (evaluation.score, evaluation.against) if score is not None)
     return evaluation.extrapolation or tuple(scores)
 
 
-def _place(first: int, last: int) -> str:
+def _positions(first: int, last: int) -> str:
     return f"{first:,}" if first == last else f"{first:,}–{last:,}"
 
 
 @drawing
-def evaluation_report(page: Layout, evaluation: Evaluation) -> RenderResult:
-    """What rich prints."""
-    yield page.text(f"{evaluation.score.reference} on {', '.join(evaluation.data)}")
-    yield page.note(_given(evaluation))
+def evaluation_report(terminal: Terminal, evaluation: Evaluation) -> RenderResult:
+    """Yield the report for the terminal."""
+    yield terminal.text(f"{evaluation.score.reference} on {', '.join(evaluation.data)}")
+    yield terminal.note(_data_words(evaluation))
     yield ""
-    yield _sheet(evaluation)
-    if evaluation.paired is not None and evaluation.against is not None:
+    yield _score_sheet(evaluation)
+    for line in _difference(evaluation):
         yield ""
-        yield page.text(f"less {evaluation.against.reference}: {_difference(evaluation.paired)}")
+        yield terminal.text(line)
     yield ""
-    yield Text("Nats per token, by the position that it is predicted from", style="bold")
-    yield from _drawn(page, _curves(evaluation), evaluation.context)
-    yield from map(page.note, evaluation.notes)
+    yield Text("Nats per token, by the position from which a token is predicted", style="bold")
+    yield from _curve_chart(terminal, _curves(evaluation), evaluation.context)
+    yield from map(terminal.note, evaluation.notes)
 
 
-def _drawn(page: Layout, curves: Sequence[Curve], context: int) -> RenderResult:
-    """The curves turned by a quarter: a line a bin, in which each model's mark stands further right for more nats."""
-    *marks, several = list(_ASCII_MARKS if page.ascii_only else _MARKS)
+def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> RenderResult:
+    """Yield a legend, and a chart with a line for each range of positions: a mark further right means more nats."""
+    *marks, several = list(_ASCII_MARKS if terminal.ascii_only else _MARKS)
     for mark, curve in zip(marks, curves, strict=False):
         made_for = "" if curve.context is None else f"  made for {curve.context:,} tokens"
-        yield page.text(f"{mark} ").append(page.text(curve.name)).append(page.clean(made_for), style="dim")
-    bins = list(dict.fromkeys((each.first, each.last) for curve in curves for each in curve.bins))
-    found = [{(each.first, each.last): each for each in curve.bins} for curve in curves]
-    values = [each.nats.value for curve in curves for each in curve.bins if math.isfinite(each.nats.value)]
+        yield terminal.text(f"{mark} ").append(terminal.text(curve.name)).append(terminal.clean(made_for), style="dim")
+    places = list(dict.fromkeys((each.first, each.last) for curve in curves for each in curve.bins))
+    by_place = [{(each.first, each.last): each.nats for each in curve.bins} for curve in curves]
+    names = [_positions(first, last) for first, last in places]
+    beyond = [_BEYOND] if any(first == context for first, _ in places) else []
+    room = terminal.width - max(map(len, ["position", *names, *beyond])) - 2
+
+    def figures(words: Callable[[Estimate], str]) -> tuple[list[list[str]], int]:
+        """Return the figures of every place, and the number of columns that remain for the chart."""
+        cells = [[words(nats[place]) if place in nats else "" for nats in by_place] for place in places]
+        return cells, room - sum(max(len(row[n]) for row in cells) + 2 for n in range(len(curves)))
+
+    cells, remaining = figures(lambda nats: _estimate(nats, 2))
+    if remaining < 0:
+        cells, remaining = figures(lambda nats: f"{nats.value:.2f}")
+    width = min(_CHART_COLUMNS, remaining - 1)
+    values = [nats.value for of_curve in by_place for nats in of_curve.values() if math.isfinite(nats.value)]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    names = [_place(first, last) for first, last in bins]
-
-    def told(tell: Callable[[Estimate], str]) -> tuple[list[list[str]], int]:
-        """The figures of every bin, and the columns that they leave."""
-        figures = [[tell(each[place].nats) if place in each else "" for each in found] for place in bins]
-        widest = (max(len(row[n]) for row in figures) + 2 for n in range(len(curves)))
-        return figures, page.width - max(map(len, ["position", *names])) - 2 - sum(widest)
-
-    figures, left = told(lambda nats: _estimate(nats, 2))
-    if left < 0:
-        figures, left = told(lambda nats: _between(nats.value, None, 2))
-    width = min(_PICTURE, left - 1)
-    shown = plain_table(("position", False), *((mark, True) for mark, _ in zip(marks, curves, strict=False)), gap=2)
-    if width >= 8:
-        shown.add_column(page.text(f"{low:.2f}{' ' * (width - len(f'{low:.2f}{high:.2f}'))}{high:.2f}"), no_wrap=True)
-    for place, name, row in zip(bins, names, figures, strict=True):
+    table = plain_table(("position", False), *((mark, True) for mark, _ in zip(marks, curves, strict=False)), gap=2)
+    with_chart = width >= _LEAST_CHART_COLUMNS
+    if with_chart:
+        blank = " " * (width - len(f"{low:.2f}{high:.2f}"))
+        table.add_column(terminal.text(f"{low:.2f}{blank}{high:.2f}"), no_wrap=True)
+    for place, name, row in zip(places, names, cells, strict=True):
         if place[0] == context:
-            shown.add_row(page.text("past it"), style="dim")
-        line = [" "] * max(width, 0)
-        for mark, each in zip(marks, found, strict=False):
-            if place in each and line and math.isfinite(each[place].nats.value):
-                at = round((each[place].nats.value - low) / ((high - low) or 1) * (width - 1))
-                line[at] = mark if line[at] == " " else several
-        shown.add_row(*map(page.text, [name, *row]), *([Text("".join(line))] if width >= 8 else []))
-    yield shown
+            table.add_row(terminal.text(_BEYOND), style="dim")
+        line = [" "] * max(width, 1)
+        for mark, nats in zip(marks, by_place, strict=False):
+            if place in nats and math.isfinite(nats[place].value):
+                column = round((nats[place].value - low) / ((high - low) or 1) * (len(line) - 1))
+                line[column] = mark if line[column] == " " else several
+        table.add_row(*map(terminal.text, [name, *row]), *([Text("".join(line))] if with_chart else []))
+    yield table
 
 
 def evaluation_page(evaluation: Evaluation) -> Page:
-    """The page of an evaluation."""
-    sheet, score, curves = _sheet(evaluation), evaluation.score, _curves(evaluation)
-    facts = [("context", f"{evaluation.context:,}"), ("tokens", f"{score.tokens:,}"), ("gptkit", __version__)]
-    beside = ""
-    if evaluation.paired is not None and evaluation.against is not None:
-        beside = f"Less {evaluation.against.reference}: {_difference(evaluation.paired)}."
-    words = (
-        f"{_given(evaluation)}. Standard errors are over windows: tokens that follow one another are not independent."
-    )
-    lines = (words, beside) if beside else (words,)
-    first = Section("On the text", (Lines(lines), sheet.as_table()))
+    """Return the HTML page."""
+    score = evaluation.score
+    lines = [
+        f"{_data_words(evaluation)}. Standard errors are over windows, because neighbouring tokens are not independent."
+    ]
+    lines += [f"{line[0].upper()}{line[1:]}." for line in _difference(evaluation)]
     return Page(
         title=score.reference,
         subtitle=f"measured on {', '.join(evaluation.data)}",
         verdict=f"Perplexity {_perplexity(score)}",
-        facts=tuple(facts),
+        facts=(("context", f"{evaluation.context:,}"), ("tokens", f"{score.tokens:,}"), ("gptkit", __version__)),
         sections=(
-            first,
-            Section("By position", (_curve_figure(curves, evaluation.context),)),
+            Section("On the text", (Lines(tuple(lines)), _score_sheet(evaluation).as_table())),
+            Section("By position", (_curve_figure(_curves(evaluation), evaluation.context),)),
             *noted(evaluation.notes),
         ),
     )
 
 
 def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
-    """Nats per token against the position, a line a curve, with standard errors; the end of the context is marked."""
+    """Draw nats per token by position with standard errors. A dashed line marks the end of the context."""
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
-    for number, curve in enumerate(curves):
-        colour, dash = f"c{number % PALETTE}", DASHES[number % len(DASHES)]
+    for index, curve in enumerate(curves):
+        colour, dash = f"c{index % PALETTE}", DASHES[index % len(DASHES)]
         bins = [each for each in curve.bins if math.isfinite(each.nats.value)]
         hints = [
-            f"<b>{safe(curve.name)}</b><br>position {_place(each.first, each.last)}, {each.tokens:,} tokens"
+            f"<b>{safe(curve.name)}</b><br>position {_positions(each.first, each.last)}, {each.tokens:,} tokens"
             f"<br>{_estimate(each.nats)} nats per token"
             for each in bins
         ]
@@ -189,29 +189,19 @@ def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
         errors = {"type": "data", "array": [each.nats.error or 0 for each in bins], "color": paint, "thickness": 1}
         points: dict[str, Any] = {"x": [math.sqrt((each.first + 1) * (each.last + 1)) for each in bins]}
         points |= {"y": [each.nats.value for each in bins], "error_y": errors, "hovertext": hints, "hoverinfo": "text"}
-        drawn = {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 6}}
-        traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(curve.name), **points, **drawn})
+        style = {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 6}}
+        traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(curve.name), **points, **style})
         keys.append(Key(f"line {colour} {dash}", curve.name))
-        places = ((_place(each.first, each.last), f"{each.tokens:,}", _estimate(each.nats)) for each in curve.bins)
-        rows += [(curve.name, *place) for place in places]
+        for each in curve.bins:
+            rows.append((curve.name, _positions(each.first, each.last), f"{each.tokens:,}", _estimate(each.nats)))
     width = max(curve.width for curve in curves)
-    across = powers(1, width) | {"title": {"text": "position, in tokens"}}
-    up = {
-        "title": {"text": "nats per token", "standoff": 4},
-        "gridcolor": "var(--line)",
-        "zeroline": False,
-        "ticks": "",
-    }
-    layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
-    layout |= {"xaxis": across, "yaxis": {**up, "automargin": True}}
-    if width > context:
-        line = {"color": "var(--quiet)", "dash": "dash", "width": 1}
-        layout["shapes"] = [
-            {"type": "line", "x0": context, "x1": context, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-        ]
+    x = powers(1, width) | {"title": {"text": "position, in tokens"}}
+    layout = plot_layout(360, x, axis("nats per token"))
     ends = [f"{_estimate(curve.bins[-1].nats, 2)} at the last positions ({curve.name})" for curve in curves]
-    summary = f"Nats per token by the position that a token is predicted from: {'; '.join(ends)}."
-    summary += f" The dashed line is where the context of {context:,} tokens ends." if width > context else ""
+    summary = f"Nats per token by the position from which a token is predicted: {'; '.join(ends)}."
+    if width > context:
+        layout["shapes"] = [vertical_line(context, dash="dash", width=1)]
+        summary += f" The dashed line is the end of the context of {context:,} tokens."
     columns = (("model", False), ("position", False), ("tokens", True), ("nats per token", True))
     table = Table("By position, as a table", columns, tuple(rows), folded=True)
     return figure("Nats per token by position", summary, traces, keys, table, layout)

@@ -9,7 +9,7 @@ from rich.console import RenderResult
 from ..analysis.parameters import count
 from ..architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, transformers_lists
 from ..architectures.presets import Preset, presets
-from .sheets import GAP, Layout, drawing, plain_table
+from .sheets import GAP, Terminal, drawing, plain_table
 
 _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its list of causal language models
 
@@ -103,7 +103,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
 
 
 @drawing
-def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
+def families_table(terminal: Terminal, found: Mapping[str, Any]) -> RenderResult:
     """A row a family, and one for each model type that is none."""
     kinds: dict[str, list[Any]] = {"family": [], "encoder": [], "encoder-decoder": []}
     for each in found["families"]:
@@ -111,7 +111,7 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
         name = each["family"] + (f" ({', '.join(others)})" if others else "")
         row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
         kind = "encoder-decoder" if each["encoder_decoder"] else "encoder" if each["without_head"] else "family"
-        kinds[kind].append([*map(page.text, row)])
+        kinds[kind].append([*map(terminal.text, row)])
     there = {kind: rows for kind, rows in kinds.items() if rows} or {"family": []}
     for index, (kind, rows) in enumerate(there.items()):
         yield from [""] * (index > 0)
@@ -119,13 +119,13 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
         yield plain_table(*((title, title == "presets") for title in titles), rows=rows)
     if found["others"]:
         counted = {True: "by names", False: "no"}
-        rows = [[*map(page.text, (o["model_type"], counted[o["counted"]], o["why"]))] for o in found["others"]]
+        rows = [[*map(terminal.text, (o["model_type"], counted[o["counted"]], o["why"]))] for o in found["others"]]
         yield ""
         yield plain_table(("not yet", False), ("counted", False), ("what they have", False), rows=rows)
     counts = found["counts"]
     if counts["types"]:
         yield ""
-        yield page.text(
+        yield terminal.text(
             f"{counts['families']} families, of which {counts['encoders']} are encoders and "
             f"{counts['encoder_decoders']} encoder-decoders; {counts['exact']} of the "
             f"{counts['types']} causal language models of the installed transformers. Parameters are counted of "
@@ -142,7 +142,7 @@ def preset_json(preset: Preset) -> dict[str, Any]:
 
 
 @drawing
-def preset_table(page: Layout, presets: Sequence[Mapping[str, Any]]) -> RenderResult:
+def preset_table(terminal: Terminal, presets: Sequence[Mapping[str, Any]]) -> RenderResult:
     """A row a preset, of its JSON values: its name, its parameters, and where it lies on the hub; as many columns as
     there is room for.
     """
@@ -150,7 +150,7 @@ def preset_table(page: Layout, presets: Sequence[Mapping[str, Any]]) -> RenderRe
     gap = GAP - 1  # the longest repository just fits 80 columns
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     some = ((0, 1, 2, 3), (0, 2, 3), (0, 2))
-    columns = next((each for each in some if sum(widths[column] for column in each) - gap <= page.width), some[-1])
+    columns = next((each for each in some if sum(widths[column] for column in each) - gap <= terminal.width), some[-1])
     titles = [("preset", False), ("family", False), ("parameters", True), ("repository", False)]
-    cells = [[page.text(row[column]) for column in columns] for row in rows]
+    cells = [[terminal.text(row[column]) for column in columns] for row in rows]
     yield plain_table(*(titles[column] for column in columns), rows=cells, gap=gap)

@@ -8,7 +8,7 @@ from ..training.heal import Healed
 from ..training.loop import Step
 from ..training.runs import Held, Outcome
 from .quantities import duration
-from .sheets import Layout, Row, Sheet, drawing
+from .sheets import Sheet, SheetRow, Terminal, drawing
 
 
 class Healing:
@@ -35,7 +35,7 @@ class Healing:
 
 
 @drawing
-def healing_report(layout: Layout, done: Healed) -> RenderResult:
+def healing_report(terminal: Terminal, done: Healed) -> RenderResult:
     """What rich prints when all runs have ended."""
     yield ""
     recovered = done.recovered
@@ -43,23 +43,23 @@ def healing_report(layout: Layout, done: Healed) -> RenderResult:
     if done.kept and recovered is not None:
         share = "Training did not bring the model closer; it is written unchanged"
     budget = f"{done.tokens:,} tokens a run, {done.seeds} seed{'' if done.seeds == 1 else 's'}"
-    yield Text(layout.clean(f"{share}: {done.start.kl:.4f} → {done.healed.kl:.4f} nats per token"), style="bold")
+    yield Text(terminal.clean(f"{share}: {done.start.kl:.4f} → {done.healed.kl:.4f} nats per token"), style="bold")
     yield ""
     rows = [
-        Row("original", _cells(done.original)),
-        Row("changed, before", _cells(done.start)),
-        Row("changed, healed", _outcome(done.healed)),
+        SheetRow("original", _cells(done.original)),
+        SheetRow("changed, before", _cells(done.start)),
+        SheetRow("changed, healed", _outcome(done.healed)),
     ]
-    rows += [] if done.control is None else [Row("control: original, trained", _outcome(done.control))]
-    rows += [] if done.floor is None else [Row("floor: changed, from random", _outcome(done.floor))]
+    rows += [] if done.control is None else [SheetRow("control: original, trained", _outcome(done.control))]
+    rows += [] if done.floor is None else [SheetRow("floor: changed, from random", _outcome(done.floor))]
     yield Sheet("held out", ("KL", "±", "loss", "perplexity", "time"), tuple(rows))
     yield ""
     local = f"; layers first: {len(done.local)}" if done.local else ""
-    yield layout.note(f"{budget}; {done.trained:,} parameters trained{local}; ± is the spread over seeds")
+    yield terminal.note(f"{budget}; {done.trained:,} parameters trained{local}; ± is the spread over seeds")
     for what, outcome in (("changed", done.healed), ("control", done.control)):
         if outcome is not None:
-            yield layout.note(f"{what}: rate {outcome.rate:.2g}{_trials(outcome)}")
-    yield layout.note(f"written: {done.folder}")
+            yield terminal.note(f"{what}: rate {outcome.rate:.2g}{_trials(outcome)}")
+    yield terminal.note(f"written: {done.folder}")
 
 
 def _trials(outcome: Outcome) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from ..analysis.params import ModelCount
 from ..terminal import printable, status
 from .quantities import decimal_bytes
-from .sheets import Row, Sheet
+from .sheets import Sheet, SheetRow
 
 _WIDTH = 100  # characters of a line
 _OFTEN = 0.1  # seconds between two changes of a line of progress, at least
@@ -40,8 +40,8 @@ def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
 
 
 def _count(count: Any) -> Iterator[RenderableType]:
-    rows = [Row(label, (f"{number:,}",)) for label, number in count.by_component.items()]
-    yield Sheet("", ("parameters",), (*rows, Row("total", (f"{count.total:,}",), "bold", ruled=True)))
+    rows = [SheetRow(label, (f"{number:,}",)) for label, number in count.by_component.items()]
+    yield Sheet("", ("parameters",), (*rows, SheetRow("total", (f"{count.total:,}",), "bold", ruled=True)))
 
 
 def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:

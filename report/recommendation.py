@@ -8,30 +8,30 @@ from rich.text import Text
 
 from ..analysis.recommend import ComponentChoice, Recommendation
 from .quantities import counted, decimal, decimal_bytes, signed
-from .sheets import Layout, Row, Sheet, drawing, plain_table
+from .sheets import Sheet, SheetRow, Terminal, drawing, plain_table
 
 _NARROWEST = 72  # characters below which a choice is told in lines one below the other
 _BETWEEN = 2
 
 
 @drawing
-def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
+def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderResult:
     """What rich prints."""
     spec, shape = advice.spec, advice.shape
     off = 100 * (advice.parameters / advice.budget - 1)
     contrary = any(finding.against for finding in advice.findings)
     size = f"{advice.parameters:,} parameters, {off:+.1f}% of what was asked for"
     heads = f"{shape.heads} heads of {shape.head_dim}" if shape.heads > 1 else f"one head of {shape.head_dim}"
-    yield Text.assemble((page.clean(advice.goal), "bold"), page.clean(f"  {size}"))
-    yield page.note(
+    yield Text.assemble((terminal.clean(advice.goal), "bold"), terminal.clean(f"  {size}"))
+    yield terminal.note(
         f"{counted(len(spec.blocks), 'layer')} · {spec.hidden_size:,} wide · {heads}"
         f" · vocabulary {spec.vocab_size:,} · context {advice.context:,}"
     )
     yield ""
     yield Text("Components, in the order of their effect", style="bold")
     disagree = " The costs disagree: see below." if contrary else ""
-    yield page.note(f"As usually advised for {advice.goal}: {advice.way}.{disagree}")
-    if page.width >= _NARROWEST:  # what, why, and where it is written, beside each other
+    yield terminal.note(f"As usually advised for {advice.goal}: {advice.way}.{disagree}")
+    if terminal.width >= _NARROWEST:  # what, why, and where it is written, beside each other
         rows = [(choice.words, choice.why, str(choice.paper or "")) for choice in advice.choices]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = plain_table(gap=_BETWEEN)
@@ -39,47 +39,47 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
         table.add_column(overflow="fold")
         table.add_column(no_wrap=True, width=widths[2], style="dim")
         for row in rows:
-            table.add_row(*map(page.text, row))
+            table.add_row(*map(terminal.text, row))
         yield table
-    for choice in advice.choices if page.width < _NARROWEST else ():
-        yield page.text(choice.words)
-        yield _item(page, choice.why, "  ")
+    for choice in advice.choices if terminal.width < _NARROWEST else ():
+        yield terminal.text(choice.words)
+        yield _item(terminal, choice.why, "  ")
         if choice.paper is not None:
-            yield _item(page, str(choice.paper), "  ")
+            yield _item(terminal, str(choice.paper), "  ")
     yield from ("", _costs_sheet(advice), "")
     for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
         said = [finding.words for finding in advice.findings if finding.against == against]
         if said:
             yield Text(title, style="bold")
-            yield from (_item(page, words) for words in said)
+            yield from (_item(terminal, words) for words in said)
             yield ""
-    yield from map(page.note, advice.notes)
+    yield from map(terminal.note, advice.notes)
 
 
-def _item(page: Layout, words: str, before: str = "- ") -> Padding:
+def _item(terminal: Terminal, words: str, before: str = "- ") -> Padding:
     """A line that is set in where it goes on."""
     table = plain_table(gap=0)
     table.add_column(no_wrap=True, width=len(before))
     table.add_column(overflow="fold")
-    table.add_row(page.text(before), page.text(words))
+    table.add_row(terminal.text(before), terminal.text(words))
     return Padding(table, 0)
 
 
 def _costs_sheet(advice: Recommendation) -> Sheet:
     """Each choice exchanged alone in the baseline, what else there is, and both models as they are."""
 
-    def whole(label: str, costs: Any, ruled: bool) -> Row:
+    def whole(label: str, costs: Any, ruled: bool) -> SheetRow:
         cells = (f"{costs.parameters:,}", decimal_bytes(costs.held_bytes()), decimal(costs.total_flops))
-        return Row(label, cells, "bold", ruled)
+        return SheetRow(label, cells, "bold", ruled)
 
     def exchange(choice: ComponentChoice) -> tuple[str, ...]:
         parameters = f"{choice.cost.parameters:+,}" if choice.cost.parameters else "0"
         return (parameters, signed(choice.cost.cache, decimal_bytes), signed(choice.cost.flops, decimal))
 
     rows = [whole("GPT-2's design", advice.baseline_costs, False)]
-    rows += [Row(choice.alone, exchange(choice)) for choice in advice.choices if not choice.usual]
+    rows += [SheetRow(choice.alone, exchange(choice)) for choice in advice.choices if not choice.usual]
     for index, choice in enumerate(advice.considered):
-        rows.append(Row(f"({choice.alone})", exchange(choice), "dim", ruled=index == 0))
+        rows.append(SheetRow(f"({choice.alone})", exchange(choice), "dim", ruled=index == 0))
     rows.append(whole("recommended", advice.costs, True))
     layers, wide, context = len(advice.baseline.blocks), f"{advice.baseline.hidden_size:,} wide", f"{advice.context:,}"
     way = f"GPT-2's design: {counted(layers, 'layer')}, {wide}, and a table of {context} positions."

@@ -18,10 +18,10 @@ _FORMULA = ("=", "+", "-", "@")
 
 By = Literal["component", "layer", "tensor"]
 
-Row = dict[str, str | int]  # a cell for each heading; a heading that it lacks is an empty cell
+CsvRow = dict[str, str | int]  # a cell for each heading; a heading that it lacks is an empty cell
 
 
-def write_csv(rows: Sequence[Row], file: TextIO | None = None) -> None:
+def write_csv(rows: Sequence[CsvRow], file: TextIO | None = None) -> None:
     """The rows under the headings of all of them, on standard output unless another file is given."""
     headings: list[str] = []
     for row in rows:
@@ -42,27 +42,27 @@ def _cell(value: str | int) -> str | int:
     return f"'{value}" if value.startswith(_FORMULA) else value
 
 
-def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[Row]:
+def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[CsvRow]:
     """A row a component and model, of each layer, or a tensor; the parameters of a model's rows sum to its total."""
     rows = []
     for model in counts:
         weights = None if dtype is None else weighed(model.spec, dtype, model.family)
         for cells, parameters, nbytes in _parts(model, by, dtype, weights):
-            row: Row = {"model": model.name, "family": model.family, **cells, "parameters": parameters}
+            row: CsvRow = {"model": model.name, "family": model.family, **cells, "parameters": parameters}
             rows.append(row if dtype is None else row | {"dtype": dtype, "bytes": nbytes})
     return rows
 
 
 def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
-) -> Iterator[tuple[Row, int, int]]:
+) -> Iterator[tuple[CsvRow, int, int]]:
     """Cells, parameters and bytes; 0 of these where no dtype is asked for."""
     count = model.count if model.named is None else model.named.count
     sizes = weights or count
     if by == "tensor":
         size = (lambda each: 0) if dtype is None else sizer(model.spec, dtype, model.family)
         for each in model.parameters:
-            place: Row = {"tensor": each.name, "layer": "" if each.layer is None else each.layer}
+            place: CsvRow = {"tensor": each.name, "layer": "" if each.layer is None else each.layer}
             shape = "x".join(map(str, each.shape))
             yield {**place, "component": each.component, "shape": shape}, each.count, size(each)
     elif by == "layer":
@@ -76,7 +76,7 @@ def _parts(
             yield {"component": label}, number, sizes.by_component[label]
 
 
-def model_rows(counts: Sequence[ModelCount]) -> list[Row]:
+def model_rows(counts: Sequence[ModelCount]) -> list[CsvRow]:
     """A row a model: its figures as `as_json` has them, a column for each path to a number, kv_cache.8192.bytes."""
     rows = []
     for model in counts:  # what of the JSON is one figure a model

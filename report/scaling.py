@@ -1,4 +1,4 @@
-"""fit-scaling, for the terminal and as a page: the law, where its numbers lie, and the best run of a budget."""
+"""The report of `fit-scaling`: the fitted law, the intervals of its parameters, and the best run for each budget."""
 
 from __future__ import annotations
 
@@ -8,113 +8,110 @@ from rich.console import RenderResult
 
 from ..training.scaling import FARTHEST, NAMES, Optimum, Scaling
 from ..version import __version__
-from .charts import DASHES
-from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure
+from .charts import axis, line_style, plot_layout
+from .pages import Figure, Key, Lines, Page, Section, Table, figure
 from .quantities import abbreviated, counted
-from .sheets import Layout, Row, Sheet, drawing
+from .sheets import Sheet, SheetRow, Terminal, drawing
 
 _SIGNS = {"alpha": "α", "beta": "β"}
-_POINTS = 40  # of a line
-_NOTHING = 1e-6
-"""Below this a number of the law adds nothing: E, fitted by its logarithm, is never 0 itself."""
+_LINE_POINTS = 40
+_NEGLIGIBLE = 1e-6
+"""Smaller parameters of the law are shown as 0. E is fitted by its logarithm, so it is never exactly 0."""
 
 
 def _number(value: float) -> str:
-    if abs(value) < _NOTHING:
+    """Return four digits, or three and a letter from 10,000 on."""
+    if abs(value) < _NEGLIGIBLE:
         return "0"
     return abbreviated(round(value)) if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _law(found: Scaling) -> Sheet:
+def _law_sheet(scaling: Scaling) -> Sheet:
     rows = []
     for name in NAMES:
-        span = [_number(each) for each in found.intervals[name]] if name in found.intervals else ["–", "–"]
-        rows.append(Row(_SIGNS.get(name, name), (_number(getattr(found.law, name)), *span)))
+        ends = [_number(end) for end in scaling.intervals[name]] if name in scaling.intervals else ["–", "–"]
+        rows.append(SheetRow(_SIGNS.get(name, name), (_number(getattr(scaling.law, name)), *ends)))
     return Sheet("L(N, D) = E + A / N^α + B / D^β", ("fitted", "from", "to"), tuple(rows))
 
 
-def _between(best: Optimum, name: str) -> str:
-    if name not in best.intervals:
-        return "–"
-    return " to ".join(_number(each) for each in best.intervals[name])
-
-
-def _optima(found: Scaling) -> Sheet | None:
+def _optima_sheet(scaling: Scaling) -> Sheet | None:
+    """Return a row for each budget, or None if no budget was asked for."""
     names = ("parameters", "tokens", "loss")
 
-    def cells(best: Optimum) -> tuple[str, ...]:
-        return tuple(part for name in names for part in (_number(getattr(best, name)), _between(best, name)))
+    def interval(best: Optimum, name: str) -> str:
+        return " to ".join(map(_number, best.intervals[name])) if name in best.intervals else "–"
 
-    rows = [Row(f"{each.flops:.3g} FLOPs", cells(each)) for each in found.optima]
-    columns = tuple(part for name in names for part in (name, "95 of 100"))
-    return Sheet("The best run of a budget", columns, tuple(rows)) if rows else None
+    rows = [
+        SheetRow(
+            f"{best.flops:.3g} FLOPs",
+            tuple(cell for name in names for cell in (_number(getattr(best, name)), interval(best, name))),
+        )
+        for best in scaling.optima
+    ]
+    columns = tuple(column for name in names for column in (name, "95 % interval"))
+    return Sheet("The best run for each budget", columns, tuple(rows)) if rows else None
 
 
-def _told(found: Scaling) -> list[str]:
-    """What the figures are, in sentences."""
-    (fewest, most), (least, longest) = found.parameters, found.tokens
-    drawn = f" Intervals contain 95 of 100 of {counted(found.drawn, 'fit')} to bootstrap samples."
+def _explanation(scaling: Scaling) -> list[str]:
+    """Return the sentences that say what the figures mean."""
+    (fewest, most), (least, longest) = scaling.parameters, scaling.tokens
+    drawn = f" Each interval contains 95 % of {counted(scaling.drawn, 'fit')} to bootstrap samples of the runs."
     return [
-        f"Fitted to {counted(len(found.points), 'run')} of {fewest:,} to {most:,} parameters on {least:,} to"
-        f" {longest:,} tokens; it predicts up to {FARTHEST} times beyond. The median error is"
-        f" {100 * found.error:.2g} %.",
-        "N are all parameters, D the tokens; a budget is 6·N·D FLOPs."
-        + (drawn if found.drawn else " Without bootstrap samples there are no intervals."),
+        f"Fitted to {counted(len(scaling.points), 'run')} of {fewest:,} to {most:,} parameters on {least:,} to"
+        f" {longest:,} tokens. Predictions go up to {FARTHEST} times beyond these ranges. The median error is"
+        f" {100 * scaling.error:.2g} %.",
+        "N is the number of all parameters and D the number of tokens. A budget is 6·N·D FLOPs."
+        + (drawn if scaling.drawn else " Without bootstrap samples there are no intervals."),
     ]
 
 
 @drawing
-def scaling_report(page: Layout, found: Scaling) -> RenderResult:
-    """What rich prints."""
-    yield _law(found)
-    if (optima := _optima(found)) is not None:
+def scaling_report(terminal: Terminal, scaling: Scaling) -> RenderResult:
+    """Yield the report for the terminal."""
+    yield _law_sheet(scaling)
+    if (optima := _optima_sheet(scaling)) is not None:
         yield ""
         yield optima
     yield ""
-    for line in _told(found):
-        yield from page.wrapped(line, 0, "dim", further=0)
+    for line in _explanation(scaling):
+        yield from terminal.wrapped(line, 0, "dim", further=0)
 
 
-def scaling_page(found: Scaling) -> Page:
-    """The page of a fit."""
-    tables = [each.as_table() for each in (_law(found), _optima(found)) if each is not None]
+def scaling_page(scaling: Scaling) -> Page:
+    """Return the HTML page."""
+    tables = [sheet.as_table() for sheet in (_law_sheet(scaling), _optima_sheet(scaling)) if sheet is not None]
     return Page(
         title="A scaling law",
         subtitle="L(N, D) = E + A / N^α + B / D^β, after Hoffmann et al. 2203.15556",
-        facts=(("runs", f"{len(found.points)}"), ("gptkit", __version__)),
+        facts=(("runs", f"{len(scaling.points)}"), ("gptkit", __version__)),
         sections=(
-            Section("The law", (Lines(tuple(_told(found))), *tables)),
-            Section("Runs and law", (_picture(found),)),
+            Section("The law", (Lines(tuple(_explanation(scaling))), *tables)),
+            Section("Runs and law", (_loss_figure(scaling),)),
         ),
     )
 
 
-def _picture(found: Scaling) -> Figure:
-    """Loss against tokens, both axes logarithmic: a line a size by the law, and its runs as marks."""
+def _loss_figure(scaling: Scaling) -> Figure:
+    """Draw loss against tokens on logarithmic axes. Each model size has its runs as marks and the law as a line."""
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
-    least, most = found.tokens
-    across = [least * (most / least) ** (step / (_POINTS - 1)) for step in range(_POINTS)]
-    for number, size in enumerate(sorted({each.parameters for each in found.points})):
-        colour, dash = f"c{number % PALETTE}", DASHES[number // PALETTE % len(DASHES)]
+    least, most = scaling.tokens
+    tokens = [least * (most / least) ** (step / (_LINE_POINTS - 1)) for step in range(_LINE_POINTS)]
+    for index, size in enumerate(sorted({run.parameters for run in scaling.points})):
+        colour, dash = line_style(index)
         name, paint = f"{abbreviated(size)} parameters", f"var(--{colour})"
-        line: dict[str, Any] = {"x": across, "y": [found.law.loss(size, each) for each in across]}
-        line |= {"line": {"color": paint, "dash": dash}, "hoverinfo": "skip"}
+        line: dict[str, Any] = {"x": tokens, "y": [scaling.law.loss(size, x) for x in tokens], "hoverinfo": "skip"}
+        line |= {"line": {"color": paint, "dash": dash}}
         traces.append({"type": "scatter", "mode": "lines", "name": name, **line})
-        own = [each for each in found.points if each.parameters == size]
-        hints = [f"<b>{name}</b><br>{each.tokens:,} tokens<br>{each.loss:.4f} nats per token" for each in own]
-        marks: dict[str, Any] = {"x": [each.tokens for each in own], "y": [each.loss for each in own]}
+        runs = [run for run in scaling.points if run.parameters == size]
+        hints = [f"<b>{name}</b><br>{run.tokens:,} tokens<br>{run.loss:.4f} nats per token" for run in runs]
+        marks: dict[str, Any] = {"x": [run.tokens for run in runs], "y": [run.loss for run in runs]}
         marks |= {"marker": {"color": paint, "size": 7}, "hovertext": hints, "hoverinfo": "text"}
         traces.append({"type": "scatter", "mode": "markers", "name": name, **marks})
         keys.append(Key(f"line {colour} {dash}", name))
-        rows += [
-            (name, f"{each.tokens:,}", f"{each.loss:.4f}", f"{found.law.loss(size, each.tokens):.4f}") for each in own
-        ]
-    axis: dict[str, Any] = {"type": "log", "gridcolor": "var(--line)", "zeroline": False, "ticks": ""}
-    axis["automargin"] = True
-    layout: dict[str, Any] = {"height": 420, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
-    layout |= {"xaxis": {**axis, "title": {"text": "tokens", "standoff": 4}}}
-    layout |= {"yaxis": {**axis, "title": {"text": "loss, nats per token"}}}
-    columns = (("size", False), ("tokens", True), ("loss", True), ("by the law", True))
-    shown = Table("Runs and law as a table", columns, tuple(rows), folded=True)
-    summary = "Each run's loss by the tokens that it was trained on, a colour a size; lines are the law."
-    return figure("Loss by tokens and size", summary, traces, keys, shown, layout)
+        for run in runs:
+            rows.append((name, f"{run.tokens:,}", f"{run.loss:.4f}", f"{scaling.law.loss(size, run.tokens):.4f}"))
+    x, y = axis("tokens", type="log"), axis("loss, nats per token", type="log")
+    columns = (("size", False), ("tokens", True), ("loss", True), ("predicted by the law", True))
+    table = Table("Runs and law as a table", columns, tuple(rows), folded=True)
+    summary = "The loss of each run by the number of tokens. Each model size has a colour, and the lines are the law."
+    return figure("Loss by tokens and size", summary, traces, keys, table, plot_layout(420, x, y))

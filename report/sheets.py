@@ -34,7 +34,7 @@ def whole_words(line: str, width: int, first: int, rest: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Row:
+class SheetRow:
     """A figure of every column: `style` is rich's ("bold", "dim"); `ruled` draws a line above it."""
 
     label: str
@@ -49,7 +49,7 @@ class Sheet:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[SheetRow, ...]
     notes: tuple[str, ...] = ()
     words: int = 0
 
@@ -64,7 +64,7 @@ class Sheet:
         whole = [self] if self.words else self._cut(width)
         if len(whole) == 1 or len(self.columns) < 3:
             return whole
-        rows = (Row(name, tuple(row.cells[index] for row in self.rows)) for index, name in enumerate(self.columns))
+        rows = (SheetRow(name, tuple(row.cells[index] for row in self.rows)) for index, name in enumerate(self.columns))
         turned = Sheet(self.title, tuple(row.label for row in self.rows), tuple(rows))._cut(width)  # columns as rows
         return turned if len(turned) < len(whole) else whole
 
@@ -72,7 +72,7 @@ class Sheet:
         """As many columns at a time as fit, and of the rows those that have something there."""
 
         def only(first: int, last: int) -> Sheet:
-            rows = (Row(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
+            rows = (SheetRow(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
             return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
 
         pieces, first = [], 0
@@ -90,7 +90,7 @@ class Sheet:
         return pages.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        layout = Layout(options.max_width, options.ascii_only)
+        layout = Terminal(options.max_width, options.ascii_only)
         if self.title:
             yield Text(layout.clean(self.title), style="bold")
         for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
@@ -101,13 +101,13 @@ class Sheet:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Terminal:
     """A page of the terminal: so many columns, and perhaps no character beyond ASCII."""
 
     width: int
     ascii_only: bool
 
-    def table(self, words: Sequence[str], numbers: Sequence[str], rows: Iterable[Row] = ()) -> Table:
+    def table(self, words: Sequence[str], numbers: Sequence[str], rows: Iterable[SheetRow] = ()) -> Table:
         """A table: columns of words that may wrap, then right-aligned columns that do not."""
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
@@ -147,16 +147,16 @@ class Layout:
 class Drawing:
     """What chooses its form when it learns how wide the terminal is: `draw` yields it for a page."""
 
-    draw: Callable[[Layout], RenderResult]
+    draw: Callable[[Terminal], RenderResult]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self.draw(Layout(options.max_width, options.ascii_only))
+        yield from self.draw(Terminal(options.max_width, options.ascii_only))
 
 
 _Arguments = ParamSpec("_Arguments")
 
 
-def drawing(function: Callable[Concatenate[Layout, _Arguments], RenderResult]) -> Callable[_Arguments, Drawing]:
+def drawing(function: Callable[Concatenate[Terminal, _Arguments], RenderResult]) -> Callable[_Arguments, Drawing]:
     """Make a function that draws on a page one whose result waits until the page is known."""
 
     @wraps(function)

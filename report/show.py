@@ -13,7 +13,7 @@ from .diagram import block_diagram
 from .drawing import path_lines, plain_words
 from .pages import Lines, Page, Section, Table, noted
 from .placement import folded
-from .sheets import Layout, drawing
+from .sheets import Terminal, drawing
 from .structure import SYMBOLS, Kind, Structure, layers_label
 from .tree import tree_json, tree_lines, tree_table
 
@@ -21,9 +21,11 @@ _MOST_KINDS = 8  # kinds of layers that a page draws, and that a terminal tells 
 
 
 @drawing
-def model_drawing(page: Layout, model: ModelCount, graph: Structure, kind: Kind, layer: int | None) -> RenderResult:
+def model_drawing(
+    terminal: Terminal, model: ModelCount, graph: Structure, kind: Kind, layer: int | None
+) -> RenderResult:
     """The model's name, its tree, the path through a kind of layer, and how other kinds differ."""
-    width, ascii_only = page.width, page.ascii_only
+    width, ascii_only = terminal.width, terminal.ascii_only
 
     def line(words: str, style: str = "dim") -> list[Text]:
         cleaned = plain_words("".join(c if c.isprintable() else "?" for c in words), ascii_only)
@@ -56,13 +58,13 @@ def model_drawing(page: Layout, model: ModelCount, graph: Structure, kind: Kind,
 
 
 @drawing
-def named_drawing(page: Layout, model: ModelCount) -> RenderResult:
+def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
     """A model of an unknown family: its name, and the tree that the names of its tensors make."""
     assert model.named is not None
-    yield Text(page.clean(model.name), style="bold")
-    yield page.note(f"by names; gptkit does not support its family · from {model.named.source}")
+    yield Text(terminal.clean(model.name), style="bold")
+    yield terminal.note(f"by names; gptkit does not support its family · from {model.named.source}")
     yield ""
-    yield from tree_lines(model.named, page.width, page.ascii_only)
+    yield from tree_lines(model.named, terminal.width, terminal.ascii_only)
 
 
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:

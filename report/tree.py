@@ -16,7 +16,7 @@ from ..display import Record
 from .pages import Table
 from .placement import folded
 from .quantities import dimensions
-from .sheets import Layout, drawing
+from .sheets import Terminal, drawing
 from .structure import Kind, Node, Structure, structure
 
 _NARROWEST = 18  # a column of words is at least so wide
@@ -179,10 +179,10 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[_Row]:
 
 
 @drawing
-def tree_drawing(layout: Layout, model: Structure | ModelSpec) -> Iterator[Text]:
+def tree_drawing(terminal: Terminal, model: Structure | ModelSpec) -> Iterator[Text]:
     """The tree as wide as the page."""
     graph = model if isinstance(model, Structure) else structure(model)
-    return tree_lines(graph, layout.width, layout.ascii_only)
+    return tree_lines(graph, terminal.width, terminal.ascii_only)
 
 
 def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -> Iterator[Text]:

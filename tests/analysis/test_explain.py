@@ -14,7 +14,7 @@ from gptkit.analysis.parameters import count
 from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
 from gptkit.errors import MissingComponent
-from gptkit.report.sheets import Layout
+from gptkit.report.sheets import Terminal
 
 
 def evaluated(formula: str, symbols: dict[str, int]) -> Any:
@@ -61,7 +61,7 @@ def test_trees_that_no_family_has(name: str) -> None:
 
 
 def test_a_terminal_without_the_letters() -> None:
-    assert Layout(80, ascii_only=True).clean("L(2d² + 2d·k) · 3d³") == "L(2d^2 + 2d*k) - 3d^3"
+    assert Terminal(80, ascii_only=True).clean("L(2d² + 2d·k) · 3d³") == "L(2d^2 + 2d*k) - 3d^3"
 
 
 def test_what_the_formulas_say() -> None:

@@ -15,7 +15,7 @@ from gptkit.analysis.figures import Scenario, figures_of
 from gptkit.analysis.params import ModelCount, params
 from gptkit.report.costs import cost_sheets
 from gptkit.report.quantities import binary_bytes, decimal, difference, percent_change, whole_bytes
-from gptkit.report.sheets import Row, Sheet
+from gptkit.report.sheets import Sheet, SheetRow
 
 
 def printed(things: list[Any], width: int = 80, **options: Any) -> str:
@@ -229,7 +229,7 @@ def drawn_sheets(draw: st.DrawFn) -> Sheet:
     names = [f"{index}-{'n' * draw(st.integers(0, 60))}" for index in range(columns)]
     figures = st.just("") | st.integers(0, 10**20).map("{:,}".format)
     labels = [f"row {index} {'l' * draw(st.integers(0, 30))}" for index in range(rows)]
-    return Sheet("t", tuple(names), tuple(Row(each, tuple(draw(figures) for _ in names)) for each in labels))
+    return Sheet("t", tuple(names), tuple(SheetRow(each, tuple(draw(figures) for _ in names)) for each in labels))
 
 
 @given(drawn_sheets(), st.integers(56, 220))
@@ -258,7 +258,9 @@ def test_a_sheet_without_figures_is_its_notes() -> None:
 
 
 def test_many_models_have_a_row_each() -> None:
-    sheet = Sheet("t", tuple(f"model-{n}" for n in range(30)), (Row("a", ("1",) * 30), Row("b", ("22",) * 30)))
+    sheet = Sheet(
+        "t", tuple(f"model-{n}" for n in range(30)), (SheetRow("a", ("1",) * 30), SheetRow("b", ("22",) * 30))
+    )
     lines = [each.split() for each in printed([sheet]).splitlines()]
     assert ["a", "b"] in lines and ["model-7", "1", "22"] in lines
 
@@ -268,7 +270,7 @@ def test_plain_ascii_terminals_and_foreign_names() -> None:
     file = io.TextIOWrapper(raw, encoding="ascii")
     for sheet in sheets("gpt2", "mistral-7b", kv=(2048,), flops=True, memory=True, compared=True, batch=2):
         Console(file=file, width=80).print(sheet)
-    Console(file=file, width=80).print(Sheet("[red]x\x1b[31m", ("[/b]\n",), (Row("\x07", ("1",)),)))
+    Console(file=file, width=80).print(Sheet("[red]x\x1b[31m", ("[/b]\n",), (SheetRow("\x07", ("1",)),)))
     file.flush()
     text = raw.getvalue().decode("ascii")
     assert "2 x 2,048 tokens" in text and "\x1b" not in text and "\x07" not in text and "[red]x" in text

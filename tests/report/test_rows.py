@@ -9,10 +9,10 @@ import pytest
 
 from gptkit.analysis.figures import Scenario
 from gptkit.analysis.params import ModelCount, params
-from gptkit.report.rows import By, Row, count_rows, model_rows, write_csv
+from gptkit.report.rows import By, CsvRow, count_rows, model_rows, write_csv
 
 
-def read(rows: list[Row]) -> list[dict[str, str]]:
+def read(rows: list[CsvRow]) -> list[dict[str, str]]:
     file = io.StringIO()
     write_csv(rows, file)
     text = file.getvalue()

@@ -355,7 +355,7 @@ def test_the_command_tells_the_table(tmp_path: Path) -> None:
     words = ["ablate", path, tmp_path / "out", "--data", tmp_path / "text.jsonl"]
     told = call(*words, "--html", tmp_path / "page.html")
     assert told.exit_code == 0, told.output
-    assert "no positions, 512 tokens, seed 0: held-out loss" in told.stdout and "less base" in told.stdout
+    assert "no positions, 512 tokens, seed 0: held-out loss" in told.stdout and "minus base" in told.stdout
     page = (tmp_path / "page.html").read_text()
     assert "Difference from the base" in page and "Held-out loss" in page
     data = json.loads(call(*words, "--resume", "--json").stdout)
