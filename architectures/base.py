@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from random import Random
 from typing import Any, Literal
 
 from msgspec import structs
@@ -20,6 +21,7 @@ from msgspec import structs
 from ..components import Attention, Block, CrossAttention, FeedForward, GatedFeedForward, ModelSpec, differences
 from ..errors import CannotExpress
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
+from .draws import VOCAB, Config
 from .layout import IDENTITY, Layout, Shape, concatenate
 from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
@@ -236,6 +238,7 @@ class Architecture:
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
+    draw: what chooses -> a random legal config, without `model_type`. See `drawn`.
     irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly so and this family
         reads is None.
     """
@@ -247,6 +250,7 @@ class Architecture:
     kinds: Kinds
     read: Callable[[ConfigReader], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
+    draw: Callable[[Random], Config]
     leaves: tuple[Leaf, ...]
     released: str = ""
     base_class: str = ""
@@ -314,6 +318,14 @@ class Architecture:
         spec = self.read(reader)
         reader.refuse_other_windows([_kind(block.mixer("attention")) for block in spec.blocks])
         return spec, whole.unknown(self.ignored)
+
+    def drawn(self, seed: int) -> Config:
+        """Return a small random config that transformers accepts, always the same one for a seed."""
+        outside = {
+            name: 0 for name, ids in self.token_ids.items() if max([ids] if isinstance(ids, int) else ids) >= VOCAB
+        }
+        chosen = Random(f"{self.name} {seed}")  # noqa: S311, for tests
+        return {"model_type": self.name, "vocab_size": VOCAB, **outside, **self.draw(chosen)}
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Sizes that the config does not state and transformers has a default for; raises as `spec`."""

@@ -9,6 +9,7 @@ such fields it says as arguments of `Decoder.read`, and adds to what `Decoder.wr
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from random import Random
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -29,11 +30,12 @@ from ..components import (
 from ..errors import CannotExpress
 from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
-from .fields import PRE, Fields, name_of, same
+from .draws import CONTEXTS, EVEN, ODD, TABLE, VOCAB, Config, experts, grouped_heads, placed
+from .fields import ACTIVATIONS, PRE, Fields, name_of, same
 from .fields import Field as Field  # which definitions of users import from here
 from .lenses import ALL_LAYERS, Lens
 from .obstacles import Kinds, of_kind
-from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
+from .rope import ROTARY, USUAL_ROTARY, RotaryKind, draw_rotary, read_rotary, write_rotary
 from .usual import OF_ROUTERS, ROTARY_BUFFERS, STACKED
 
 
@@ -105,12 +107,14 @@ class Decoder:
         have. Fields about routers are irrelevant in every family of mixtures.
         """
         stored = {leaf.checkpoint for leaf in leaves}
+        longest = {"context": TABLE} if more.get("bounded") else {}
         usual = {
             "model_types": (name,),
             "hf_config": hf_class.replace("ForCausalLM", "Config"),
             "kinds": self.kinds,
             "read": self.read,
             "write": self.write,
+            "draw": lambda chosen: self.draw(chosen, more.get("stated", {}), **longest),
             "prefix": "model.",
             "dropped": () if more.get("prefix") else ROTARY_BUFFERS,
             "stacked": STACKED if stored.issuperset(name for each in STACKED for name in each.checkpoint) else (),
@@ -341,6 +345,55 @@ class Decoder:
         for lens in (self.layers, self.recurrent):
             fields |= {} if lens is None else lens.put(spec)
         return {**fields, **self.written(spec)}
+
+    def draw_sizes(self, chosen: Random) -> Config:
+        """Draw the sizes of a tree, by role. They fit together."""
+        heads, kv_heads = grouped_heads(chosen)
+        free = any(entry.role.split()[0] == "head_dim" for entry in self.fields.values()) and not self.square
+        head_dim = chosen.choice(ODD if self.learned else EVEN)
+        if self.table is not LearnedPositions:
+            head_dim = chosen.choice(EVEN[1:])  # sines and cosines need an even width above 2
+        together = not free or self.whole_heads or chosen.random() < 0.5
+        sizes: Config = {
+            "vocab": VOCAB,
+            "hidden": heads * head_dim if together else 3 * chosen.choice(ODD),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "layers": chosen.choice((1, 2, 3)),
+            "intermediate": chosen.choice((1, 7, 33, 64)),
+            "context": TABLE if self.learned else chosen.choice(CONTEXTS),
+            "activation": chosen.choice([*ACTIVATIONS]),
+            "eps": chosen.choice((1e-3, 1e-6)),
+        }
+        if self.mixtures is not None:
+            sizes |= experts(chosen)
+            if not free or self.whole_heads:
+                sizes["head_dim"] = chosen.choice((8, 16, 24))
+                sizes["hidden"] = heads * sizes["head_dim"]
+        return sizes
+
+    def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
+        """Return a random legal config.
+
+        Args:
+            chosen: what chooses.
+            stated: the config fields that every file of the family states.
+            own: sizes by role that are other than the drawn ones.
+        """
+        sizes = {**self.draw_sizes(chosen), **own}
+        config = dict(stated)
+        for name, entry in self.fields.items():
+            role = entry.role.split()[0]
+            needed = name in stated or (role in sizes and role not in ("activation", "eps"))
+            drawn = entry.drawn(name, chosen, sizes)
+            config |= drawn if needed or chosen.random() < 0.7 else {}
+        if self.rotary is not None:
+            config |= draw_rotary(chosen, sizes["head_dim"], self.rotary)
+        lenses = [self.layers, self.recurrent, None if self.mixtures is None else self.mixtures.sparse]
+        for lens in lenses:
+            config |= {} if lens is None else lens.draw(chosen, sizes)
+        return placed(config)
 
 
 _ROLES = {

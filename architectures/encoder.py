@@ -6,6 +6,7 @@ without any, as sentence encoders and classifiers have them (`Architecture.base_
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec,
 from .base import Leaf, leaves_of
 from .config import ConfigReader
 from .decoder import Decoder
+from .draws import Config, sometimes
 from .fields import BIASED, SUM_NORMS, Field, Fields
 from .obstacles import Kinds, of_kind
 
@@ -126,6 +128,13 @@ class Encoder(Decoder):
             first_norm=norm if self.first_norm else None,
             **ends,
         )
+
+    def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
+        """Return a random legal config; the arguments are those of `Decoder.draw`."""
+        headless = self.masked[0].replace("ForMaskedLM", "Model")
+        types = {} if self.types is None else sometimes(chosen, {self.types[0]: chosen.choice((1, 3))})
+        config = {**super().draw(chosen, stated, **own), **types}
+        return {**config, "architectures": [chosen.choice((self.masked[0], headless))]}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         types = {} if self.types is None or spec.token_types is None else {self.types[0]: spec.token_types.count}

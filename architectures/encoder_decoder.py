@@ -1,6 +1,7 @@
 """What encoder-decoders have in common: two stacks, each read from a table as `decoder`'s, of one config.json."""
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from ..errors import CannotExpress
 from .base import Architecture, Leaf
 from .config import ConfigReader
 from .decoder import Decoder
+from .draws import Config
 from .obstacles import Kinds, of_kind
 
 OF_BOTH: dict[str, Any] = {
@@ -45,8 +47,15 @@ class EncoderDecoder:
             "kinds": self.kinds,
             "read": self.read,
             "write": self.write,
+            "draw": self.draw,
         }
         return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
+
+    def draw(self, chosen: Random) -> Config:
+        """Return a random legal config. The stacks may have different numbers of heads and layers."""
+        hidden, stacks = chosen.choice((12, 24, 36)), (self.encoder, self.decoder)
+        drawn = [stack.draw(chosen, {}, hidden=hidden, heads=chosen.choice((1, 2, 3, 4))) for stack in stacks]
+        return {**drawn[0], **drawn[1]}
 
     def read(self, config: ConfigReader) -> ModelSpec:
         """The tree of a config; raises ConfigError for a field of another type or range."""

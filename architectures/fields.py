@@ -6,11 +6,13 @@ A table maps the name of a field in config.json to a `Field`. `USUAL` has those 
 
 import math
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ..components import LEARNT, MOST_EXPERTS, Activation
 from ..errors import CannotExpress
 from .config import FLOAT32_MAX, ConfigReader
+from .draws import WINDOWS, Config, Sizes
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
@@ -55,6 +57,8 @@ class Field(NamedTuple):
     """`read(config, name, default)` returns the tree's value. If None, the role and the default decide how to read."""
     write: Callable[[Any], Any] = same
     """Turns the tree's value into the file's."""
+    draw: Callable[[Random, Sizes], Any] | None = None
+    """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide."""
 
     def value(self, config: ConfigReader, name: str) -> Any:
         """Return the file's value, or the default. "inner.name" is the field `name` of the object `inner`."""
@@ -66,6 +70,31 @@ class Field(NamedTuple):
         if read is None:
             read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
         return read(config, name, self.default)
+
+    def drawn(self, name: str, chosen: Random, sizes: Sizes) -> Config:
+        """Return the field with a random legal value, or nothing where only the default is sure to be legal.
+
+        Args:
+            name: the field's name in config.json.
+            chosen: what chooses.
+            sizes: the drawn values by role, which have to fit together.
+        """
+        role = self.role.split()[0]
+        if self.draw is not None:
+            return {name: self.draw(chosen, sizes)}
+        if role == "activation" and isinstance(self.default, str):
+            return {name: chosen.choice((self.default, sizes[role]))}
+        if role in sizes:
+            return {name: sizes[role]}
+        if isinstance(self.default, bool):
+            return {name: chosen.choice((True, False))}
+        if isinstance(self.default, float):
+            return {name: chosen.choice((self.default, 0.3, 2.5))}
+        if role.endswith((".cap", ".clip")):
+            return {name: chosen.choice((None, 0.7, 5.0))}
+        if role.endswith(".window"):
+            return {name: chosen.choice((None, *WINDOWS))}
+        return {}
 
 
 Fields = Mapping[str, Field]
@@ -162,7 +191,7 @@ def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
             raise CannotExpress(f"transformers has no name for {value!r} in this family")
         return names[value]
 
-    return Field(role, default, read, write)
+    return Field(role, default, read, write, lambda chosen, _: chosen.choice([*values]))
 
 
 USUAL: Fields = {

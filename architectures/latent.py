@@ -6,16 +6,18 @@ One rotary key is shared by all heads, and the latents' norms have an eps of the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from ..components import LatentAttention, ModelSpec, RMSNorm, Rotary
 from .base import Leaf, leaves_of
 from .config import ConfigReader
 from .decoder import Decoder
+from .draws import EVEN, ODD, ROWS, Config, sometimes
 from .fields import USUAL, Field
 from .layout import Layout
 from .obstacles import of_kind
-from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
+from .rope import PART, USUAL_ROTARY, RotaryKind, draw_rotary, read_mscale, read_rotary, write_mscale, write_rotary
 from .usual import EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 _EPS = 1e-6  # of the norms on latents, whatever the config says of the others
@@ -92,6 +94,33 @@ class LatentDecoder(Decoder):
             **fields,
         )
         return [attention] * values["layers"]
+
+    def draw_sizes(self, chosen: Random) -> Config:
+        """Draw the sizes of a tree, by role."""
+        sizes = super().draw_sizes(chosen)
+        heads, widths = chosen.choice((1, 2, 3, 5)), ODD if self.mixtures is None else ROWS
+        return {
+            **sizes,
+            "heads": heads,
+            "hidden": (heads if self.whole_heads else 1) * chosen.choice(widths),
+            "attention.kv_rank": chosen.choice(ODD),
+            "attention.q_rank": chosen.choice((None, *ODD)),
+            "attention.nope_dim": chosen.choice((0, *ODD)),
+            "attention.rope_dim": chosen.choice(EVEN),
+            "attention.value_dim": chosen.choice(ODD),
+        }
+
+    def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
+        """Return a random legal config; the arguments are those of `Decoder.draw`."""
+        config = super().draw(chosen, stated, **own)
+        rope = draw_rotary(chosen, config["qk_rope_head_dim"], self.turning)
+        for parameters in (rope.get("rope_scaling"), rope.get("rope_parameters")):
+            if parameters and parameters["rope_type"] not in ("default", "llama3") and chosen.random() < 0.5:
+                parameters |= {"mscale_all_dim": 1.3, "factor": parameters.get("factor", 2.0)}
+            if parameters and parameters["rope_type"] != "proportional":
+                parameters.pop(PART, None)  # a rotary key always turns as a whole
+        pairs = sometimes(chosen, {"rope_interleave": False}) if self.interleaved is None else {}
+        return {**config, "num_key_value_heads": config["num_attention_heads"], **rope, **pairs}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """The config fields of a tree; raises as `Decoder.write`."""

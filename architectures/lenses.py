@@ -7,21 +7,27 @@ own only where transformers' config class has rules that no other family has.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from msgspec import structs
 
 from ..components import Attention, ModelSpec, Rotary
 from .config import ConfigReader
+from .draws import WINDOWS, Config, Sizes, kind_by_layer, some_of, sometimes
 from .fields import none_or_more
 from .obstacles import of_kind
-from .rope import RotaryKind, read_rotaries, read_rotary, write_rotaries
+from .rope import RotaryKind, draw_rotaries, read_rotaries, read_rotary, write_rotaries
 
 Values = Mapping[str, Any]
 """What a config says, by role: `values["layers"]` is the number of layers. See `fields`."""
 
 
 def _nothing(_spec: ModelSpec) -> dict[str, Any]:
+    return {}
+
+
+def _none_drawn(_chosen: Random, _sizes: Sizes) -> Config:
     return {}
 
 
@@ -32,10 +38,12 @@ class Lens:
     get: `get(config, values)` returns one value for each layer. In `Decoder.layers` that is a mapping of attention's
         fields, in `Decoder.recurrent` the component in attention's place or None, in `Mixtures.sparse` a boolean.
     put: `put(spec)` returns the config fields.
+    draw: `draw(chosen, sizes)` returns the config fields with random legal values.
     """
 
     get: Callable[[ConfigReader, Values], Sequence[Any]]
     put: Callable[[ModelSpec], Mapping[str, Any]] = _nothing
+    draw: Callable[[Random, Sizes], Config] = _none_drawn
 
 
 def attentions(spec: ModelSpec) -> list[Attention]:
@@ -83,7 +91,17 @@ def sliding(
             raise config.fail("sliding_window", width, "a number, since layer_types has sliding_attention")
         return [{"window": width if kind == "sliding_attention" else None} for kind in types]
 
-    return Lens(windows, write_windows)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        by_pattern = {pattern: chosen.choice((1, 2))} if pattern else {}
+        return draw_windows(chosen, sizes) | sometimes(chosen, by_pattern)
+
+    return Lens(windows, write_windows, draw)
+
+
+def draw_windows(chosen: Random, sizes: Sizes, other: str = "sliding_attention") -> Config:
+    """Draw `layer_types` or not, and the width of the windows."""
+    types = kind_by_layer(chosen, sizes["layers"], "full_attention", other)
+    return {**sometimes(chosen, {"layer_types": types}), "sliding_window": chosen.choice(WINDOWS)}
 
 
 def windows_above(switch: bool = True, first: int = 28) -> Lens:
@@ -107,7 +125,15 @@ def windows_above(switch: bool = True, first: int = 28) -> Lens:
             raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
         return [{"window": window if kind == "sliding_attention" else None} for kind in types]
 
-    return Lens(windows, write_windows_above)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        fields = {**draw_windows(chosen, sizes), "max_window_layers": chosen.randint(0, sizes["layers"])}
+        if not switch:
+            return fields
+        if chosen.random() < 0.3:
+            return {"use_sliding_window": False, "sliding_window": 4}
+        return {**fields, "use_sliding_window": True}
+
+    return Lens(windows, write_windows_above, draw)
 
 
 def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
@@ -144,7 +170,10 @@ def turned_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
             rotaries[kind] = of_kind(mixer.position, Rotary)
         return {**windows.put(spec), **write_rotaries(rotaries)}
 
-    return Lens(get, put)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        return {**windows.draw(chosen, sizes), **draw_rotaries(chosen, sizes["head_dim"], kinds)}
+
+    return Lens(get, put, draw)
 
 
 def turned_in_windows(windows: Lens) -> Lens:
@@ -154,7 +183,7 @@ def turned_in_windows(windows: Lens) -> Lens:
         own = windows.get(config, values)
         return [fields if fields["window"] is not None else {**fields, "position": None} for fields in own]
 
-    return Lens(get, windows.put)
+    return Lens(get, windows.put, windows.draw)
 
 
 _BASES = "layer_rope_theta"
@@ -180,7 +209,11 @@ def turned_by_base(windows: Lens) -> Lens:
         bases = [0 if each is None else of_kind(each, Rotary).base for each in positions]
         return {**windows.put(spec), _BASES: bases}
 
-    return Lens(get, put)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        bases = kind_by_layer(chosen, sizes["layers"], 0, 37.5, 1e4)
+        return {**windows.draw(chosen, sizes), **sometimes(chosen, {_BASES: bases})}
+
+    return Lens(get, put, draw)
 
 
 # --- attention or something else --------------------------------------------------------------------------------------
@@ -228,7 +261,7 @@ def after(name: str, default: int) -> Lens:
         sparse = sparse_layers(spec)
         return {name: sparse.index(True) if any(sparse) else len(sparse)}
 
-    return Lens(get, put)
+    return Lens(get, put, lambda chosen, sizes: {name: chosen.randint(0, sizes["layers"])})
 
 
 def by_type(default: int, name: str = "", read: Callable[[ConfigReader, str, int], int] = none_or_more) -> Lens:
@@ -253,7 +286,12 @@ def by_type(default: int, name: str = "", read: Callable[[ConfigReader, str, int
     def put(spec: ModelSpec) -> dict[str, Any]:
         return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse_layers(spec)]}
 
-    return Lens(get, put)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        first = {name: chosen.randint(1, sizes["layers"])} if name else {}
+        types = kind_by_layer(chosen, sizes["layers"], "dense", "sparse")
+        return {**first, **sometimes(chosen, {"mlp_layer_types": types})}
+
+    return Lens(get, put, draw)
 
 
 def by_step(usual: Sequence[int] = ()) -> Lens:
@@ -275,4 +313,8 @@ def by_step(usual: Sequence[int] = ()) -> Lens:
         dense = [layer for layer, each in enumerate(sparse_layers(spec)) if not each]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
-    return Lens(get, put)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        dense = some_of(chosen, range(sizes["layers"]))
+        return sometimes(chosen, {"decoder_sparse_step": chosen.choice((1, 2)), "mlp_only_layers": dense})
+
+    return Lens(get, put, draw)

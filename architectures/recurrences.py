@@ -3,12 +3,14 @@
 import math
 import sys
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
 from ..components import Block, Embedding, GatedDeltaNet, Head, Mamba, Mamba2, ModelSpec, RMSNorm, SubLayer
 from ..errors import CannotExpress
 from .base import Leaf, leaves_of
 from .config import ConfigReader
+from .draws import ODD, Config, Sizes, divisor, sometimes, types_with_attention
 from .fields import ATTENTION_BIAS
 from .layout import Layout
 from .lenses import Lens, one_of
@@ -92,6 +94,32 @@ def write_mamba2(mixer: Mamba2) -> dict[str, Any]:
         "mamba_chunk_size": mixer.chunk,
         **write_limits(mixer),
     }
+
+
+def draw_mamba2(chosen: Random, hidden: int) -> Config:
+    """Draw the config fields that `read_mamba2` reads. The heads divide the width."""
+    expand = chosen.choice((1, 2, 3))
+    heads = divisor(chosen, hidden * expand)
+    own = {
+        "mamba_d_head": hidden * expand // heads,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": draw_limits(chosen),
+    }
+    return {
+        "mamba_n_heads": heads,
+        "mamba_expand": expand,
+        "mamba_n_groups": divisor(chosen, heads),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        "mamba_chunk_size": chosen.choice((1, 3, 8, 64)),
+        **sometimes(chosen, own),
+    }
+
+
+def draw_limits(chosen: Random) -> list[float]:
+    """Draw `time_step_limit`."""
+    return chosen.choice(([0.0, 2.0], [0.1, 2.5], [0.02, math.inf]))
 
 
 def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[ModelSpec], dict[str, Any]]:
@@ -212,7 +240,19 @@ def delta_nets(fused: str) -> Lens:
         mixer = GatedDeltaNet(hidden_size=values["hidden"], **sizes, **options)
         return [mixer if kind == LINEAR else None for kind in types]
 
-    return Lens(read, _write_delta_nets)
+    return Lens(read, _write_delta_nets, _draw_delta_nets)
+
+
+def _draw_delta_nets(chosen: Random, sizes: Sizes) -> Config:
+    key_heads = chosen.choice((1, 2, 3))
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * chosen.choice((1, 2, 3)),
+        "linear_key_head_dim": chosen.choice(ODD),
+        "linear_value_head_dim": chosen.choice(ODD),
+        "linear_conv_kernel_dim": chosen.choice((1, 2, 4, 5)),
+        "layer_types": types_with_attention(chosen, sizes["layers"], LINEAR),
+    }
 
 
 def _write_delta_nets(spec: ModelSpec) -> dict[str, Any]:

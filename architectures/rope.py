@@ -8,6 +8,7 @@ that the tree says what is computed.
 import math
 import sys
 from collections.abc import Mapping
+from random import Random
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -24,6 +25,7 @@ from ..components import (
 )
 from ..errors import CannotExpress, ConfigError, shown
 from .config import ConfigReader
+from .draws import Config, sometimes
 from .obstacles import Kinds
 
 ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})
@@ -432,3 +434,82 @@ def _scaling(rotary: Rotary) -> dict[str, Any] | None:
             part = (2 * turning + 1) / rotary.dim
         fields["partial_rotary_factor"] = part
     return {"rope_type": kind, **fields}
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+_THETAS = (1e4, 5e5, 37.5)
+_PARTS = (0, 0.25, 0.4, 0.75, 1.0)
+
+
+def draw_scaling(chosen: Random, dim: int) -> Config:
+    """Draw RoPE parameters of any type, without a base, for heads of width `dim`."""
+    pick, pairs = chosen.choice, dim // 2
+    kinds: dict[str, Config] = {
+        "default": sometimes(chosen, {PART: pick(_PARTS)}),
+        "linear": {"factor": pick((1.0, 2, 4.5))},
+        "dynamic": {"factor": pick((1.0, 2.0, 3.5))},
+        "yarn": {"factor": pick((1.0, 4.0)), ORIGINAL: pick((8, 32))}
+        | sometimes(chosen, {"attention_factor": 1.3, "beta_fast": 16, "beta_slow": 2, "truncate": pick((True, False))})
+        | pick(({}, {"mscale": 0.7, "mscale_all_dim": 1.3})),
+        "longrope": {name: _draw_divisors(chosen, pairs) for name in ("short_factor", "long_factor")}
+        | {ORIGINAL: pick((8, 32))}
+        | sometimes(chosen, {"factor": pick((1.0, 4.0)), "attention_factor": 1.2}),
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": pick((2.0, 4.0)),
+            ORIGINAL: pick((16, 64)),
+        },
+        "proportional": {PART: pick(_PARTS)} | sometimes(chosen, {"factor": 2.0}),
+    }
+    kind = pick([kind for kind in kinds if kind != "dynamic" or dim > 2])
+    return {"rope_type": kind, **kinds[kind]}
+
+
+def _draw_divisors(chosen: Random, pairs: int) -> list[float]:
+    """Draw the divisor of each frequency of LongRoPE."""
+    return [chosen.uniform(0.5, 9) for _ in range(pairs)]
+
+
+def draw_part(chosen: Random, dim: int) -> float:
+    """Draw the part of a head of width `dim` that turns, an even number of elements."""
+    return chosen.choice([part for part in (0.25, 0.5, 0.75, 1.0) if int(dim * part) and int(dim * part) % 2 == 0])
+
+
+def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
+    """Draw the RoPE fields of a family whose layers all turn alike, as transformers 4 or 5 writes them."""
+    theta = chosen.choice(_THETAS)
+    if kind.part:
+        part = draw_part(chosen, dim)
+        long = {name: _draw_divisors(chosen, int(dim * part) // 2) for name in ("short_factor", "long_factor")}
+        types = [name for name in kind.types or () if name not in ("default", "su")]  # transformers 5 knows no "su"
+        scaling = {"type": chosen.choice(types or [""]), **long}
+        fields = {kind.part: part, **sometimes(chosen, {kind.theta: theta})}
+        if not types or chosen.random() < 0.5:
+            return fields
+        return {**fields, ORIGINAL: chosen.choice((8, 32)), "rope_scaling": scaling}
+    fields = draw_scaling(chosen, dim)
+    if kind.entire:
+        fields.pop(PART, None)
+    if kind.usual is not None:
+        return sometimes(chosen, {"rope_parameters": {**fields, "rope_theta": theta}})
+    if chosen.random() < 0.5:
+        return {"rope_parameters": {**fields, "rope_theta": theta}}
+    plain = fields["rope_type"] == "default" and chosen.random() < 0.5
+    return {"rope_theta": theta, "rope_scaling": None if plain else fields}
+
+
+def draw_rotaries(chosen: Random, dim: int, kinds: Mapping[str, RotaryKind]) -> Config:
+    """Draw the RoPE fields by kind of layer, or as they were written before transformers 5."""
+
+    def drawn() -> Config:
+        fields = draw_scaling(chosen, dim)
+        fields.pop("truncate", None)  # gptkit refuses `false`, which transformers does not see among these
+        return fields
+
+    if chosen.random() < 0.5:
+        return {"rope_parameters": {kind: {**drawn(), "rope_theta": chosen.choice(_THETAS)} for kind in kinds}}
+    bases = {usual.theta: chosen.choice(_THETAS) for usual in kinds.values() if usual.theta}
+    scaled = bases and any(usual.scaled for usual in kinds.values())
+    return ({"rope_scaling": drawn()} if scaled else {}) | sometimes(chosen, bases)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ..base import Stacked
 from ..config import ConfigReader
 from ..decoder import Mixtures
+from ..draws import ODD, among
 from ..fields import with_defaults
 from ..latent import LATENT_LEAVES, MADE
 from ..lenses import by_type
@@ -27,7 +28,7 @@ _FIELDS = with_defaults(
 
 _DECODER = replace(
     deepseek_v3.DECODER,
-    fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=ConfigReader.integer)},
+    fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=ConfigReader.integer, draw=among(*ODD))},
     kv_heads=64,
     mixtures=Mixtures(by_type(1, "first_k_dense_replace"), normed=True),
 )

@@ -11,10 +11,11 @@ from ...components import Attention, Mamba2, ModelSpec, Rotary
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes, some_of
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
 from ..lenses import Lens, one_of
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, mamba2_leaves, read_mamba2, written_by
+from ..recurrences import LINEAR, draw_mamba2, mamba2_leaves, read_mamba2, written_by
 from ..rope import PART, RotaryKind, write_rotaries
 from ..usual import ATTENTION, EMBEDDING, B, T
 
@@ -47,6 +48,11 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {**own(spec), "rope_scaling": None, "rope_parameters": found["rope_parameters"]["all"], PART: 0.5}
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    whole = some_of(chosen, range(sizes["layers"])) or [0]
+    return {**draw_mamba2(chosen, sizes["hidden"]), "attn_layer_indices": whole}
+
+
 _DECODER = Decoder(
     {
         **with_defaults(
@@ -61,8 +67,15 @@ _DECODER = Decoder(
         "mlp_bias": MLP_BIAS,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
-    recurrent=Lens(_recurrences, _written),
+    recurrent=Lens(_recurrences, _written, _draw),
 )
+
+
+def _draw_config(chosen: Random) -> Config:
+    """Draw a config with the part of a head that turns among the RoPE parameters, where alone transformers reads it."""
+    config = _DECODER.draw(chosen, {})
+    rope = {PART: config.pop(PART), "rope_theta": config.pop("rope_theta", 37.5), "rope_type": "default"}
+    return {**config, "rope_parameters": rope}
 
 
 FEED_FORWARD = {f"{T}feed_forward.{name}": f"{B}feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
@@ -79,6 +92,7 @@ _BAMBA = _DECODER.architecture(
         *leaves_of({**ATTENTION, **ENDS}),
     ),
     released="2024-12",
+    draw=_draw_config,
     kinds=_DECODER.kinds | {Mamba2},
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     stated={"attn_layer_indices": [9, 18, 27]},

@@ -15,6 +15,7 @@ from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import among
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
 from ..fields import BIASED, SUM_NORMS, Field, is_scaled, root_of
 from ..layout import Layout
@@ -48,7 +49,8 @@ def stack(
             "activation_function": Field("activation", "gelu"),
             "max_position_embeddings": Field("context", 1024),
             "scale_embedding": Field("embedding.multiplier", False, root_of("d_model", 1024), is_scaled),
-            "tie_word_embeddings": Field("tied", True),
+            # Untied, each stack has a table of its own in transformers, which gptkit refuses where files have it.
+            "tie_word_embeddings": Field("tied", True, draw=among(True)),
         },
         "norm": LayerNorm,
         "inner": FeedForward,

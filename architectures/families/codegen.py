@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from ...components import ModelSpec
 from ...errors import CannotExpress
-from ..base import Architecture, Leaf, leaves_of
+from ..base import Leaf, leaves_of
 from ..config import GPT2_ALIASES, ConfigReader
+from ..draws import TABLE, Config, Random
 from ..layout import Layout
 from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
 
@@ -38,25 +39,30 @@ def _write(spec: ModelSpec) -> dict[str, object]:
     return _CODEGEN_DECODER.write(spec)
 
 
-_CODEGEN = Architecture(
-    name="codegen",
-    released="2022-03",
-    model_types=("codegen",),
-    hf_class="CodeGenForCausalLM",
-    hf_config="CodeGenConfig",
-    kinds=KINDS,
-    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    read=_read,
-    write=_write,
-    config_aliases=GPT2_ALIASES,
-    prefix="transformer.",
-    leaves=(
+def _draw(chosen: Random) -> Config:
+    """Draw a config of GPT-J with four times the heads."""
+    config = _CODEGEN_DECODER.draw(chosen, {}, context=TABLE)
+    return {**config, **{name: _CORES * config[name] for name in ("n_embd", "n_head")}}
+
+
+_CODEGEN = _CODEGEN_DECODER.architecture(
+    "codegen",
+    "CodeGenForCausalLM",
+    (
         *leaves_of(EMBEDDING),
         Leaf(
             T + "attn.qkv_proj.weight", tuple(f"{B}attention.{name}_proj.weight" for name in ("q", "v", "k")), _QUARTERS
         ),
         *leaves_of(REST),
     ),
+    released="2022-03",
+    kinds=KINDS,
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+    read=_read,
+    write=_write,
+    draw=_draw,
+    config_aliases=GPT2_ALIASES,
+    prefix="transformer.",
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     bounded=True,

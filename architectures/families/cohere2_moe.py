@@ -12,8 +12,9 @@ from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import Config, Random, Sizes, sometimes
 from ..fields import PRE, Field, choice, none_or_more, without
-from ..lenses import Lens, by_type, write_windows
+from ..lenses import Lens, by_type, draw_windows, write_windows
 from ..obstacles import of_kind
 from ..rope import read_rotary
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
@@ -62,6 +63,11 @@ def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
 
 
+def _draw_layers(chosen: Random, sizes: Sizes) -> Config:
+    patterns = {_PATTERN: chosen.choice((1, 2)), "sliding_window_pattern": chosen.choice((1, 2))}
+    return {**draw_windows(chosen, sizes), **sometimes(chosen, patterns)}
+
+
 _DECODER = Decoder(
     {
         **_FIELDS,
@@ -86,7 +92,7 @@ _DECODER = Decoder(
         "mixture.rounded": True,
     },
     rotary=_ROTARY,
-    layers=Lens(_layers, _written),
+    layers=Lens(_layers, _written, _draw_layers),
     mixtures=Mixtures(_MIXED),
 )
 _RMS = replace(
@@ -115,6 +121,13 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     return {**fields, **({"rope_parameters": scaling} if scaling else {})}
 
 
+def _draw(chosen: Random) -> Config:
+    """Draw a config with either kind of norm, and with RoPE parameters as transformers 5 writes them."""
+    config = chosen.choice((_DECODER, _RMS)).draw(chosen, {})
+    theta, scaling = config.pop("rope_theta", 1e4), config.pop("rope_scaling", None)
+    return {**config, **({} if scaling is None else {"rope_parameters": {**scaling, "rope_theta": theta}})}
+
+
 _COHERE2_MOE = _DECODER.architecture(
     "cohere2_moe",
     "Cohere2MoeForCausalLM",
@@ -128,5 +141,6 @@ _COHERE2_MOE = _DECODER.architecture(
     kinds=_DECODER.kinds | _RMS.kinds,
     read=_read,
     write=_write,
+    draw=_draw,
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
 )

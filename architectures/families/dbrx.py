@@ -13,6 +13,7 @@ from ...components import LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import Config, Random, among
 from ..fields import Field, activation_named, name_of
 from ..layout import Layout
 from ..lenses import Lens
@@ -56,15 +57,21 @@ _DECODER = Decoder(
         "n_layers": Field("layers", 24),
         "n_heads": Field("heads", 16),
         "max_seq_len": Field("context", 2048),
-        "tie_word_embeddings": Field("tied", False, _untied),
+        "tie_word_embeddings": Field("tied", False, _untied, draw=lambda *_: False),
         "attn_config.kv_n_heads": Field("kv_heads", 1),
         "attn_config.clip_qkv": Field("attention.clip", None, ConfigReader.number),
         "ffn_config.ffn_hidden_size": Field("intermediate", 3584),
-        "ffn_config.ffn_act_fn": Field("activation", "silu", _named, lambda value: {"name": name_of(value)}),
+        "ffn_config.ffn_act_fn": Field(
+            "activation",
+            "silu",
+            _named,
+            lambda value: {"name": name_of(value)},
+            lambda _, sizes: {"name": sizes["activation"]},
+        ),
         "ffn_config.moe_num_experts": Field("mixture.experts", 4),
         "ffn_config.moe_top_k": Field("mixture.top_k", 1),
         "ffn_config.moe_normalize_expert_weights": Field(
-            "mixture.normalise", 1.0, _normalised, lambda value: 1.0 if value else None
+            "mixture.normalise", 1.0, _normalised, lambda value: 1.0 if value else None, among(1.0, None)
         ),
     },
     norm=LayerNorm,
@@ -86,6 +93,21 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     fields = _DECODER.write(spec)
     return {**fields, "attn_config": {**fields["attn_config"], "rope_theta": fields["rope_theta"]}}
+
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with every object that transformers needs.
+
+    Each expert's part of a tensor has whole cache lines: a product sums as its matrix begins in one, and transformers'
+    own model computes other logits when it is loaded from the files that it saved, since these are mapped elsewhere.
+    """
+    config, count = _DECODER.draw(chosen, {}, intermediate=chosen.choice((16, 48, 64))), chosen.choice((1, 2, 5))
+    inner = {"moe_num_experts": count, "moe_top_k": chosen.randint(1, count)}
+    return {
+        **config,
+        "attn_config": {**config["attn_config"], "clip_qkv": chosen.choice((0.5, 8)), "rope_theta": 10_000.0},
+        "ffn_config": {**config["ffn_config"], **inner},
+    }
 
 
 _ROWS = Layout("(rows head_dim) hidden", split="rows", parts=("heads", "kv_heads", "kv_heads"))
@@ -115,6 +137,7 @@ _DBRX = _DECODER.architecture(
     "DbrxForCausalLM",
     _LEAVES,
     write=_write,
+    draw=_draw,
     released="2024-03",
     config_aliases={
         "d_model": ("hidden_size",),

@@ -11,6 +11,7 @@ from typing import Any
 from ...components import MixtureOfExperts, ModelSpec
 from ..config import ConfigReader
 from ..decoder import Mixtures
+from ..draws import EVEN, Config, Random
 from ..fields import MLP_BIAS, with_defaults
 from ..latent import KNOWN, LATENT_LEAVES, LatentDecoder
 from ..lenses import after
@@ -65,6 +66,20 @@ _DECODER = LatentDecoder(
     written=_written,
 )
 
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with groups or without, and with even widths, since transformers pairs neighbours."""
+    even = {"attention.kv_rank": chosen.choice(EVEN), "attention.nope_dim": chosen.choice((0, *EVEN))}
+    config, grouped = _DECODER.draw(chosen, {}, **even), chosen.random() < 0.5
+    if not grouped:
+        return {**config, "topk_method": "greedy", "n_group": None, "topk_group": None}
+    groups, size = chosen.choice((1, 2, 4)), chosen.choice((2, 3))
+    best = chosen.randint(1, groups)
+    own = {"n_group": groups, "topk_group": best, "n_routed_experts": groups * size}
+    config |= {**own, "topk_method": "group_limited_greedy"}
+    return {**config, "num_experts_per_tok": chosen.randint(1, best * size)}
+
+
 _DEEPSEEK_V2 = _DECODER.architecture(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -72,6 +87,7 @@ _DEEPSEEK_V2 = _DECODER.architecture(
     released="2024-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
+    draw=_draw,
     config_aliases={"n_routed_experts": ("num_experts",)},
     stated={"num_experts_per_tok": 6},
     irrelevant={**KNOWN, **OF_DRAFTS, **TRAINING},

@@ -11,6 +11,7 @@ from ...components import ModelSpec
 from ..base import Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import Config, Random, Sizes, sometimes
 from ..fields import Field, none_or_more, with_defaults
 from ..layout import Layout
 from ..lenses import Lens, sparse_layers
@@ -35,6 +36,12 @@ def _written(spec: ModelSpec) -> Mapping[str, Any]:
     first, last = (found[0], found[-1]) if found else (len(sparse), len(sparse))
     every = found[1] - first if len(found) > 1 else 1
     return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": every}
+
+
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    layers = sizes["layers"]
+    ends = {"moe_layer_start_index": chosen.randint(0, layers), "moe_layer_end_index": chosen.randint(-1, layers)}
+    return sometimes(chosen, {**ends, "moe_layer_interval": chosen.choice((1, 2))})
 
 
 _BIAS = ernie4_5.DECODER.fields["use_bias"]
@@ -64,7 +71,7 @@ _DECODER = Decoder(
         "mixture.wide_choice": True,
     },
     rotary=ernie4_5.DECODER.rotary,
-    mixtures=Mixtures(Lens(_sparse, _written), expert={"fused": True, "up_bias": False, "down_bias": False}),
+    mixtures=Mixtures(Lens(_sparse, _written, _draw), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
 _CORRECTION = T + "mlp.moe_statics.e_score_correction_bias"

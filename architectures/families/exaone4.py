@@ -11,7 +11,7 @@ from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import OUTPUT_NORMS, USUAL, with_defaults
-from ..lenses import Lens, sliding, turned_in_windows, write_windows
+from ..lenses import Lens, draw_windows, sliding, turned_in_windows, write_windows
 from ..usual import OUTPUT_NORM_LEAVES
 
 _WINDOW = 4096
@@ -37,7 +37,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {**fields, "sliding_window": None} if turned and "sliding_attention" not in fields["layer_types"] else fields
 
 
-EXAONE_WINDOWS = Lens(_layers, _written)
+EXAONE_WINDOWS = Lens(_layers, _written, draw_windows)
 
 _DECODER = Decoder(
     with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),

@@ -15,10 +15,11 @@ from ...components import ALiBi, Attention, Biasing, FeedForward, LayerNorm, Mod
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import EVEN, Config, Random, grouped_heads
 from ..fields import PRE, Field
 from ..lenses import Lens
 from ..obstacles import of_kind
-from ..rope import read_rotary, write_rotary
+from ..rope import USUAL_ROTARY, draw_rotary, read_rotary, write_rotary
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT, other_norms, two_parallel_norms
 
 
@@ -112,6 +113,19 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random) -> Config:
+    """Draw a config of one of the three kinds of heads, with ALiBi or RoPE."""
+    alibi, (heads, kv_heads) = chosen.random() < 0.4, grouped_heads(chosen)
+    head_dim, form = chosen.choice(EVEN), chosen.choice(("grouped", "one", "all"))
+    own: Config = {"multi_query": form == "one", "parallel_attn": chosen.choice((True, False))}
+    if form == "grouped":
+        norms = chosen.choice((1, 2, None))
+        own = {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
+    rope = {} if alibi else draw_rotary(chosen, head_dim, USUAL_ROTARY)
+    sizes = {"heads": heads, "head_dim": head_dim, "hidden": heads * head_dim}
+    return {**_DECODER.draw(chosen, {}, **sizes), **own, "alibi": alibi, **rope}
+
+
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
 _FALCON = _DECODER.architecture(
@@ -144,6 +158,7 @@ _FALCON = _DECODER.architecture(
     token_ids={"bos_token_id": 11, "eos_token_id": 11},
     read=_read,
     write=_write,
+    draw=_draw,
     config_aliases={
         "hidden_size": ("n_embed",),
         "num_hidden_layers": ("n_layer",),

@@ -12,9 +12,10 @@ from ...components import Attention, GatedFeedForward, Mamba2, ModelSpec, RMSNor
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, divisor, sometimes
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field, with_defaults
 from ..obstacles import of_kind
-from ..recurrences import mamba2_leaves, mamba2_sizes, write_mamba2
+from ..recurrences import draw_mamba2, mamba2_leaves, mamba2_sizes, write_mamba2
 from ..usual import ATTENTION, EMBEDDING, ROTARY_BUFFERS, T
 from .bamba import ENDS, FEED_FORWARD, NORMS
 
@@ -106,6 +107,27 @@ _DECODER = Decoder(
     written=_written,
 )
 
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with multipliers, and with Mamba-2 of any width."""
+    config, width = _DECODER.draw(chosen, {}), chosen.choice((8, 12, 30, 40))
+    heads = divisor(chosen, width)
+    numbers = {name: chosen.uniform(0.1, 2) for names in _BRANCHES.values() for name in names}
+    flags = {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
+    lists = {
+        name: [chosen.uniform(0.1, 2) for _ in range(n)] for name, n in (("ssm_multipliers", 5), ("mlp_multipliers", 2))
+    }
+    return {
+        **config,
+        **draw_mamba2(chosen, config["hidden_size"]),
+        "mamba_d_ssm": width,
+        "mamba_d_head": width // heads,
+        "mamba_n_heads": heads,
+        "mamba_n_groups": divisor(chosen, heads),
+        **sometimes(chosen, {**numbers, **flags, **lists}),
+    }
+
+
 _FALCON_H1 = _DECODER.architecture(
     "falcon_h1",
     "FalconH1ForCausalLM",
@@ -118,6 +140,7 @@ _FALCON_H1 = _DECODER.architecture(
     released="2025-05",
     kinds=_DECODER.kinds | {Mamba2},
     read=_read,
+    draw=_draw,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     dropped=(*ROTARY_BUFFERS, T + "mamba.mup_vector"),
     irrelevant={"num_logits_to_keep": "for which tokens of a prompt logits are computed"},

@@ -6,7 +6,13 @@ Source: transformers models/falcon_mamba/{configuration,modeling}_falcon_mamba.p
 from functools import partial
 
 from ..base import Architecture
-from .mamba import FAMILY, IRRELEVANT, read
+from ..draws import Config, Random, sometimes
+from .mamba import FAMILY, IRRELEVANT, draw, read
+
+
+def _draw(chosen: Random) -> Config:
+    return {**draw(chosen), **sometimes(chosen, {"mixer_rms_eps": 1e-2})}
+
 
 _FALCON_MAMBA = Architecture(
     name="falcon_mamba",
@@ -14,6 +20,7 @@ _FALCON_MAMBA = Architecture(
     hf_class="FalconMambaForCausalLM",
     hf_config="FalconMambaConfig",
     read=partial(read, normed=True),
+    draw=_draw,
     released="2024-08",
     irrelevant={**IRRELEVANT, "use_falcon_mambapy": "which kernels compute it"},
     **FAMILY,

@@ -28,6 +28,7 @@ from ...components import (
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import VOCAB, Config, Random, Sizes, among, kind_by_layer, sometimes
 from ..fields import AROUND, none_or_more, with_defaults
 from ..lenses import Lens, sliding, turned_by_kind
 from ..obstacles import of_kind
@@ -53,7 +54,9 @@ _FIELDS = with_defaults(
     max_position_embeddings=32768,
 )
 _FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_width)
-_FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(read=ConfigReader.number)
+_FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(
+    read=ConfigReader.number, draw=among(0.5, 3.0, 30.0)
+)
 _WINDOWS = turned_by_kind(sliding(5, 512), _KINDS)
 SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where nothing else is said
 
@@ -91,6 +94,27 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    """Draw the windows, how many of the last layers share keys, the streams, and the additional inputs."""
+    layers, streams = sizes["layers"], chosen.choice((2, 3, 5))
+    kinds = kind_by_layer(chosen, layers, "full_attention", "sliding_attention")
+    by_layer = {
+        "activation_sparsity_pattern": kind_by_layer(chosen, layers, 0.0, 0.25, 0.95),
+        "intermediate_size": kind_by_layer(chosen, layers, 16, 33),
+    }
+    return {
+        **_WINDOWS.draw(chosen, sizes),
+        "layer_types": kinds,
+        "num_kv_shared_layers": int(layers > 1 and {*kinds[:-1]} == {*kinds}),
+        "hidden_size_per_layer_input": chosen.choice((1, 3, 8)),
+        "vocab_size_per_layer_input": chosen.choice((VOCAB - 5, VOCAB, VOCAB + 3)),
+        "altup_num_inputs": streams,
+        "altup_active_idx": chosen.randrange(streams),
+        "laurel_rank": chosen.choice((1, 3, 8)),
+        **sometimes(chosen, by_layer),
+    }
+
+
 _DECODER = Decoder(
     _FIELDS,
     norms=AROUND,
@@ -101,7 +125,7 @@ _DECODER = Decoder(
         "embedding.scaling": "rounded",
     },
     rotary=None,
-    layers=Lens(_layers, _written),
+    layers=Lens(_layers, _written, _draw),
     whole_heads=True,
 )
 

@@ -29,11 +29,12 @@ from ...components import (
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import EVEN, VOCAB, WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
 from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, none_or_more, with_defaults
 from ..layout import Layout
 from ..lenses import Lens, write_windows
 from ..obstacles import of_kind
-from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
+from ..rope import ROTARY, RotaryKind, draw_scaling, read_rotaries, write_rotaries
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -164,6 +165,28 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def draw_layers(chosen: Random, sizes: Sizes) -> Config:
+    """Draw the kinds of layers, of which the last sees all tokens, and the heads and RoPE of each kind."""
+    types, full = [*kind_by_layer(chosen, sizes["layers"] - 1, FULL, SLIDING), FULL], chosen.choice(EVEN)
+    keys_alone = chosen.random() < 0.3
+    config: Config = {
+        "layer_types": types,
+        "global_head_dim": full,
+        "attention_k_eq_v": keys_alone,
+        "sliding_window": chosen.choice(WINDOWS[1:]),
+        **(sometimes(chosen, {"num_global_key_value_heads": 1}) if keys_alone else {}),
+    }
+    if chosen.random() < 0.5:
+        return config
+    rope = {FULL: draw_scaling(chosen, full), SLIDING: draw_scaling(chosen, sizes["head_dim"])}
+    for kind, fields in rope.items():
+        fields.pop("truncate", None)
+        if fields["rope_type"] == "longrope":  # transformers' config class fails where heads differ in width
+            rope[kind] = {"rope_type": "linear", "factor": 4.5}
+        rope[kind]["rope_theta"] = chosen.choice((5e4, 37.5))
+    return {**config, "rope_parameters": rope}
+
+
 _WIDTH = ("hidden_size_per_layer_input", 256)
 DECODER = Decoder(
     {**_FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
@@ -175,7 +198,7 @@ DECODER = Decoder(
         "embedding.scaling": "rounded",
     },
     rotary=None,
-    layers=Lens(layers, written),
+    layers=Lens(layers, written, draw_layers),
 )
 
 
@@ -267,6 +290,20 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random) -> Config:
+    """Draw a config with additional inputs of layers and shared keys, with experts, or with neither."""
+    config, width = DECODER.draw(chosen, {}), chosen.choice((0, 1, 3, 8))
+    rows = {"hidden_size_per_layer_input": width, "vocab_size_per_layer_input": chosen.choice((VOCAB, VOCAB + 3))}
+    earlier = config["layer_types"][:-1]
+    shared = {"num_kv_shared_layers": 1} if width and FULL in earlier else {}
+    own = {**config, **rows, **shared, **sometimes(chosen, {"use_double_wide_mlp": True})}
+    if width or chosen.random() < 0.5:
+        return own
+    own |= {"enable_moe_block": True, "num_experts": 5, "top_k_experts": chosen.choice((1, 3, 5))}
+    own |= {"moe_intermediate_size": chosen.choice((16, 48)), "hidden_size": 8 * config["num_attention_heads"]}
+    return own
+
+
 INPUTS = {
     T + "per_layer_input_gate": B + "layer_input.gate_proj",
     T + "per_layer_projection": B + "layer_input.down_proj",
@@ -348,6 +385,7 @@ GEMMA4 = DECODER.architecture(
     kinds=DECODER.kinds | {*ROTARY, BlockScale, DenseBesideExperts, LayerEmbedding, LayerInput, MixtureOfExperts},
     read=_read,
     write=_write,
+    draw=_draw,
     token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
     part="text_config",
     renamed=(("model.language_model.", "model."),),

@@ -12,6 +12,7 @@ from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes, sometimes
 from ..fields import BIASED, Field, flag
 from ..layout import Layout
 from ..lenses import Lens
@@ -43,6 +44,10 @@ def _write_scales(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw_scales(chosen: Random, _: Sizes) -> Config:
+    return sometimes(chosen, {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True})
+
+
 FIELDS = {
     "vocab_size": Field("vocab", 50257),
     "n_positions": Field("context", 1024),
@@ -68,7 +73,7 @@ _DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=Lens(_scales, _write_scales),
+    layers=Lens(_scales, _write_scales, _draw_scales),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

@@ -11,6 +11,7 @@ from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes, sometimes
 from ..fields import BIASED, Field
 from ..lenses import Lens
 from ..obstacles import of_kind
@@ -37,6 +38,10 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {"multi_query": first.kv_heads == 1, "scale_attn_weights": first.scale != 1.0 or first.head_dim == 1}
 
 
+def _draw(chosen: Random, _: Sizes) -> Config:
+    return sometimes(chosen, {"multi_query": False, "scale_attn_weights": False})
+
+
 _DECODER = Decoder(
     {
         **{name: each for name, each in FIELDS.items() if name != "reorder_and_upcast_attn"},
@@ -47,7 +52,7 @@ _DECODER = Decoder(
     fixed={**BIASED, "attention.fused": True},
     rotary=None,
     learned=True,
-    layers=Lens(_layers, _written),
+    layers=Lens(_layers, _written, _draw),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

@@ -11,6 +11,7 @@ from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import leaves_of
 from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder
+from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
 from ..fields import Field
 from ..lenses import Lens
 
@@ -51,6 +52,11 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    kinds = kind_by_layer(chosen, sizes["layers"], _GLOBAL, _LOCAL)
+    return {"attention_types": [[kinds, 1]], **sometimes(chosen, {"window_size": chosen.choice(WINDOWS)})}
+
+
 _DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 50257),
@@ -76,7 +82,7 @@ _DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=Lens(_windows, _written),
+    layers=Lens(_windows, _written, _draw),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."

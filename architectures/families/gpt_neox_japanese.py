@@ -12,6 +12,7 @@ from ...errors import CannotExpress
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, sometimes
 from ..fields import Field
 from ..lenses import Lens
 from ..obstacles import of_kind
@@ -67,6 +68,10 @@ def _read(config: ConfigReader) -> ModelSpec:
     return _DECODER.read(config, intermediate=times * config.integer("hidden_size", 2560))
 
 
+def _draw(chosen: Random) -> Config:
+    return {**_DECODER.draw(chosen, {}), **sometimes(chosen, {"intermediate_multiple_size": 2})}
+
+
 _B, _T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
 
 _GPT_NEOX_JAPANESE = _DECODER.architecture(
@@ -95,6 +100,7 @@ _GPT_NEOX_JAPANESE = _DECODER.architecture(
     released="2022-09",
     token_ids={"bos_token_id": 31996, "eos_token_id": 31999},
     read=_read,
+    draw=_draw,
     prefix="gpt_neox_japanese.",
     head="embed_out.weight",
     dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),

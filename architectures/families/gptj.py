@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes
 from ..fields import PRE, Field
 from ..lenses import Lens
 from ..obstacles import Kinds, of_kind
@@ -28,7 +29,10 @@ def turning(rounding: Literal["input", "keys"]) -> Lens:
         ways: Mapping[str, Any] = {"pairs": "adjacent", "rounding": rounding, "joined": True, "lie": "by token"}
         return [{"position": Rotary(dim=dim, base=10_000.0, **ways)}] * count
 
-    return Lens(layers, _written)
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        return {"rotary_dim": chosen.choice(range(2, sizes["head_dim"] + 1, 2))}
+
+    return Lens(layers, _written, draw)
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
@@ -81,19 +85,15 @@ GPTJ_IRRELEVANT = {
     "task_specific_params": "generation",
 }
 
-_GPTJ = Architecture(
-    name="gptj",
+_GPTJ = DECODER.architecture(
+    "gptj",
+    "GPTJForCausalLM",
+    leaves_of({**EMBEDDING, **_QKV, **REST}),
     released="2021-06",
-    model_types=("gptj",),
-    hf_class="GPTJForCausalLM",
-    hf_config="GPTJConfig",
     kinds=KINDS,
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    read=DECODER.read,
-    write=DECODER.write,
     config_aliases=GPT2_ALIASES,
     prefix="transformer.",
-    leaves=leaves_of({**EMBEDDING, **_QKV, **REST}),
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     bounded=True,

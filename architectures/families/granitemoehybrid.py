@@ -12,10 +12,11 @@ from ...components.mixture import MOST_EXPERTS
 from ..base import by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import Config, Random, Sizes, sometimes, types_with_attention
 from ..fields import Field, none_or_more
 from ..lenses import Lens, one_of, sparse_layers
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, mamba2_leaves, read_mamba2, written_by
+from ..recurrences import LINEAR, draw_mamba2, mamba2_leaves, read_mamba2, written_by
 from ..usual import B, T
 from .granitemoe import FIELDS, FIXED, LEAVES, STACKED, shared_mlp
 
@@ -56,6 +57,20 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {**types(spec), "position_embedding_type": None if position is None else "rope"}
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    types = types_with_attention(chosen, sizes["layers"], LINEAR)
+    return {**draw_mamba2(chosen, sizes["hidden"]), "layer_types": types}
+
+
+def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
+    return {} if any(sparse_layers(spec)) else {"num_local_experts": 0}
+
+
+def _draw_sparse(chosen: Random, _: Sizes) -> Config:
+    """Draw a model without experts, or nothing."""
+    return chosen.choice(({}, {"num_local_experts": 0, "num_experts_per_tok": 0}))
+
+
 _DECODER = Decoder(
     {
         **FIELDS,
@@ -65,9 +80,9 @@ _DECODER = Decoder(
         "shared_intermediate_size": Field("intermediate shared_size", 1024),
     },
     fixed={**FIXED, "feed_forward.fused": True},
-    layers=Lens(_positions),
-    recurrent=Lens(_recurrences, _written),
-    mixtures=Mixtures(Lens(_sparse, lambda spec: {} if any(sparse_layers(spec)) else {"num_local_experts": 0})),
+    layers=Lens(_positions, draw=lambda chosen, _: sometimes(chosen, {"position_embedding_type": "rope"})),
+    recurrent=Lens(_recurrences, _written, _draw),
+    mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse)),
 )
 
 

@@ -6,6 +6,7 @@ Source: transformers models/internlm3/configuration_internlm3.py; its model is L
 from ...components import Attention, ModelSpec
 from ...errors import CannotExpress
 from ..decoder import Decoder
+from ..draws import Config, Random
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
 from ..obstacles import of_kind
 from ..usual import LEAVES
@@ -41,12 +42,18 @@ _DECODER = Decoder(
     written=_written,
 )
 
+
+def _draw(chosen: Random) -> Config:
+    return {**_DECODER.draw(chosen, {}), **dict.fromkeys(("attention_bias", "mlp_bias"), chosen.choice((True, False)))}
+
+
 _INTERNLM3 = _DECODER.architecture(
     "internlm3",
     "LlamaForCausalLM",
     LEAVES,
     released="2025-01",
     hf_config="InternLM3Config",
+    draw=_draw,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
     config_aliases={"attention_bias": ("qkv_bias",), "mlp_bias": ("bias",)},
 )

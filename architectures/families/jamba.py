@@ -12,6 +12,7 @@ from ...components.mixture import MOST_EXPERTS
 from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import ODD, Config, Random, Sizes, sometimes
 from ..fields import USUAL, Field, with_defaults
 from ..lenses import Lens, sparse_layers
 from ..obstacles import of_kind
@@ -91,6 +92,23 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    every = chosen.randint(1, 3)
+    own = {"mamba_dt_rank": chosen.choice(ODD), "mamba_conv_bias": False, "mamba_proj_bias": True}
+    return {
+        "attn_layer_period": every,
+        "attn_layer_offset": chosen.randrange(min(every, sizes["layers"])),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        **sometimes(chosen, {**own, "mamba_expand": chosen.choice((1, 3))}),
+    }
+
+
+def _draw_sparse(chosen: Random, _: Sizes) -> Config:
+    one = {"num_experts": 1, "num_experts_per_tok": 1}
+    return {"expert_layer_period": 2, "expert_layer_offset": chosen.choice((0, 1)), **chosen.choice(({}, one))}
+
+
 _DECODER = Decoder(
     {
         **with_defaults(USUAL, vocab_size=65536, intermediate_size=14336, max_position_embeddings=262144),
@@ -100,8 +118,8 @@ _DECODER = Decoder(
     },
     fixed={"attention.position": None, "mixture.normalise": False, "mixture.rounded": True},
     rotary=None,
-    recurrent=Lens(_recurrences, _written),
-    mixtures=Mixtures(Lens(_sparse, _written_sparse)),
+    recurrent=Lens(_recurrences, _written, _draw),
+    mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse)),
 )
 
 _F = T + "feed_forward."

@@ -12,7 +12,7 @@ from ..base import Stacked, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import AROUND, USUAL, Field, with_defaults
-from ..lenses import Lens, sliding, turned_in_windows, write_windows
+from ..lenses import Lens, draw_windows, sliding, turned_in_windows, write_windows
 from ..usual import ATTENTION, CORRECTION, EMBEDDING, ENDS, NORMS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 
 _WINDOW = 513
@@ -54,7 +54,7 @@ _DECODER = Decoder(
         "mixture.routed_in": "float32",
         "mixture.wide_choice": True,
     },
-    layers=Lens(_layers, write_windows),
+    layers=Lens(_layers, write_windows, draw_windows),
     mixtures=Mixtures(),
 )
 _BIAS = T + "moe.router.expert_bias"

@@ -11,6 +11,7 @@ from ...components import ModelSpec, ShortConvolution
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes, sometimes, types_with_attention
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..lenses import Lens, one_of
@@ -75,12 +76,26 @@ FIELDS = with_defaults(
 )
 ROPE = RotaryKind(1e6)
 
+
+def draw_convolutions(chosen: Random, sizes: Sizes) -> Config:
+    """Draw the config fields that `convolutions` reads."""
+    own = {"conv_bias": True, "conv_L_cache": chosen.choice((1, 2, 4, 7))}
+    return {"layer_types": types_with_attention(chosen, sizes["layers"], CONV), **sometimes(chosen, own)}
+
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with a width of the feed-forward that is adjusted, or not."""
+    adjusted = {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3))}
+    units = {"intermediate_size": chosen.choice((7, 33, 64)), "block_multiple_of": chosen.choice((1, 8, 24))}
+    return {**_DECODER.draw(chosen, {}), **units, **sometimes(chosen, adjusted)}
+
+
 _DECODER = Decoder(
     {**FIELDS, "intermediate_size": Field("intermediate", 12288, _units), "head_dim": USUAL["head_dim"]},
     head_norms="same",
     fixed={"activation": "silu"},
     rotary=ROPE,
-    recurrent=Lens(convolutions, write_convolutions),
+    recurrent=Lens(convolutions, write_convolutions, draw_convolutions),
     written=lambda _: {"block_auto_adjust_ff_dim": False},
 )
 
@@ -127,5 +142,6 @@ _LFM2 = _DECODER.architecture(
     released="2025-07",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     kinds=_DECODER.kinds | {ShortConvolution},
+    draw=_draw,
     config_aliases={"intermediate_size": ("block_ff_dim",), "tie_word_embeddings": ("tie_embedding",)},
 )

@@ -43,7 +43,7 @@ _DECODER = Decoder(
         "mixture.added": lambda values: 1e-6 if values["mixture.normalise"] else 0.0,
     },
     rotary=lfm2.ROPE,
-    recurrent=Lens(_convolutions, lfm2.write_convolutions),
+    recurrent=Lens(_convolutions, lfm2.write_convolutions, lfm2.draw_convolutions),
     mixtures=Mixtures(after("num_dense_layers", 2)),
 )
 

@@ -14,6 +14,7 @@ from ...components import Attention, ModelSpec, RMSNorm, Temperature
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, some_of, sometimes
 from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..layout import Layout
 from ..lenses import Lens, sparse_layers
@@ -72,6 +73,27 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     return [layer in listed for layer in range(count)]
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    layers = sizes["layers"]
+    own = {
+        "no_rope_layers": kind_by_layer(chosen, layers, 0, 1),
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        _GROWTH: 0.4,
+    }
+    types = kind_by_layer(chosen, layers, "full_attention", "chunked_attention")
+    sight = {_CHUNK: chosen.choice(WINDOWS[1:]), _LENGTH: chosen.choice((1, 5, 16))}
+    return {**sight, **sometimes(chosen, {**own, "layer_types": types})}
+
+
+def _draw_sparse(chosen: Random, sizes: Sizes) -> Config:
+    return sometimes(chosen, {"moe_layers": some_of(chosen, range(sizes["layers"]))})
+
+
+def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
+    return {"moe_layers": [layer for layer, sparse in enumerate(sparse_layers(spec)) if sparse]}
+
+
 _DECODER = Decoder(
     {
         **with_defaults(
@@ -101,11 +123,8 @@ _DECODER = Decoder(
         "mixture.summed": "over all",
     },
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="complex"),
-    layers=Lens(_layers, _written),
-    mixtures=Mixtures(
-        Lens(_sparse, lambda spec: {"moe_layers": [layer for layer, each in enumerate(sparse_layers(spec)) if each]}),
-        expert={"fused": True, "arithmetic": "conv1d"},
-    ),
+    layers=Lens(_layers, _written, _draw),
+    mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse), expert={"fused": True, "arithmetic": "conv1d"}),
 )
 
 _FF, _OURS = T + "feed_forward.", B + "feed_forward."

@@ -8,7 +8,8 @@ from typing import Any
 from ...components import Mamba, ModelSpec, RMSNorm
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..fields import activation_named, name_of
+from ..draws import ODD, Config, Random, sometimes
+from ..fields import ACTIVATIONS, activation_named, name_of
 from ..obstacles import of_kind
 from ..recurrences import alone, mamba_leaves, norms_of, steps_of_rank, width_of
 from ..usual import B
@@ -64,6 +65,28 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def draw(chosen: Random) -> Config:
+    """Return a random legal config."""
+    own = {
+        "intermediate_size": chosen.choice(ODD),
+        "time_step_rank": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 5)),
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": False,
+        "hidden_act": chosen.choice([*ACTIVATIONS]),
+        "layer_norm_epsilon": 1e-3,
+    }
+    return {
+        "hidden_size": chosen.choice(ODD),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "state_size": chosen.choice(ODD),
+        "expand": chosen.choice((1, 2, 3)),
+        **sometimes(chosen, own),
+    }
+
+
 _T = "backbone.layers.{layer}."
 IRRELEVANT = {
     **dict.fromkeys(
@@ -96,6 +119,7 @@ _MAMBA = Architecture(
     hf_class="MambaForCausalLM",
     hf_config="MambaConfig",
     read=read,
+    draw=draw,
     released="2023-12",
     aliases=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     irrelevant=IRRELEVANT,

@@ -9,9 +9,10 @@ from ...components import Mamba2, ModelSpec, RMSNorm
 from ...errors import CannotExpress
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..fields import activation_named, name_of
+from ..draws import ODD, Config, Random, divisor, sometimes
+from ..fields import ACTIVATIONS, activation_named, name_of
 from ..obstacles import of_kind
-from ..recurrences import alone, limits, mamba2_leaves, write_limits
+from ..recurrences import alone, draw_limits, limits, mamba2_leaves, write_limits
 from ..usual import B
 
 _SIZES = {"state_size": ("state_size", 128), "conv_kernel": ("kernel", 4), "chunk_size": ("chunk", 256)}
@@ -73,6 +74,33 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random) -> Config:
+    expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
+    while heads * width % expand:
+        expand -= 1
+    own = {
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": True,
+        "hidden_act": chosen.choice([*ACTIVATIONS]),
+        "layer_norm_epsilon": 1e-3,
+        "time_step_limit": draw_limits(chosen),
+    }
+    return {
+        "hidden_size": heads * width // expand,
+        "expand": expand,
+        "num_heads": heads,
+        "head_dim": width,
+        "n_groups": divisor(chosen, heads),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "state_size": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        **sometimes(chosen, own),
+    }
+
+
 _T = "backbone.layers.{layer}."
 
 _MAMBA2 = Architecture(
@@ -83,6 +111,7 @@ _MAMBA2 = Architecture(
     kinds=frozenset({Mamba2, RMSNorm}),
     read=_read,
     write=_write,
+    draw=_draw,
     leaves=(
         *leaves_of({"backbone.embeddings": "embedding"}),
         *leaves_of({_T + "norm": B + "recurrence_norm"}),

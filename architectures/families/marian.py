@@ -91,6 +91,7 @@ MARIAN = _STACKS.architecture(
     hf_config="MarianConfig",
     read=with_bias(_read, BASE),
     write=without_bias(_write, BASE),
+    draw=lambda chosen: {**_STACKS.draw(chosen), "decoder_start_token_id": 0},
     token_ids={"eos_token_id": 0, "pad_token_id": 58100},
     refused=OF_BOTH,
     **{

@@ -6,12 +6,13 @@ out there too.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
-from ..lenses import Lens, by_type, sliding, turned_by_kind
+from ..lenses import by_type, sliding, turned_by_kind
 from ..rope import RotaryKind
 from ..usual import ROUTED, mixed_leaves
 
@@ -33,6 +34,7 @@ _FIELDS = {
     "norm_topk_prob": Field("mixture.normalise", True),
 }
 _KINDS = {"full_attention": RotaryKind(theta=""), "sliding_attention": RotaryKind(theta="", scaled=False)}
+_WINDOWS = turned_by_kind(sliding(1, 1024), _KINDS)
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -47,7 +49,7 @@ _DECODER = Decoder(
     head_norms="same",
     fixed=ROUNDED_ROUTER,
     rotary=None,
-    layers=Lens(_layers, turned_by_kind(sliding(1, 1024), _KINDS).put),
+    layers=replace(_WINDOWS, get=_layers),
     mixtures=Mixtures(by_type(0)),
 )
 

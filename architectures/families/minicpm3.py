@@ -10,6 +10,7 @@ from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
+from ..draws import ODD, Config, Random, sometimes
 from ..fields import MLP_BIAS, Field, with_defaults
 from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
@@ -70,6 +71,12 @@ _DECODER = LatentDecoder(
     written=_written,
 )
 
+
+def _draw(chosen: Random) -> Config:
+    scales = {"scale_depth": chosen.choice((None, 1.4, 2)), "dim_model_base": chosen.choice((None, 7, 256))}
+    return {**_DECODER.draw(chosen, {}), **sometimes(chosen, scales), "v_head_dim": chosen.choice((None, *ODD))}
+
+
 _MINICPM3 = _DECODER.architecture(
     "minicpm3",
     "MiniCPM3ForCausalLM",
@@ -77,5 +84,6 @@ _MINICPM3 = _DECODER.architecture(
     released="2024-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
+    draw=_draw,
     irrelevant={**KNOWN, "logits_scaling": "made of hidden_size and dim_model_base"},
 )

@@ -10,6 +10,7 @@ from typing import Any
 from ...components import Attention, ModelSpec, Temperature
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random
 from ..fields import with_defaults
 from ..lenses import Lens
 from ..obstacles import of_kind
@@ -68,11 +69,20 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     return {**fields, "rope_scaling": {**length, **fields["rope_scaling"], _GROWTH: grows.growth}}
 
 
+def _draw(chosen: Random) -> Config:
+    """Draw a config in which the RoPE parameters also say how the queries grow, or in which there are none."""
+    config = _DECODER.draw(chosen, {})
+    growth = {ORIGINAL: chosen.choice((8, 32)), _GROWTH: 0.3}
+    rope = config.get("rope_parameters")
+    return config if rope is None else {**config, "rope_parameters": {**growth, **rope}}
+
+
 _MINISTRAL3 = _DECODER.architecture(
     "ministral3",
     "Ministral3ForCausalLM",
     LEAVES,
     write=_write,
+    draw=_draw,
     kinds=_DECODER.kinds | {Temperature},
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},

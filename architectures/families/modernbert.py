@@ -12,8 +12,9 @@ from msgspec import structs
 from ...components import GatedFeedForward, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
+from ..draws import Config, Random, Sizes, sometimes
 from ..encoder import BOTH_WAYS, Encoder
-from ..fields import ATTENTION_BIAS, MLP_BIAS, PRE, Field, activation_named, name_of
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, MLP_BIAS, PRE, Field, activation_named, name_of, without
 from ..layout import Layout
 from ..lenses import Lens, turned_by_kind, write_windows
 from ..rope import ROTARY, RotaryKind
@@ -55,6 +56,23 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {"classifier_bias": transform.bias, "classifier_activation": name_of(transform.activation)}
 
 
+def _draw_windows(chosen: Random, _: Sizes) -> Config:
+    every, around = chosen.choice((1, 2)), chosen.choice((2, 5, 17, 32))
+    return sometimes(chosen, {"global_attn_every_n_layers": every, "local_attention": around})
+
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with a transform before the head, and with RoPE parameters of the two types that work here."""
+    config = without(_ENCODER.draw(chosen, {}), "rope_scaling", "rope_parameters")
+    kinds = {kind: chosen.choice(({}, {"rope_type": "linear", "factor": 4.5})) for kind in _KINDS}
+    own = {
+        "classifier_bias": True,
+        "classifier_activation": chosen.choice([*ACTIVATIONS]),
+        "rope_parameters": {kind: {**fields, "rope_theta": 37.5} for kind, fields in kinds.items()},
+    }
+    return {**config, **sometimes(chosen, own)}
+
+
 _ENCODER = Encoder(
     {
         "vocab_size": Field("vocab", 50368),
@@ -87,7 +105,7 @@ _ENCODER = Encoder(
     embedding_norm=True,
     first_norm=False,
     types=None,
-    layers=turned_by_kind(Lens(_windows, _write_windows), _KINDS),
+    layers=turned_by_kind(Lens(_windows, _write_windows, _draw_windows), _KINDS),
     written=_written,
     transform=_transform,
 )
@@ -145,6 +163,7 @@ MODERNBERT = _ENCODER.architecture(
     head="decoder.weight",
     kinds=_ENCODER.kinds | ROTARY,
     read=_read,
+    draw=_draw,
     token_ids={"bos_token_id": 50281, "eos_token_id": 50282, "pad_token_id": 50283},
     carried={"tasks": ("head.", "decoder.", "classifier.")},
     irrelevant={

@@ -12,6 +12,7 @@ from ...components import ALiBi, Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import COMMON_REFUSED, ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes, sometimes
 from ..fields import Field
 from ..layout import Layout
 from ..lenses import Lens
@@ -45,6 +46,10 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {"attn_config": {"clip_qkv": first.clip, "softmax_scale": None if usual else first.scale}}
 
 
+def _draw(chosen: Random, _: Sizes) -> Config:
+    return sometimes(chosen, {"attn_config": sometimes(chosen, {"clip_qkv": 0.5, "softmax_scale": 0.3})})
+
+
 _DECODER = Decoder(
     {
         "d_model": Field("hidden", 2048),
@@ -66,7 +71,7 @@ _DECODER = Decoder(
         "attention.fused_rows": "by part",
     },
     rotary=None,
-    layers=Lens(_layers, _written),
+    layers=Lens(_layers, _written, _draw),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."

@@ -23,7 +23,8 @@ from ...components import (
 )
 from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..fields import activation_named, name_of
+from ..draws import ODD, ROWS, Config, Random, divisor, grouped_heads, kind_by_layer, sometimes
+from ..fields import ACTIVATIONS, activation_named, name_of
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, mamba2_leaves
 from ..usual import B
@@ -180,6 +181,45 @@ _STACKED = tuple(Stacked(f"{_M}experts.{name}_proj", (f"{_EXPERT}{name}_proj.wei
 _UP_DOWN = ("up_proj", "down_proj")
 _LATENT = (("fc1", "down_proj"), ("fc2", "up_proj"))
 
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with attention in at least one layer."""
+    types = kind_by_layer(chosen, chosen.choice((1, 2, 3)), *_KINDS)
+    types.insert(chosen.randrange(len(types) + 1), "*")
+    attention_heads, kv_heads = grouped_heads(chosen)
+    experts, heads = chosen.choice((2, 3, 5)), chosen.choice((1, 2, 4, 6, 9))
+    own = {
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+        "mlp_hidden_act": chosen.choice([*ACTIVATIONS]),
+        "mamba_hidden_act": chosen.choice([*ACTIVATIONS]),
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.5,
+        "time_step_min": 0.3,
+        "layer_norm_epsilon": 1e-3,
+    }
+    return {
+        "hybrid_override_pattern": "".join(types),
+        "hidden_size": chosen.choice(ROWS),
+        "num_attention_heads": attention_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": chosen.choice(ODD),
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": chosen.choice(ODD),
+        "n_groups": divisor(chosen, heads),
+        "ssm_state_size": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "moe_intermediate_size": chosen.choice((8, 24, 40)),
+        "moe_shared_expert_intermediate_size": chosen.choice((8, 40)),
+        **sometimes(chosen, own),
+    }
+
+
 _NEMOTRON_H = Architecture(
     name="nemotron_h",
     model_types=("nemotron_h",),
@@ -188,6 +228,7 @@ _NEMOTRON_H = Architecture(
     kinds=frozenset({Mamba2, RMSNorm, Attention, FeedForward, MixtureOfExperts, ExpertLatent}),
     read=_read,
     write=_write,
+    draw=_draw,
     leaves=(
         *leaves_of({"lm_head": "head"}),  # first, since transformers' modules call the rest `model`, behind it by name
         *by_name(

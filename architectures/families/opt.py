@@ -11,6 +11,7 @@ from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, sometimes
 from ..fields import PRE, SUM_NORMS, Field
 
 
@@ -67,6 +68,15 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random) -> Config:
+    own = {
+        "word_embed_proj_dim": chosen.choice((1, 3, 16, 33)),
+        "do_layer_norm_before": False,
+        "_remove_final_layer_norm": True,
+    }
+    return {**_DECODER.draw(chosen, {}), **sometimes(chosen, own)}
+
+
 _B, _T = "blocks.{layer}.", "model.decoder.layers.{layer}."
 _HEADS = {f"{_T}self_attn.{name}_proj": f"{_B}attention.{name}_proj" for name in ("k", "v", "q")}
 _HEADS |= {_T + "self_attn.out_proj": _B + "attention.o_proj"}
@@ -100,6 +110,7 @@ _OPT = _DECODER.architecture(
     token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
     read=_read,
     write=_write,
+    draw=_draw,
     irrelevant={
         "activation_dropout": "training only",
         "dropout": "training only",

@@ -7,14 +7,15 @@ Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files c
 from typing import Any
 
 from ...components import Attention, GatedFeedForward, LongRopeScaling, ModelSpec, RMSNorm, Rotary
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, PART, RotaryKind
-from ..usual import EMBEDDING, ENDS, NORMS, ROTARY_BUFFERS, B, T
+from ..usual import EMBEDDING, ENDS, NORMS, B, T
 
 _QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
 _GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
@@ -48,17 +49,17 @@ _DECODER = Decoder(
     written=_written,
 )
 
-_PHI3 = Architecture(
-    name="phi3",
-    released="2024-04",
-    model_types=("phi3",),
-    hf_class="Phi3ForCausalLM",
-    hf_config="Phi3Config",
-    kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),
-    token_ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-    read=_DECODER.read,
-    write=_DECODER.write,
-    leaves=(
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config whose heads divide the hidden size: transformers checks LongRoPE's factors as if they did."""
+    sizes = _DECODER.draw_sizes(chosen)
+    return _DECODER.draw(chosen, {}, **{**sizes, "hidden": sizes["heads"] * sizes["head_dim"]})
+
+
+_PHI3 = _DECODER.architecture(
+    "phi3",
+    "Phi3ForCausalLM",
+    (
         *leaves_of({**EMBEDDING, T + "self_attn.o_proj": B + "attention.o_proj"}),
         Leaf(T + "self_attn.qkv_proj.weight", qkv("weight"), _QKV),
         Leaf(
@@ -68,7 +69,9 @@ _PHI3 = Architecture(
         ),
         *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj", **NORMS, **ENDS}),
     ),
-    prefix="model.",
-    dropped=ROTARY_BUFFERS,
+    released="2024-04",
+    draw=_draw,
+    kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),
+    token_ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
     irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
 )

@@ -15,7 +15,8 @@ from ...components import Attention, LayerNorm, LongRopeScaling, ModelSpec, Rota
 from ..base import Leaf, Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..draws import Config, Random, sometimes
+from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults, without
 from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind, read_rotary
@@ -66,7 +67,7 @@ _DECODER = Decoder(
         "lm_head_bias": Field("head.bias", False),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
         "num_local_experts": Field("mixture.experts", 16),
-        "num_experts_per_tok": Field("mixture.top_k", 2, _two),
+        "num_experts_per_tok": Field("mixture.top_k", 2, _two, draw=lambda *_: 2),
         "router_jitter_noise": Field("mixture.jitter", 0.01),
     },
     norm=LayerNorm,
@@ -87,6 +88,16 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     return {**fields, ORIGINAL: scaling.original_context, "rope_scaling": {**fields["rope_scaling"], **more}}
 
 
+def _draw(chosen: Random) -> Config:
+    """Draw a config whose LongRoPE has the same factors before and after the original context."""
+    config = _DECODER.draw(chosen, {}, **{"mixture.experts": chosen.choice((2, 3, 5))})
+    scale = chosen.choice((1.0, 1.2))
+    factors = [chosen.uniform(0.5, 2) for _ in range(config["head_dim"] // 2)]
+    long = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 4.0, ORIGINAL: 8}
+    config = without(config, "rope_scaling", "rope_parameters", "rope_theta")
+    return {**config, **sometimes(chosen, {"rope_parameters": {**long, **dict.fromkeys(_FACTORS, scale)}})}
+
+
 _PROJECTIONS = (f"self_attn.{name}_proj.bias" for name in "qkvo")
 _BIASES = {
     **{T + name: B + name.replace("self_attn", "attention") for name in _PROJECTIONS},
@@ -102,6 +113,7 @@ _PHIMOE = _DECODER.architecture(
     "PhimoeForCausalLM",
     by_name((*mixtral.LEAVES, *(Leaf(theirs, ours) for theirs, ours in _BIASES.items())), _HELD),
     write=_write,
+    draw=_draw,
     released="2024-08",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     stacked=_HELD,

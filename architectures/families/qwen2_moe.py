@@ -12,8 +12,9 @@ from typing import Any
 from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
+from ..draws import Config, Random, Sizes
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import Lens, by_step, write_windows_above
+from ..lenses import Lens, by_step, draw_windows, write_windows_above
 from ..usual import ROUTED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
@@ -43,6 +44,11 @@ def _write_windows(spec: ModelSpec) -> dict[str, Any]:
     return {**write_windows_above(spec), "max_window_layers": len(spec.blocks)}
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    below = {"max_window_layers": chosen.randint(0, sizes["layers"])}
+    return chosen.choice(({}, {"use_sliding_window": True, **draw_windows(chosen, sizes), **below}))
+
+
 _DECODER = Decoder(
     {
         **with_defaults(FIELDS, num_key_value_heads=16),
@@ -54,7 +60,7 @@ _DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     fixed={**ROUNDED_ROUTER, "mixture.shared_gate": True},
-    layers=Lens(_windows, _write_windows),
+    layers=Lens(_windows, _write_windows, _draw),
     mixtures=Mixtures(by_step()),
 )
 

@@ -14,6 +14,7 @@ from ...errors import CannotExpress
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import ODD, WINDOWS, Config, Random, Sizes, among, kind_by_layer
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
 from ..lenses import Lens
@@ -87,6 +88,15 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {**own, "block_types": types, "attention_window_size": attention.window}
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    blocks = [*kind_by_layer(chosen, sizes["layers"] - 1, _RECURRENT, _WHOLE), _WHOLE]
+    return {
+        "block_types": chosen.sample(blocks, len(blocks)),
+        "attention_window_size": chosen.choice(WINDOWS),
+        "conv1d_width": chosen.choice((1, 2, 4, 5)),
+    }
+
+
 _DECODER = Decoder(
     {
         **with_defaults(
@@ -97,7 +107,7 @@ _DECODER = Decoder(
             num_attention_heads=10,
             tie_word_embeddings=True,
         ),
-        "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units),
+        "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units, among(2, 7, 33, 64)),
         "hidden_activation": Field("activation", "gelu_pytorch_tanh"),
         "attention_bias": Field("attention.qkv_bias", False),
         "logits_soft_cap": Field("head.cap", 30.0),
@@ -112,8 +122,15 @@ _DECODER = Decoder(
     },
     rotary=RotaryKind(part=PART, whole=0.5),
     layers=Lens(_windows),
-    recurrent=Lens(_recurrences, _written),
+    recurrent=Lens(_recurrences, _written, _draw),
 )
+
+
+def _draw_config(chosen: Random) -> Config:
+    """Draw a config whose heads, which are also the gates, divide the hidden size."""
+    sizes = _DECODER.draw_sizes(chosen)
+    return _DECODER.draw(chosen, {}, **{**sizes, "hidden": sizes["heads"] * chosen.choice(ODD)})
+
 
 _M, _R = T + "temporal_block.", B + "recurrence."
 
@@ -163,6 +180,7 @@ _RECURRENT_GEMMA = _DECODER.architecture(
     kinds=_DECODER.kinds | {RGLRU},
     token_ids=GEMMA_IDS,
     apart=("padding",),
+    draw=_draw_config,
     prepare=_prepare,
     config_aliases={"attention_window_size": ("sliding_window",)},
     irrelevant={

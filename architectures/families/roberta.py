@@ -12,6 +12,7 @@ from ...components import LearnedPositions, ModelSpec
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
+from ..draws import Config, Random, sometimes
 from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder, embeddings_of, layers_of, renamed_norms
 from ..fields import with_defaults
 from ..obstacles import of_kind
@@ -45,6 +46,9 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
         rows = {"max_position_embeddings": table.length + table.offset, _PADDING: table.padding}
         return {**encoder.write(spec), **rows}
 
+    def draw(chosen: Random) -> Config:
+        return {**encoder.draw(chosen, {}), **sometimes(chosen, {_PADDING: chosen.choice((0, 3, 40))})}
+
     prefix = "roberta."
     layer = prefix + "encoder.layer.{layer}."
     behind = ("attention.output.LayerNorm", "output.LayerNorm")
@@ -69,6 +73,7 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
         token_ids={"bos_token_id": 0, "eos_token_id": 2},
         read=read,
         write=write,
+        draw=draw,
         prefix=prefix,
         aliases=renamed_norms(*(prefix + each for each in norms)),
         repeated={"lm_head.decoder.bias": "lm_head.bias"},

@@ -14,6 +14,7 @@ from ...components import Block, ChannelMixing, Embedding, Head, LayerNorm, Mode
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
+from ..draws import CONTEXTS, ODD, Config, Random, sometimes
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..usual import B
@@ -100,6 +101,18 @@ def _rescaled(spec: ModelSpec) -> dict[str, float]:
     return found
 
 
+def _draw(chosen: Random) -> Config:
+    own = {
+        "intermediate_size": chosen.choice(ODD),
+        "layer_norm_epsilon": 1e-3,
+        "rescale_every": chosen.choice((-1, 0, 1, 2, 3)),
+        "tie_word_embeddings": True,
+        "context_length": chosen.choice(CONTEXTS),
+    }
+    sizes = {"hidden_size": chosen.choice(ODD[1:]), "num_hidden_layers": chosen.choice((2, 3, 4))}
+    return {**sizes, **sometimes(chosen, own)}
+
+
 _T = "rwkv.blocks.{layer}."
 _TIME = {"key": "k", "value": "v", "receptance": "r", "output": "o"}
 _CHANNELS = {"key": "up", "receptance": "gate", "value": "down"}
@@ -123,6 +136,7 @@ _RWKV = Architecture(
     kinds=frozenset({ChannelMixing, LayerNorm, TimeMixing}),
     read=_read,
     write=_write,
+    draw=_draw,
     leaves=(
         *leaves_of({"rwkv.embeddings": "embedding", "rwkv.blocks.0.pre_ln": "embedding.norm"}),
         *leaves_of({_T + "ln1": B + "recurrence_norm", _T + "ln2": B + "channel_mixing_norm"}),

@@ -9,8 +9,9 @@ from typing import Any
 from ...components import Attention, ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import Config, Random, Sizes, kind_by_layer, sometimes
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
-from ..lenses import Lens
+from ..lenses import Lens, draw_windows
 from ..obstacles import of_kind
 from ..rope import RotaryKind
 from ..usual import LEAVES
@@ -49,6 +50,11 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random, sizes: Sizes) -> Config:
+    turned = sometimes(chosen, {"no_rope_layers": kind_by_layer(chosen, sizes["layers"], 0, 1)})
+    return {**turned, **chosen.choice(({}, {"use_sliding_window": True, **draw_windows(chosen, sizes)}))}
+
+
 _DECODER = Decoder(
     {
         **with_defaults(
@@ -65,7 +71,7 @@ _DECODER = Decoder(
         "mlp_bias": MLP_BIAS,
     },
     rotary=RotaryKind(2e6),
-    layers=Lens(_layers, _written),
+    layers=Lens(_layers, _written, _draw),
 )
 
 _SMOLLM3 = _DECODER.architecture(

@@ -12,6 +12,7 @@ from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import among
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
 from ..fields import ACTIVATIONS, Field, name_of
 from ..obstacles import of_kind
@@ -62,13 +63,21 @@ def _stack(gated: bool, both: bool) -> Decoder:
                 else {"num_decoder_layers": Field("layers", 6, _decoder_layers)}
             ),
             "num_heads": Field("heads", 8),
-            "relative_attention_num_buckets": Field("position.buckets", 32),
-            "relative_attention_max_distance": Field("position.furthest", 128),
+            "relative_attention_num_buckets": Field("position.buckets", 32, draw=among(4, 7, 13, 32)),
+            "relative_attention_max_distance": Field("position.furthest", 128, draw=among(20, 50)),
             "layer_norm_epsilon": Field("eps", 1e-6),
-            "feed_forward_proj": Field("activation", "relu", _activation, lambda each: _named(each, gated)),
+            "feed_forward_proj": Field(
+                "activation",
+                "relu",
+                _activation,
+                lambda each: _named(each, gated),
+                among("gated-gelu", "gated-silu") if gated else among("relu", "gelu"),
+            ),
             "n_positions": Field("context"),
             "tie_word_embeddings": Field("tied", True),
-            "scale_decoder_outputs": Field("head.multiplier", 1.0, _scale, lambda factor: factor != 1),
+            "scale_decoder_outputs": Field(
+                "head.multiplier", 1.0, _scale, lambda factor: factor != 1, among(True, False)
+            ),
         },
         inner=GatedFeedForward if gated else FeedForward,
         fixed={
@@ -136,6 +145,7 @@ T5 = Architecture(
     kinds=_STACKS[False].kinds | _STACKS[True].kinds | {Buckets, RelativeBias},
     read=_read,
     write=_write,
+    draw=lambda chosen: _STACKS[chosen.choice((True, False))].draw(chosen),
     leaves=(
         *leaves_of({"shared": "embedding"}),
         *_layers("encoder", "encoder.", ("attention", "feed_forward")),

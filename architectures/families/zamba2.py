@@ -14,11 +14,12 @@ from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, Ro
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..fields import activation_named, name_of
+from ..draws import CONTEXTS, EVEN, ODD, Config, Random, divisor, kind_by_layer, sometimes
+from ..fields import ACTIVATIONS, activation_named, name_of
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, mamba2_leaves
-from ..rope import ORIGINAL, PART, ROTARY, read_rotary, write_rotary
+from ..rope import ORIGINAL, PART, ROTARY, USUAL_ROTARY, draw_rotary, read_rotary, write_rotary
 from ..usual import EMBEDDING, B, T
 from .bamba import ENDS
 
@@ -189,6 +190,46 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _draw(chosen: Random) -> Config:
+    """Draw a config: the heads divide twice the hidden size, and those of Mamba-2 a multiple of it."""
+    kinds = kind_by_layer(chosen, chosen.choice((0, 1, 3)), "mamba", _HYBRID)
+    kinds.insert(chosen.randrange(len(kinds) + 1), _HYBRID)
+    heads, turned, adapted = chosen.choice((1, 2, 3, 6)), chosen.random() < 0.5, chosen.random() < 0.4
+    dim = chosen.choice(EVEN)
+    hidden, expand = heads * dim // 2, chosen.choice((1, 2, 3))
+    recurring = divisor(chosen, hidden * expand)
+    own = {
+        "num_key_value_heads": heads if adapted else divisor(chosen, heads),
+        "mamba_headdim": hidden * expand // recurring,
+        "attention_head_dim": dim,
+        "use_long_context": True,
+        "add_bias_linear": True,
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "hidden_act": chosen.choice([*ACTIVATIONS]),
+        "time_step_min": 0.3,
+        "rms_norm_eps": 1e-3,
+    }
+    return {
+        "num_hidden_layers": len(kinds),
+        "layers_block_type": kinds,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "n_mamba_heads": recurring,
+        "mamba_expand": expand,
+        "mamba_ngroups": divisor(chosen, recurring),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        "num_mem_blocks": chosen.choice((1, 2, 3)),
+        "adapter_rank": chosen.choice(ODD),
+        "use_shared_attention_adapter": adapted,
+        "use_mem_rope": turned,
+        "max_position_embeddings": chosen.choice(CONTEXTS),
+        **draw_rotary(chosen, dim, USUAL_ROTARY),
+        **sometimes(chosen, own),
+    }
+
+
 _S, _BLOCK = B + "shared.", T + "shared_transformer."
 _ATTENTION, _INNER = _BLOCK + "self_attn.", _BLOCK + "feed_forward."
 
@@ -231,6 +272,7 @@ _ZAMBA2 = Architecture(
     kinds=frozenset({Mamba2, RMSNorm, SharedTransformer, *ROTARY}),
     read=_read,
     write=_write,
+    draw=_draw,
     leaves=(
         *leaves_of(EMBEDDING),
         *_recurrent(T, _is_plain),

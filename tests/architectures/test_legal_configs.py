@@ -1,7 +1,6 @@
 """Random legal configs against transformers: read, computed to the bit, written and written back, verified.
 
-A few of every family here; in `make test-slow` 300 of each whose configs are drawn by hand, and 60 of each other, which
-are drawn from the table of its fields.
+A few of every family here, and 300 of each in `make test-slow`. Families draw them: `Architecture.drawn`.
 """
 
 import random
@@ -11,42 +10,54 @@ from typing import Any
 import pytest
 import torch
 from helpers.covering import few
-from helpers.families import VOCAB, continued, decoder_from, has_cache, randomised_reference, save_hf, spec_of
-from helpers.legal_configs import DRAWN, Config, legal_config
+from helpers.families import (
+    VOCAB,
+    continued,
+    decoder_from,
+    has_cache,
+    hf_config,
+    randomised_reference,
+    save_hf,
+    spec_of,
+)
 from torch import Tensor
 
 import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.base import Architecture
-from gptkit.errors import ConfigError
+from gptkit.architectures.draws import Config
 from gptkit.modules import Cache, Decoder
 from gptkit.parity.outputs import computed_rightly, outputs_of
 from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.sides import begin_anew
 from gptkit.parity.verify import verify
 
-FEW, MANY, OTHERS, APIECE = 3, 300, 60, 15
+FEW, MANY, APIECE = 3, 300, 15
 families = pytest.mark.parametrize("family", ARCHITECTURES)
 
 
-@few(4)
+def drawn(family: str, number: int) -> Config:
+    """The config of that number, always the same."""
+    return ARCHITECTURES[family].drawn(number)
+
+
+def obeys_the_law(family: str, number: int) -> bool:
+    """Return whether transformers takes a drawn config, and the config that is written of its tree is read as it."""
+    config, definition = drawn(family, number), ARCHITECTURES[family]
+    hf_config(config)
+    spec = spec_of(config)
+    return definition.spec(definition.config_for(spec)) == spec
+
+
 @families
-def test_most_of_what_is_drawn_is_read(family: str) -> None:
-    """The rest is refused by the name of a field."""
-    configs = [legal_config(family, number) for number in range(30)]
-    assert sum(not refused(config) for config in configs) >= (30 if family in DRAWN else 10)
+def test_a_drawn_config_is_read_and_written_back(family: str) -> None:
+    assert [number for number in range(8) if not obeys_the_law(family, number)] == []
 
 
-def refused(config: Config) -> bool:
-    """Whether gptkit does not read it, and says because of which field."""
-    try:
-        spec_of(config)
-    except ConfigError as error:
-        said = str(error)
-    else:
-        return False
-    assert any(name in said for name in (*config, "rope_type", "partial_rotary_factor")), said
-    return True
+@pytest.mark.slow
+@families
+def test_300_drawn_configs_are_read_and_written_back(family: str) -> None:
+    assert [number for number in range(MANY) if not obeys_the_law(family, number)] == []
 
 
 def padded(ids: Tensor, chosen: random.Random) -> Tensor | None:
@@ -100,8 +111,6 @@ def decoding(reference: Any, decoder: Decoder, chosen: random.Random, family: Ar
 
 def computed(config: Config, number: int) -> list[str]:
     """What of a config's logits is not transformers' to the bit, on weights and tokens of that number."""
-    if refused(config):
-        return []
     spec, family, wrong = spec_of(config), config["model_type"], []
     keeps_all = any(getattr(block.mixer("attention"), "window", None) == 1 for block in spec.blocks)
     for attention in ARCHITECTURES[family].reference(spec):
@@ -126,9 +135,7 @@ def computed(config: Config, number: int) -> list[str]:
 
 def filed(family: str, number: int, folder: Path) -> list[str]:
     """What does not come back from gptkit's format byte for byte, or is not verified."""
-    config, wrong = legal_config(family, number), []
-    if refused(config):
-        return []
+    config, wrong = drawn(family, number), []
     shards = random.Random(number).choice(("5GB", 3000, 20_000))
     save_hf(config, folder / "hf", seed=number, max_shard_size=shards)
     gptkit.convert(folder / "hf", folder / "local")
@@ -148,7 +155,7 @@ def filed(family: str, number: int, folder: Path) -> list[str]:
 @few(1)
 @families
 def test_a_few_random_configs_are_computed_to_the_bit(family: str) -> None:
-    assert [wrong for number in range(FEW) for wrong in computed(legal_config(family, number), number)] == []
+    assert [wrong for number in range(FEW) for wrong in computed(drawn(family, number), number)] == []
 
 
 def test_one_key_head_that_is_cached_for_every_query_head_decodes_to_the_bit() -> None:
@@ -225,18 +232,14 @@ def test_a_feed_forward_of_one_unit_is_loaded_to_the_bit(tmp_path: Path) -> None
 
 
 PARTS = [
-    pytest.param(family, first, id=f"{family}-{first}")
-    for family in ARCHITECTURES
-    for first in range(0, MANY if family in DRAWN else OTHERS, APIECE)
+    pytest.param(family, first, id=f"{family}-{first}") for family in ARCHITECTURES for first in range(0, MANY, APIECE)
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "first"), PARTS)
 def test_random_configs_are_computed_to_the_bit(family: str, first: int) -> None:
-    assert [
-        wrong for number in range(first, first + APIECE) for wrong in computed(legal_config(family, number), number)
-    ] == []
+    assert [wrong for number in range(first, first + APIECE) for wrong in computed(drawn(family, number), number)] == []
 
 
 @pytest.mark.slow
@@ -251,7 +254,7 @@ def test_a_window_of_one_token_is_one_in_decoding_too(attention: str) -> None:
     """transformers' cache drops all but the last window - 1 tokens by a slice from -0, which is from the first: what is
     decoded there sees everything, and differs from the same model's own logits of the whole text.
     """
-    config = {**legal_config("qwen2", 0), "use_sliding_window": True, "sliding_window": 1, "max_window_layers": 0}
+    config = {**drawn("qwen2", 0), "use_sliding_window": True, "sliding_window": 1, "max_window_layers": 0}
     config.pop("layer_types", None)
     reference = randomised_reference(config, torch.float32, attention)
     decoder = decoder_from(reference, config, attention)
