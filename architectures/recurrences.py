@@ -129,7 +129,9 @@ def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[Model
         mixers = [block.mixer("recurrence") for block in spec.blocks]
         first = next((of_kind(each, Mamba2) for each in mixers if each is not None), None)
         # transformers wants heads that divide its width even where no layer has them.
-        own = {"mamba_n_heads": 1} if first is None else write_mamba2(first)
+        own = (
+            {"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": "auto"} if first is None else write_mamba2(first)
+        )
         return {**own, **types([each is None for each in mixers])}
 
     return written

@@ -1,7 +1,7 @@
 """Tiny configs of every family and every variant of it, and transformers models of them with all parameters random.
 
 A family's first variant is the one that gets the full grid of probes. `config` is what a config.json says, old forms
-included; `modern` is the same in words that transformers understands.
+included; `modern` is the same in words that transformers understands. A family without configs here has drawn ones.
 """
 
 import copy
@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from gptkit.architectures import architecture_of
+from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
 from gptkit.parity.sides import auto_class
@@ -2030,6 +2030,10 @@ def _variants() -> list[Variant]:
         family = next((each for each in HYPHENED if name.startswith(each)), name.split("-")[0])
         variants.append(Variant(name, family, config, family not in seen))
         seen.add(family)
+    described = {architecture_of(config).name for config in CONFIGS.values()}
+    for family in [name for name in ARCHITECTURES if name not in described]:
+        configs = [ARCHITECTURES[family].drawn(number) for number in range(3)]
+        variants += [Variant(f"{family}-{at}", family, config, at == 0) for at, config in enumerate(configs)]
     return variants
 
 
