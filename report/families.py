@@ -1,4 +1,4 @@
-"""The lists of families and of presets, for the terminal and for programs."""
+"""The lists of families and of presets, as tables and as JSON."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -18,37 +18,37 @@ _WHY: Mapping[str, str] = {
         bailing_hybrid kimi_linear lfm3
         minimax olmo_hybrid xlstm zamba
     """,
-    "an encoder, or a decoder beside one": """
+    "an encoder, or an encoder and a decoder": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
         ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
         roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod
     """,
-    "parts that see or hear": """
+    "parts for images or sound": """
         aria_text emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
     """,
     "attention that chooses or compresses its keys": """
         deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text reformer
     """,
 }
-"""Why model types are not read yet, where the reason is one of many types'."""
-
+"""The model types that gptkit does not read yet, by a reason that several of them share."""
 
 UNCOUNTED = frozenset({
     "cohere_compass_text", "emu3", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "lfm2_moe", "qwen4_exp",
     "qwen4_exp_text",
 })  # fmt: skip
-"""Model types of which transformers makes no model from the sizes that its own config class begins with."""
+"""Model types from whose default config transformers builds no model, so that names cannot be counted."""
 
 
 def _reason(kind: str) -> str:
-    """Why a model type is not read."""
+    """Return why gptkit does not read a model type."""
     return next((why for why, kinds in _WHY.items() if kind in kinds.split()), "other components")
 
 
 def causal_types() -> dict[str, str]:
-    """Each model type of the installed transformers that is a causal language model, with its class.
+    """Return the class of each causal language model of the installed transformers, by model type.
 
-    Read from the text of models/auto/modeling_auto.py, since to import it takes a second; empty where there is none.
+    The list is parsed from the text of models/auto/modeling_auto.py, because importing it takes a second. Without
+    transformers it is empty.
     """
     for node in ast.parse(transformers_lists("modeling_auto.py")).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _MAPPING for t in node.targets):
@@ -59,37 +59,41 @@ def causal_types() -> dict[str, str]:
 
 
 def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
-    """Plain JSON values: the families, oldest first, with when their first weights were published, their model types,
-    transformers' class, that of encoders without a head, whether they are encoder-decoders, and how many presets they
-    have; how many of the installed transformers' causal language models they are, and how many can be counted, by the
-    names of their tensors at the least; and with `everything` those that they are not, and why.
+    """Return the families, oldest first, as plain JSON values.
+
+    `words` selects the families with all of these words in their names, and `everything` adds the causal language
+    models of transformers that gptkit does not read. `released` is the date of the first published weights,
+    `without_head` the class of an encoder without a head. `counts.exact` is the number of transformers' causal language
+    models that gptkit reads, and `counts.counted` the number of those whose parameters it can count, if only by the
+    names of their tensors.
     """
 
     def wanted(*names: str) -> bool:
         return all(any(word in name.lower() for name in names) for word in words)
 
-    kinds, known = causal_types(), [each.config["model_type"] for each in presets().values()]
-    own = {kind: each for kind, each in BY_MODEL_TYPE.items() if not each.base_class and not each.two_stacks}
-    exact = [kind for kind in kinds if kind in own]
+    kinds, known = causal_types(), [preset.config["model_type"] for preset in presets().values()]
+    decoders = {kind for kind, family in BY_MODEL_TYPE.items() if not family.base_class and not family.two_stacks}
+    exact = [kind for kind in kinds if kind in decoders]
+    families = ARCHITECTURES.values()
     return {
         "schema_version": 1,
         "families": [
             {
-                "family": each.name,
-                "released": each.released or None,
-                "model_types": list(each.model_types),
-                "transformers": each.hf_class,
-                "without_head": each.base_class or None,
-                "encoder_decoder": each.two_stacks,
-                "presets": sum(kind in each.model_types for kind in known),
+                "family": family.name,
+                "released": family.released or None,
+                "model_types": list(family.model_types),
+                "transformers": family.hf_class,
+                "without_head": family.base_class or None,
+                "encoder_decoder": family.two_stacks,
+                "presets": sum(kind in family.model_types for kind in known),
             }
-            for each in ARCHITECTURES.values()
-            if wanted(each.name, *each.model_types)
+            for family in families
+            if wanted(family.name, *family.model_types)
         ],
         "counts": {
-            "families": len(ARCHITECTURES),
-            "encoders": sum(bool(each.base_class) for each in ARCHITECTURES.values()),
-            "encoder_decoders": sum(each.two_stacks for each in ARCHITECTURES.values()),
+            "families": len(families),
+            "encoders": sum(bool(family.base_class) for family in families),
+            "encoder_decoders": sum(family.two_stacks for family in families),
             "types": len(kinds),
             "exact": len(exact),
             "counted": len(kinds.keys() - UNCOUNTED),
@@ -103,54 +107,56 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
 
 
 @drawing
-def families_table(terminal: Terminal, found: Mapping[str, Any]) -> RenderResult:
-    """A row a family, and one for each model type that is none."""
-    kinds: dict[str, list[Any]] = {"family": [], "encoder": [], "encoder-decoder": []}
-    for each in found["families"]:
-        others = [kind for kind in each["model_types"] if kind != each["family"]]
-        name = each["family"] + (f" ({', '.join(others)})" if others else "")
-        row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
-        kind = "encoder-decoder" if each["encoder_decoder"] else "encoder" if each["without_head"] else "family"
-        kinds[kind].append([*map(terminal.text, row)])
-    there = {kind: rows for kind, rows in kinds.items() if rows} or {"family": []}
-    for index, (kind, rows) in enumerate(there.items()):
+def families_table(terminal: Terminal, families: Mapping[str, Any]) -> RenderResult:
+    """Yield the result of `families_json` as tables: decoders, encoders, encoder-decoders, and models not read yet."""
+    tables: dict[str, list[Any]] = {"family": [], "encoder": [], "encoder-decoder": []}
+    for family in families["families"]:
+        others = [kind for kind in family["model_types"] if kind != family["family"]]
+        name = family["family"] + (f" ({', '.join(others)})" if others else "")
+        row = (name, family["released"] or "", family["transformers"], f"{family['presets'] or ''}")
+        title = "encoder-decoder" if family["encoder_decoder"] else "encoder" if family["without_head"] else "family"
+        tables[title].append([*map(terminal.text, row)])
+    filled = {title: rows for title, rows in tables.items() if rows} or {"family": []}
+    for index, (title, rows) in enumerate(filled.items()):
         yield from [""] * (index > 0)
-        titles = (kind, "since", "transformers' class", "presets")
-        yield plain_table(*((title, title == "presets") for title in titles), rows=rows)
-    if found["others"]:
+        headings = (title, "since", "transformers' class", "presets")
+        yield plain_table(*((heading, heading == "presets") for heading in headings), rows=rows)
+    if families["others"]:
         counted = {True: "by names", False: "no"}
-        rows = [[*map(terminal.text, (o["model_type"], counted[o["counted"]], o["why"]))] for o in found["others"]]
+        rows = [(each["model_type"], counted[each["counted"]], each["why"]) for each in families["others"]]
         yield ""
-        yield plain_table(("not yet", False), ("counted", False), ("what they have", False), rows=rows)
-    counts = found["counts"]
+        headings = ("not supported yet", "counted", "reason")
+        yield plain_table(
+            *((heading, False) for heading in headings), rows=[[*map(terminal.text, row)] for row in rows]
+        )
+    counts = families["counts"]
     if counts["types"]:
         yield ""
         yield terminal.text(
             f"{counts['families']} families, of which {counts['encoders']} are encoders and "
             f"{counts['encoder_decoders']} encoder-decoders; {counts['exact']} of the "
-            f"{counts['types']} causal language models of the installed transformers. Parameters are counted of "
+            f"{counts['types']} causal language models of the installed transformers. gptkit counts the parameters of "
             f"{counts['counted']} of these."
         )
 
 
 def preset_json(preset: Preset) -> dict[str, Any]:
-    """Plain JSON values; the parameters are an integer."""
-    architecture = architecture_of(preset.config)
-    told: dict[str, Any] = {"name": preset.name, "aliases": list(preset.aliases), "family": architecture.name}
-    told["parameters"] = count(architecture.spec(preset.config)).total
-    return {**told, "repo": preset.repo, "source": preset.source}
+    """Return a preset with its number of parameters as plain JSON values."""
+    family = architecture_of(preset.config)
+    parameters = count(family.spec(preset.config)).total
+    names = {"name": preset.name, "aliases": list(preset.aliases), "family": family.name}
+    return {**names, "parameters": parameters, "repo": preset.repo, "source": preset.source}
 
 
 @drawing
 def preset_table(terminal: Terminal, presets: Sequence[Mapping[str, Any]]) -> RenderResult:
-    """A row a preset, of its JSON values: its name, its parameters, and where it lies on the hub; as many columns as
-    there is room for.
-    """
+    """Yield a table of presets from their JSON values, with as many columns as fit."""
     rows = [(p["name"], p["family"], f"{p['parameters']:,}", p["repo"] or "not published") for p in presets]
     gap = GAP - 1  # the longest repository just fits 80 columns
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
-    some = ((0, 1, 2, 3), (0, 2, 3), (0, 2))
-    columns = next((each for each in some if sum(widths[column] for column in each) - gap <= terminal.width), some[-1])
+    choices = ((0, 1, 2, 3), (0, 2, 3), (0, 2))
+    fitting = (choice for choice in choices if sum(widths[column] for column in choice) - gap <= terminal.width)
+    columns = next(fitting, choices[-1])
     titles = [("preset", False), ("family", False), ("parameters", True), ("repository", False)]
     cells = [[terminal.text(row[column]) for column in columns] for row in rows]
     yield plain_table(*(titles[column] for column in columns), rows=cells, gap=gap)

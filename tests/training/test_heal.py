@@ -335,7 +335,7 @@ def test_the_command_tells_all_of_it(changed: Path, tmp_path: Path) -> None:
     words += ["--context", "64", "--batch", "256", "--held-out", "0.005"]
     told = call(*words)
     assert told.exit_code == 0, told.output
-    assert "of the gap in KL is gone" in told.stdout and "control" in told.stdout and "floor" in told.stdout
+    assert "of the gap in KL is closed" in told.stdout and "control" in told.stdout and "floor" in told.stdout
     assert max(map(len, told.stdout.replace(str(tmp_path), "").splitlines())) <= 80
     data = json.loads(call(*words, "--force", "--json", "--alone").stdout)
     assert data["control"] is None and 0 < data["healed"]["kl"] < data["start"]["kl"]
@@ -362,7 +362,7 @@ def test_a_recipe_heals_at_its_end(tmp_path: Path) -> None:
     gptkit.convert("sample:gpt2", changed, to="local")
     told = call("swap", "sample:llama", tmp_path / "out", "--recipe", recipe, "--no-measure")
     assert told.exit_code == 0, told.output
-    assert "of the gap in KL is gone" in told.stdout and "healing " in told.stdout
+    assert "of the gap in KL is closed" in told.stdout and "healing " in told.stdout
     manifest = manifest_of(tmp_path / "out")
     healed = manifest["history"][-1]["healed"]
     assert healed["train"] == "changed" and healed["tokens"] == 1024 and "seconds" not in healed["healed"]
@@ -438,7 +438,7 @@ def test_two_processes_heal_as_one(changed: Path, tmp_path: Path) -> None:
     one = python(*words, "one", cwd=tmp_path, env=env)
     two = python(*ranks, *words, "two", cwd=tmp_path, env=env)
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr
-    assert two.stdout.count("of the gap in KL is gone") == 1
+    assert two.stdout.count("of the gap in KL is closed") == 1
     for run in ("healed-0",):
         first, second = (
             [json.loads(line) for line in (tmp_path / f"{name}.healing/{run}/metrics.jsonl").read_text().splitlines()]
