@@ -1,6 +1,4 @@
-"""What `diff` prints: a verdict, what it rests on, a table by component or layer, the tensors that changed most; and
-its page, with a heatmap of the relative change by layer and component, and tables of all that differs.
-"""
+"""The report of `diff`: a verdict, its reasons, tables by component or layer, and the tensors that changed most."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ from .sheets import Sheet, SheetRow, Terminal, drawing
 if TYPE_CHECKING:
     from ..parity.changes import Diff, Status, TensorDiff
 
-_MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
-_UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
+_MOST_RUNS = 4  # if a tensor has more runs of changed rows, only the number of rows is given
+_UNRELATED = 0.2  # below this cosine, neither model was trained from the other
 _HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
-"""Of tensors that cannot be compared."""
+"""Headings of tensors that cannot be compared."""
 _APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
-"""What stands in a cell of the heatmap that has no figure."""
+"""Texts of the heatmap's cells that have no figure."""
 _COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
-_SOME = 5  # tensors that are listed unless all are asked for
+_SOME = 5  # the number of tensors listed without --all
 _INDENT = 2
 
 
@@ -39,7 +37,7 @@ _INDENT = 2
 
 
 def sides(diff: Diff) -> list[str]:
-    """Which two were compared."""
+    """Return a line for each of the two checkpoints."""
     lines = []
     for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
         dtypes = " and ".join(HF_NAMES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
@@ -49,7 +47,7 @@ def sides(diff: Diff) -> list[str]:
 
 
 def verdict(diff: Diff) -> str:
-    """All of it in a line."""
+    """Return the result of the comparison in one line."""
     number, counts = len(diff.tensors), diff.counts
     tensors = f"all {number:,} tensors" if number > 1 else "the one tensor"
     apart = {_HEADINGS[status]: counts[status] for status in _HEADINGS if counts[status]}
@@ -77,35 +75,37 @@ def verdict(diff: Diff) -> str:
 
 
 def readings(diff: Diff) -> list[str]:
-    """What the figures come to, in sentences."""
+    """Return what the figures mean, in sentences."""
     lines = []
     if not diff.same:
         lines.append(
             "; ".join(f"{number:,} {STATUSES[status]}" for status, number in diff.counts.items() if number) + "."
         )
-    # All matrices of one shape, where most changed and their cosine is about zero.
-    both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
-    matrices = ChangeGroup("matrices", None, tuple(both))
+    # The models are unrelated if most matrices changed, and their cosine is about zero.
+    shared = [tensor for tensor in diff.tensors if tensor.shape_a == tensor.shape_b and len(tensor.shape_a or ()) > 1]
+    matrices = ChangeGroup("matrices", None, tuple(shared))
     cosine = matrices.cosine if diff.changed else None
-    if cosine is not None and abs(cosine) < _UNRELATED and 2 * len(matrices.changed) > len(both):
+    if cosine is not None and abs(cosine) < _UNRELATED and 2 * len(matrices.changed) > len(shared):
         about = round(cosine, 2) + 0.0  # not -0.00
-        lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
+        words = f"The matrices have nothing in common (cosine {about:.2f})"
+        lines.append(f"{words}: neither model was trained from the other.")
     elif diff.changed:
         lines += _rank_readings(diff)
-    lines += [f"{each.name}: {line}" for each in diff.tensors for line in _row_readings(each)]
-    names = [each.name for each in diff.tensors if each.figures is not None and any(each.figures.not_finite)]
+    lines += [f"{tensor.name}: {line}" for tensor in diff.tensors for line in _row_readings(tensor)]
+    names = [tensor.name for tensor in diff.tensors if tensor.figures is not None and any(tensor.figures.not_finite)]
     if names:
-        what = "figures are of the values that are finite on both sides"
-        lines.append(f"NaN or infinite values in {some(names)}: {what}.")
+        words = "the figures are of the values that are finite on both sides"
+        lines.append(f"NaN or infinite values in {some(names)}: {words}.")
     return lines
 
 
 def _rank_readings(diff: Diff) -> list[str]:
+    """Return sentences on the ranks of the changes."""
     low, lines = diff.low_rank, []
-    readings = [each.reading for each in diff.changed if each.reading is not None]
+    readings = [tensor.reading for tensor in diff.changed if tensor.reading is not None]
     high, unclear = readings.count("high"), readings.count("unclear")
-    if low is not None and not low.alone:  # the ranks as a plain fact, where more changed than an adapter changes
-        matrices = sum(each.status == "changed" and len(each.shape_a or ()) == 2 for each in diff.changed)
+    if low is not None and not low.alone:  # more changed than an adapter changes, so this is no verdict
+        matrices = sum(tensor.status == "changed" and len(tensor.shape_a or ()) == 2 for tensor in diff.changed)
         which = counted(matrices, "changed matrix", "changed matrices")
         which = which if low.matrices == matrices else f"{low.matrices:,} of {which}"
         rank = f"rank {low.rank}" if low.rank == 1 or low.matrices == 1 else f"a rank of at most {low.rank}"
@@ -118,76 +118,77 @@ def _rank_readings(diff: Diff) -> list[str]:
         lines.append(f"A LoRA-sized update: {which}, in {some(low.modules)}, by {many} {low.rank}.")
     elif high:
         lines.append(f"No LoRA-sized update: {high:,} of {len(readings):,} changed matrices by a high rank.")
-    quantised = sum(bool(each.quantised) for each in diff.changed)
+    quantised = sum(bool(tensor.quantised) for tensor in diff.changed)
     if quantised:
         lines.append(f"{counted(quantised, 'changed tensor')} quantised: the figures include quantisation error.")
     if unclear:
-        lines.append(
-            f"{counted(unclear, 'matrix', 'matrices')} changed hardly more than rounding, so the rank is unknown."
-        )
+        matrices_words = counted(unclear, "matrix", "matrices")
+        lines.append(f"{matrices_words} changed hardly more than rounding would, so the rank is unknown.")
     return lines
 
 
-def _row_readings(each: TensorDiff) -> list[str]:
-    """Tensors whose rows have names: which changed, where there are few."""
-    figures = each.figures
-    if figures is None or any(figures.not_finite) or not each.name.startswith(("embedding.w", "positions.", "head.")):
+def _row_readings(tensor: TensorDiff) -> list[str]:
+    """Return which rows changed, for tables and heads of which few rows changed, or which have a new number of rows."""
+    figures, tables = tensor.figures, ("embedding.w", "positions.", "head.")
+    if figures is None or any(figures.not_finite) or not tensor.name.startswith(tables):
         return []
-    if each.status == "reshaped":
-        assert each.shape_a is not None and each.shape_b is not None
-        rows = f"{each.shape_a[0]:,} → {each.shape_b[0]:,} rows"
+    if tensor.status == "reshaped":
+        assert tensor.shape_a is not None and tensor.shape_b is not None
+        rows = f"{tensor.shape_a[0]:,} → {tensor.shape_b[0]:,} rows"
         if not figures.changed:
             return [f"{rows}, common rows are the same"]
         return [f"{rows}, {figures.rows_changed:,} common rows changed, relative {two_digits(figures.relative)}"]
-    if each.status in ("only_a", "only_b"):
-        one, other = ("A", "B") if each.status == "only_a" else ("B", "A")
+    if tensor.status in ("only_a", "only_b"):
+        one, other = ("A", "B") if tensor.status == "only_a" else ("B", "A")
         how = "equal to it" if not figures.changed else f"relative change {two_digits(figures.relative)}"
-        return [f"only in {one}, whose counterpart in {other} is the embedding: {how}"]
-    return [_rows(each)] if 0 < figures.rows_changed <= figures.rows_all // 2 else []
+        return [f"only in {one}, and compared with the embedding of {other}, where the head is tied: {how}"]
+    return [_changed_rows(tensor)] if 0 < figures.rows_changed <= figures.rows_all // 2 else []
 
 
-def _remarks(each: TensorDiff) -> list[str]:
-    figures = each.figures
+def _remarks(tensor: TensorDiff) -> list[str]:
+    """Return the figures of a tensor in words."""
+    figures = tensor.figures
     if figures is None:
         return []
     words = []
     if figures.square > 0 or not any(figures.not_finite):
         words += [f"relative {two_digits(figures.relative)}", f"max |Δ| {two_digits(figures.largest)}"]
         words += [] if figures.cosine is None else [f"cosine {figures.cosine:.5f}"]
-    words += _rank_told(each)
+    words += _rank_remarks(tensor)
     if figures.rounded is not None:
-        words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {HF_NAMES[figures.rounded[0]]} rounds")
+        one, other = ("B", "A") if figures.rounded[1] == "b" else ("A", "B")
+        words.append(f"{one} is {other} rounded to {HF_NAMES[figures.rounded[0]]}")
     words += [] if figures.scale is None else [f"B = {figures.scale:.6g} · A"]
     words += [] if figures.order is None else [f"the same {figures.order} in another order"]
     if 0 < figures.rows_changed < figures.rows_all and figures.order is None:
-        words.append(_rows(each))
+        words.append(_changed_rows(tensor))
     sides = zip("AB", figures.not_finite, strict=True)
     words += [f"{number:,} of {side}'s values NaN or infinite" for side, number in sides if number]
-    if each.quantised:
-        words.append(f"quantised in {' and '.join(each.quantised).upper().replace('AND', 'and')}")
-    elif each.dtype_a != each.dtype_b:
-        words.append(f"{each.dtype_a} → {each.dtype_b}")
+    if tensor.quantised:
+        words.append(f"quantised in {' and '.join(tensor.quantised).upper().replace('AND', 'and')}")
+    elif tensor.dtype_a != tensor.dtype_b:
+        words.append(f"{tensor.dtype_a} → {tensor.dtype_b}")
     return words
 
 
-def _rank_told(each: TensorDiff) -> list[str]:
-    """The rank of its change in words, where that says more than its other figures."""
-    rank = None if each.figures is None else each.figures.rank
-    if rank is None or each.reading is None:
+def _rank_remarks(tensor: TensorDiff) -> list[str]:
+    """Return the rank of the change in words, if it adds something to the other figures."""
+    rank = None if tensor.figures is None else tensor.figures.rank
+    if rank is None or tensor.reading is None:
         return []
-    if each.reading == "unclear":
+    if tensor.reading == "unclear":
         return ["rank unknown: the change is hardly larger than rounding"]
     share = "–" if rank.share is None else ">99.9 %" if 0.999 < rank.share < 1 else f"{100 * rank.share:.1f} %"
     words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
     if rank.more or rank.full:
         words = f"rank above {rank.limit} of {rank.of:,}" if rank.more else f"full rank ({rank.of:,})"
-    if rank.most is not None and each.reading == "high" and rank.most < rank.of // 4:
+    if rank.most is not None and tensor.reading == "high" and rank.most < rank.of // 4:
         return [words, f"99 % of the change in {counted(rank.most, 'direction')}"]
     return [words]
 
 
-def _rows(each: TensorDiff) -> str:
-    figures = each.figures
+def _changed_rows(tensor: TensorDiff) -> str:
+    figures = tensor.figures
     assert figures is not None
     count = f"{figures.rows_changed:,} of {figures.rows_all:,}"
     if len(figures.rows) > _MOST_RUNS:
@@ -197,39 +198,43 @@ def _rows(each: TensorDiff) -> str:
 
 
 def _most_changed(diff: Diff) -> list[TensorDiff]:
-    """Tensors of other values, what no figure tells first, then by relative change."""
-    return sorted(diff.changed, key=lambda each: -math.inf if (size := _relative(each)) is None else -size)
+    """Return the changed tensors, first those without a relative change, then by relative change."""
+    return sorted(diff.changed, key=lambda tensor: -math.inf if (size := _relative(tensor)) is None else -size)
 
 
-def _relative(each: TensorDiff) -> float | None:
-    return None if each.figures is None else each.figures.relative
+def _relative(tensor: TensorDiff) -> float | None:
+    return None if tensor.figures is None else tensor.figures.relative
 
 
-def _listed(tensors: Sequence[TensorDiff]) -> list[str]:
-    """Tensors that cannot be compared, those of several layers in a line."""
-    folded: dict[str, list[int]] = {}
-    for each in tensors:
-        shapes = [" × ".join(map(str, shape)) for shape in (each.shape_a, each.shape_b) if shape is not None]
-        line = f"{each.everywhere}  {' → '.join(shapes)}"
-        folded.setdefault(line, []).extend([] if each.layer is None else [each.layer])
+def _shape_lines(diff: Diff, status: Status) -> list[str]:
+    """Return the tensors with this status and their shapes, with one line for a tensor of several layers."""
+    return _folded([tensor for tensor in diff.tensors if tensor.status == status])
+
+
+def _folded(tensors: Sequence[TensorDiff]) -> list[str]:
+    layers_by_line: dict[str, list[int]] = {}
+    for tensor in tensors:
+        shapes = [" × ".join(map(str, shape)) for shape in (tensor.shape_a, tensor.shape_b) if shape is not None]
+        layers = layers_by_line.setdefault(f"{tensor.everywhere}  {' → '.join(shapes)}", [])
+        layers += [] if tensor.layer is None else [tensor.layer]
     return [
         f"{line}  (layer{'s' if len(layers) > 1 else ''} {number_ranges(layers)})" if layers else line
-        for line, layers in folded.items()
+        for line, layers in layers_by_line.items()
     ]
 
 
-def _files_told(diff: Diff, most: int | None = None) -> list[str]:
-    """Small files that differ, and in what; at most so many of a file's lines."""
+def _file_lines(diff: Diff, most: int | None = None) -> list[str]:
+    """Return a line for each small file that differs, with up to `most` of its differences."""
     lines = []
-    for each in diff.files:
-        left = 0 if most is None else len(each.told) - most
-        told = f"{'; '.join(each.told[:most]) or 'other bytes'}{f'; {left} more' if left > 0 else ''}"
-        lines.append(f"{each.name}: {told if each.only is None else f'only in {each.only.upper()}'}")
+    for file in diff.files:
+        more = 0 if most is None else len(file.told) - most
+        words = f"{'; '.join(file.told[:most]) or 'other bytes'}{f'; {more} more' if more > 0 else ''}"
+        lines.append(f"{file.name}: {words if file.only is None else f'only in {file.only.upper()}'}")
     return lines
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """As in a, b and c; of many the first ones and how many more."""
+    """Return "a, b and c", or the first names and the number of the others."""
     if len(names) > most:
         return some_of(names, most)
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
@@ -240,7 +245,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 @drawing
 def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
-    """What rich prints. `everything` lists all tensors that differ, and all that is to say of trees and files."""
+    """Yield the report for the terminal. `everything` lists all tensors, fields and lines of files that differ."""
     for line in sides(diff):
         yield from _wrapped(terminal, line, 0, "dim")
     yield from _wrapped(terminal, verdict(diff), 0, "bold")
@@ -249,8 +254,8 @@ def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything
     for heading, lines in _parts(diff, by, everything or by == "tensor"):
         yield ""
         yield from _wrapped(terminal, heading, 0, "bold")
-        for each in lines:
-            yield from [each] if isinstance(each, Sheet) else _wrapped(terminal, each, _INDENT)
+        for part in lines:
+            yield from [part] if isinstance(part, Sheet) else _wrapped(terminal, part, _INDENT)
     if diff.notes:
         yield ""
     for line in diff.notes:
@@ -258,6 +263,7 @@ def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything
 
 
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
+    """Yield the parts of the report: each with its heading and its lines."""
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
         rows = [SheetRow(_label(group), _group_cells(group)) for group in groups if group.changed]
@@ -274,25 +280,25 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
     shown = _most_changed(diff) if everything else _most_changed(diff)[:_SOME]
     if shown:
         part = f" ({len(shown)} of {len(diff.changed)}, most changed first; --all lists all)"
-        tensors = [f"{each.name}\n{', '.join(_remarks(each))}" for each in shown]
+        tensors = [f"{tensor.name}\n{', '.join(_remarks(tensor))}" for tensor in shown]
         yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
     for status, heading in _HEADINGS.items():
-        apart = _listed([each for each in diff.tensors if each.status == status])
-        if apart:
-            yield heading, apart
-    if diff.tree:  # how they round is counted alone unless all is wanted
-        tree = [each for each in diff.tree if everything or not each.rounding]
-        layered = ["" if each.layers is None else f"  (layers {each.layers})" for each in tree]
-        fields = [f"{each.path}: {each.a} → {each.b}{where}" for each, where in zip(tree, layered, strict=True)]
-        left = len(diff.tree) - len(tree)
-        rounding = [f"{counted(left, 'rounding field')}: list with --all"] if left else []
-        yield "The architectures differ (A → B)", [*fields, *rounding]
+        lines = [*_shape_lines(diff, status)]
+        if lines:
+            yield heading, lines
+    if diff.tree:  # without --all, the fields that change only rounding are counted
+        fields = [field for field in diff.tree if everything or not field.rounding]
+        where = ["" if field.layers is None else f"  (layers {field.layers})" for field in fields]
+        lines = [f"{field.path}: {field.a} → {field.b}{at}" for field, at in zip(fields, where, strict=True)]
+        rounding = len(diff.tree) - len(fields)
+        lines += [f"{counted(rounding, 'rounding field')}: list with --all"] if rounding else []
+        yield "The architectures differ (A → B)", lines
     if diff.files:
-        yield "Files other than weights (A → B)", _files_told(diff, None if everything else _SOME)
+        yield "Files other than weights (A → B)", _file_lines(diff, None if everything else _SOME)
 
 
 def _wrapped(terminal: Terminal, text: str, indent: int, style: str = "") -> Iterator[Text]:
-    """Lines that fit, broken between words alone; a second line of the text and what is broken off stand further in."""
+    """Return lines that fit. The second line of the text, and continued lines, are indented further."""
     first, *more = text.split("\n")
     yield from terminal.wrapped(first, indent, style, _INDENT if indent else 3)
     for line in more:
@@ -309,7 +315,7 @@ def _group_cells(group: ChangeGroup) -> tuple[str, ...]:
 
 
 def _ranks(changed: Sequence[TensorDiff]) -> str:
-    """The largest rank of several, and that it is full or not known."""
+    """Return the largest rank of several changes, or that it is full, above the limit, or unknown."""
     ranks = [(each.figures.rank, each.reading) for each in changed if each.figures and each.figures.rank]
     above = [rank.limit for rank, _ in ranks if rank.more]
     known = [rank for rank, reading in ranks if reading != "unclear" and rank.rank]  # 0: none above rounding
@@ -327,7 +333,7 @@ def _label(group: ChangeGroup) -> str:
 
 
 def diff_page(diff: Diff) -> Page:
-    """The page of a comparison."""
+    """Return the HTML page."""
     everything = diff.all
     facts = [(STATUSES[status], f"{number:,}") for status, number in diff.counts.items() if number]
     if everything.relative:
@@ -350,32 +356,32 @@ def _sections(diff: Diff) -> Iterator[Section]:
     yield Section("What differs", (Lines(tuple(lines)),))
     if any(map(_compared, diff.by_place())):
         words = Lines(("In these tables relative change, cosine and rank are of the tensors that changed.",))
-        yield Section("Where", (_figure(diff.by_place()), words, _groups("By component", diff.by_module())))
-        yield Section("By layer", (_groups("By layer, and outside of layers", diff.by_layer()),))
+        yield Section("Where", (_figure(diff.by_place()), words, _group_table("By component", diff.by_module())))
+        yield Section("By layer", (_group_table("By layer, and outside of layers", diff.by_layer()),))
     changed = _most_changed(diff)
     if changed:
         rows = []
-        for each in changed:
-            dtypes = [HF_NAMES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
-            rows.append((each.name, two_digits(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
+        for tensor in changed:
+            dtypes = dict.fromkeys((tensor.dtype_a, tensor.dtype_b))
+            stored = " → ".join(HF_NAMES.get(dtype or "", dtype or "–") for dtype in dtypes)
+            rows.append((tensor.name, two_digits(_relative(tensor)), stored, ", ".join(_remarks(tensor))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
-        caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
+        caption = f"{counted(len(rows), 'tensor')} with other values, most changed first"
         yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
     for status, heading in _HEADINGS.items():
-        lines = _listed([each for each in diff.tensors if each.status == status])
-        if lines:
+        if lines := _shape_lines(diff, status):
             yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
     if diff.tree:
         columns = (("field", False), ("layers", False), ("A", False), ("B", False))
-        fields = tuple((each.path, each.layers or "", each.a, each.b) for each in diff.tree)
+        fields = tuple((field.path, field.layers or "", field.a, field.b) for field in diff.tree)
         yield Section("Architectures", (Table("Where the architectures differ", columns, fields),))
     if diff.files:
-        yield Section("Files other than weights", (Lines(tuple(_files_told(diff)), listed=True),))
+        yield Section("Files other than weights", (Lines(tuple(_file_lines(diff)), listed=True),))
     yield from noted(diff.notes)
 
 
 def _compared(group: ChangeGroup) -> bool:
-    return any(each.status in ("same", "dtype", "rounded", "changed") for each in group.tensors)
+    return any(tensor.status in ("same", "dtype", "rounded", "changed") for tensor in group.tensors)
 
 
 def _figure(groups: Sequence[ChangeGroup]) -> Figure:
@@ -389,7 +395,7 @@ def _figure(groups: Sequence[ChangeGroup]) -> Figure:
     if most is not None:
         largest = f"Largest: {places[most]}, {_group_cells(groups[most])[2]}."
     columns = (("place", False), *((name, True) for name in _COLUMNS))
-    marks = " A, B: on that side alone; ≠: of another shape." * apart
+    marks = " A, B: only on that side; ≠: of another shape." * apart
     return heatmap(
         cells,
         title="Relative change by layer and component",
@@ -400,28 +406,27 @@ def _figure(groups: Sequence[ChangeGroup]) -> Figure:
 
 
 def _cell(group: ChangeGroup) -> Cell:
-    """Rounding to a narrower dtype has a colour of its own; a change from zero is beyond all figures."""
+    """Return the heatmap's cell of a group. A change that is only rounding does not count as a difference."""
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
     changed, kinds = group.changed, {each.status for each in group.tensors}
     if not _compared(group):
         apart = _APART[kinds.pop()] if len(kinds) == 1 else "≠"
-        return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
+        return Cell(name, group.layer, 0.0, tuple(_folded(group.tensors)[:2]), True, apart)
     words = [f"relative change: {two_digits(group.relative) if changed else '0'}"]
     if changed:
         words += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
-        words += [f"{each.name.split('.')[-1]}: {', '.join(_remarks(each))}" for each in changed[:2]]
+        words += [f"{tensor.name.split('.')[-1]}: {', '.join(_remarks(tensor))}" for tensor in changed[:2]]
     return Cell(name, group.layer, _size(group) if changed else 0.0, tuple(words), "changed" in kinds)
 
 
 def _size(group: ChangeGroup) -> float:
-    """The relative change; what is in no figure (a change to NaN, or from zeros) is beyond all of them."""
+    """Return the relative change, or infinity if it has none (a change to NaN, or from zeros)."""
     return float("inf") if group.relative is None or group.not_finite else group.relative
 
 
-def _groups(caption: str, groups: Sequence[ChangeGroup]) -> Table:
+def _group_table(caption: str, groups: Sequence[ChangeGroup]) -> Table:
     rows = tuple((_label(group), *_group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
-    some = lit if len(lit) < len(groups) else frozenset()
-    return Table(
-        caption, (("", False), *((name, True) for name in _COLUMNS)), rows, some, bold="something changed here"
-    )
+    lit = lit if len(lit) < len(groups) else frozenset()
+    columns = (("", False), *((name, True) for name in _COLUMNS))
+    return Table(caption, columns, rows, lit, bold="something changed here")

@@ -123,12 +123,10 @@ def families_table(terminal: Terminal, families: Mapping[str, Any]) -> RenderRes
         yield plain_table(*((heading, heading == "presets") for heading in headings), rows=rows)
     if families["others"]:
         counted = {True: "by names", False: "no"}
-        rows = [(each["model_type"], counted[each["counted"]], each["why"]) for each in families["others"]]
+        cells = [(each["model_type"], counted[each["counted"]], each["why"]) for each in families["others"]]
         yield ""
-        headings = ("not supported yet", "counted", "reason")
-        yield plain_table(
-            *((heading, False) for heading in headings), rows=[[*map(terminal.text, row)] for row in rows]
-        )
+        columns = (("not supported yet", False), ("counted", False), ("reason", False))
+        yield plain_table(*columns, rows=[[*map(terminal.text, row)] for row in cells])
     counts = families["counts"]
     if counts["types"]:
         yield ""
