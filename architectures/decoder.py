@@ -31,7 +31,7 @@ from ..errors import CannotExpress
 from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
 from .draws import CONTEXTS, EVEN, ODD, TABLE, VOCAB, Config, experts, grouped_heads, placed
-from .fields import ACTIVATIONS, PRE, Fields, name_of, same
+from .fields import ACTIVATIONS, PRE, Fields
 from .fields import Field as Field  # which definitions of users import from here
 from .lenses import ALL_LAYERS, Lens
 from .obstacles import Kinds, of_kind
@@ -333,7 +333,7 @@ class Decoder:
             if value is not None or each.default is not None or role != "context":
                 outer, _, name = name.rpartition(".")
                 into = fields.setdefault(outer, {}) if outer else fields
-                into[name] = name_of(value) if role == "activation" and each.write is same else each.write(value)
+                into[name] = each.written(value)
         if self.rotary is not None:
             mixers = (block.mixer("attention") for block in spec.blocks)
             positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 from ..components import LEARNT, MOST_EXPERTS, Activation
 from ..errors import CannotExpress
 from .config import FLOAT32_MAX, ConfigReader
-from .draws import WINDOWS, Config, Sizes
+from .draws import ODD, WINDOWS, Config, Sizes, among
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
@@ -71,6 +71,10 @@ class Field(NamedTuple):
             read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
         return read(config, name, self.default)
 
+    def written(self, value: Any) -> Any:
+        """Return the file's value of the tree's."""
+        return name_of(value) if self.role.split()[0] == "activation" and self.write is same else self.write(value)
+
     def drawn(self, name: str, chosen: Random, sizes: Sizes) -> Config:
         """Return the field with a random legal value, or nothing where only the default is sure to be legal.
 
@@ -83,7 +87,7 @@ class Field(NamedTuple):
         if self.draw is not None:
             return {name: self.draw(chosen, sizes)}
         if role == "activation" and isinstance(self.default, str):
-            return {name: chosen.choice((self.default, sizes[role]))}
+            return {name: chosen.choice((self.default, sizes.get(role) or chosen.choice([*ACTIVATIONS])))}
         if role in sizes:
             return {name: sizes[role]}
         if isinstance(self.default, bool):
@@ -99,6 +103,34 @@ class Field(NamedTuple):
 
 Fields = Mapping[str, Field]
 _Value = TypeVar("_Value")
+
+
+def size(role: str, default: int, *values: int) -> Field:
+    """Return a field that is a positive integer; `values` are those that are drawn."""
+    return Field(role, default, draw=among(*(values or ODD)))
+
+
+def read_fields(table: Fields, config: ConfigReader) -> dict[str, Any]:
+    """Return the values of a table's fields, by role.
+
+    For a component whose attributes are roles of the table, `read_fields` and `write_fields` are inverse to each other.
+    """
+    return {field.role: field.value(config, name) for name, field in table.items()}
+
+
+def write_fields(table: Fields, component: Any) -> Config:
+    """Return the config fields of a component whose attributes are the roles of the table."""
+    return {name: field.written(getattr(component, field.role)) for name, field in table.items()}
+
+
+def draw_fields(table: Fields, chosen: Random, sizes: Sizes) -> Config:
+    """Draw the fields of a table: sizes always, others with a probability of 0.7."""
+    config: Config = {}
+    for name, field in table.items():
+        drawn = field.drawn(name, chosen, sizes)
+        needed = type(field.default) is int or (field.role in sizes and field.role not in ("activation", "eps"))
+        config |= drawn if needed or chosen.random() < 0.7 else {}
+    return config
 
 
 def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:

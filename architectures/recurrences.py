@@ -10,8 +10,8 @@ from ..components import Block, Embedding, GatedDeltaNet, Head, Mamba, Mamba2, M
 from ..errors import CannotExpress
 from .base import Leaf, leaves_of
 from .config import ConfigReader
-from .draws import ODD, Config, Sizes, divisor, sometimes, types_with_attention
-from .fields import ATTENTION_BIAS
+from .draws import ODD, Config, Sizes, among, divisor, sometimes, types_with_attention
+from .fields import ATTENTION_BIAS, Field, Fields, draw_fields, read_fields, size, write_fields
 from .layout import Layout
 from .lenses import Lens, one_of
 from .obstacles import of_kind
@@ -36,6 +36,13 @@ def limits(config: ConfigReader) -> dict[str, Any]:
     return {"least": least, "most": None if numbers[1] == math.inf else most}
 
 
+def least_step(config: ConfigReader, name: str, default: float) -> float:
+    """Read the smallest step size."""
+    if (least := config.number(name, default)) > 1e30:
+        raise config.fail(name, least, "a number up to 1e30")
+    return least
+
+
 def write_limits(mixer: Mamba2) -> dict[str, Any]:
     """The field that `limits` reads, where it says something."""
     if (mixer.least, mixer.most) == (0, None):
@@ -43,78 +50,67 @@ def write_limits(mixer: Mamba2) -> dict[str, Any]:
     return {"time_step_limit": [mixer.least, _INFINITE if mixer.most is None else mixer.most]}
 
 
+_MAMBA2: Fields = {
+    "mamba_n_heads": Field("heads", 128),
+    "mamba_n_groups": Field("groups", 1),
+    "mamba_d_state": size("state_size", 256),
+    "mamba_d_conv": size("kernel", 4, 1, 2, 4, 5),
+    "mamba_conv_bias": Field("conv_bias", True),
+    "mamba_chunk_size": size("chunk", 256, 1, 3, 8, 64),
+}
+
+
 def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int | None = None) -> dict[str, Any]:
-    """The sizes of Mamba-2 by fields of `mamba_`; `inner`: how wide its heads are together, where they say it not."""
-    heads, expand = config.integer("mamba_n_heads", 128), config.integer("mamba_expand", 2)
+    """Return the sizes of Mamba-2 from the fields that begin with `mamba_`.
+
+    Args:
+        config: what is read.
+        values: what the config says of the tree, by role.
+        inner: the width of all heads together. If None, `mamba_expand` times the hidden size.
+    """
+    sizes, expand = read_fields(_MAMBA2, config), config.integer("mamba_expand", 2)
+    heads, groups, width = sizes["heads"], sizes["groups"], config.raw("mamba_d_head", "auto")
     inner = values["hidden"] * expand if inner is None else inner
-    groups, width = config.integer("mamba_n_groups", 1), config.raw("mamba_d_head", "auto")
     if inner % heads or inner // heads > 2**31 - 1:
         raise config.fail("mamba_n_heads", heads, f"a divisor of all heads' width ({inner})")
     if width not in ("auto", inner // heads) or isinstance(width, bool):
         raise config.fail("mamba_d_head", width, f"{inner // heads}, so that {heads} heads are {inner} wide")
     if heads % groups:
         raise config.fail("mamba_n_groups", groups, f"a divisor of mamba_n_heads ({heads})")
-    return {
-        "hidden_size": values["hidden"],
-        "heads": heads,
-        "head_dim": inner // heads,
-        "groups": groups,
-        "state_size": config.integer("mamba_d_state", 256),
-        "kernel": config.integer("mamba_d_conv", 4),
-        "activation": values["activation"],
-        "conv_bias": config.boolean("mamba_conv_bias", True),
-        "chunk": config.integer("mamba_chunk_size", 256),
-        **limits(config),
-    }
+    own = {"hidden_size": values["hidden"], "head_dim": inner // heads, "activation": values["activation"]}
+    return {**sizes, **own, **limits(config)}
 
 
 def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
-    """Mamba-2 by fields of `mamba_`, with a norm in its groups."""
-    found, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
-    norm = RMSNorm(size=found["heads"] * found["head_dim"], eps=values["eps"], groups=found["groups"])
-    return Mamba2(**found, norm=norm, bias=bias, output_bias=bias)
+    """Return Mamba-2 from the fields that begin with `mamba_`, with a norm in its groups."""
+    sizes, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
+    norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=values["eps"], groups=sizes["groups"])
+    return Mamba2(**sizes, norm=norm, bias=bias, output_bias=bias)
 
 
-def write_mamba2(mixer: Mamba2) -> dict[str, Any]:
-    """The config fields that `read_mamba2` reads."""
+def multiple_of_hidden(mixer: Mamba | Mamba2) -> int:
+    """Return how many times as wide as the hidden states a mixer is inside. Raises CannotExpress for a fraction."""
     if mixer.inner % mixer.hidden_size:
+        what = "heads whose total width" if isinstance(mixer, Mamba2) else "a number of channels that"
         raise CannotExpress(
-            f"transformers needs heads whose total width is a multiple of the hidden size {mixer.hidden_size}, "
-            f"but it is {mixer.inner}"
+            f"transformers needs {what} is a multiple of the hidden size {mixer.hidden_size}, but it is {mixer.inner}"
         )
-    return {
-        "mamba_n_heads": mixer.heads,
-        "mamba_d_head": mixer.head_dim,
-        "mamba_expand": mixer.inner // mixer.hidden_size,
-        "mamba_n_groups": mixer.groups,
-        "mamba_d_state": mixer.state_size,
-        "mamba_d_conv": mixer.kernel,
-        "mamba_conv_bias": mixer.conv_bias,
-        "mamba_proj_bias": mixer.bias,
-        "mamba_chunk_size": mixer.chunk,
-        **write_limits(mixer),
-    }
+    return mixer.inner // mixer.hidden_size
+
+
+def write_mamba2(mixer: Mamba2) -> Config:
+    """Return the config fields that `read_mamba2` reads."""
+    own = {"mamba_d_head": mixer.head_dim, "mamba_expand": multiple_of_hidden(mixer), "mamba_proj_bias": mixer.bias}
+    return {**write_fields(_MAMBA2, mixer), **own, **write_limits(mixer)}
 
 
 def draw_mamba2(chosen: Random, hidden: int) -> Config:
     """Draw the config fields that `read_mamba2` reads. The heads divide the width."""
     expand = chosen.choice((1, 2, 3))
     heads = divisor(chosen, hidden * expand)
-    own = {
-        "mamba_d_head": hidden * expand // heads,
-        "mamba_conv_bias": False,
-        "mamba_proj_bias": True,
-        "time_step_limit": draw_limits(chosen),
-    }
-    return {
-        "mamba_n_heads": heads,
-        "mamba_expand": expand,
-        "mamba_n_groups": divisor(chosen, heads),
-        "mamba_d_state": chosen.choice(ODD),
-        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
-        "mamba_chunk_size": chosen.choice((1, 3, 8, 64)),
-        **sometimes(chosen, own),
-    }
+    own = {"mamba_d_head": hidden * expand // heads, "mamba_proj_bias": True, "time_step_limit": draw_limits(chosen)}
+    sizes = {"heads": heads, "groups": divisor(chosen, heads)}
+    return {**draw_fields(_MAMBA2, chosen, sizes), "mamba_expand": expand, **sometimes(chosen, own)}
 
 
 def draw_limits(chosen: Random) -> list[float]:
@@ -162,6 +158,19 @@ def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:
     return math.ceil(hidden / 16) if config.raw(name, "auto") == "auto" else config.integer(name)
 
 
+def step_rank(hidden: int) -> Field:
+    """Return the field of the rank of the step sizes, where "auto" stands for a sixteenth of the hidden size.
+
+    Args:
+        hidden: the default of `hidden_size`.
+    """
+
+    def read(config: ConfigReader, name: str, _: str) -> int:
+        return steps_of_rank(config, name, config.integer("hidden_size", hidden))
+
+    return Field("rank", "auto", read, draw=among("auto", *ODD))
+
+
 def width_of(config: ConfigReader, name: str, hidden: int) -> int:
     """How many channels there are, by how many times as many as the stream has."""
     times = config.integer(name, 2)
@@ -170,32 +179,46 @@ def width_of(config: ConfigReader, name: str, hidden: int) -> int:
     return times * hidden
 
 
-def channels_of(mixer: Mamba) -> int:
-    """The value that `width_of` reads."""
-    if mixer.inner % mixer.hidden_size:
-        raise CannotExpress(
-            f"transformers needs a multiple of the hidden size {mixer.hidden_size} as number of channels, but "
-            f"it is {mixer.inner}"
-        )
-    return mixer.inner // mixer.hidden_size
-
-
 def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
     """Norms of what each token chooses."""
     return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
 
 
-def alone(config: ConfigReader, mixer: Mamba | Mamba2, norm: RMSNorm, vocab: int, count: int, tied: bool) -> ModelSpec:
-    """The tree of so many layers that are a mixer and nothing else; `tied`: whether the head is where nobody says."""
-    config.refuse({"layer_types": ((None, [LINEAR] * count), f"every layer is {type(mixer).__name__}")})
-    block = Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=config.boolean("residual_in_fp32", True))
-    hidden = mixer.hidden_size
+ALONE: Fields = {
+    "vocab_size": Field("vocab", 0),
+    "hidden_size": Field("hidden", 0, draw=among(*ODD)),
+    "num_hidden_layers": Field("layers", 0, draw=among(1, 2, 3)),
+    "layer_norm_epsilon": Field("eps", 1e-5),
+    "residual_in_fp32": Field("wide", True),
+    "tie_word_embeddings": Field("tied", True),
+}
+"""The fields of families whose layers are a mixer and nothing else, beside those of the mixer."""
+
+
+def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2) -> ModelSpec:
+    """Return the tree whose layers are a mixer and nothing else; `values` are those of a table like `ALONE`."""
+    hidden, vocab = values["hidden"], values["vocab"]
+    usual = [LINEAR] * values["layers"]
+    config.refuse({"layer_types": ((None, usual), f"every layer is {type(mixer).__name__}")})
+    norm = RMSNorm(size=hidden, eps=values["eps"])
     return ModelSpec(
         embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
-        blocks=(block,) * count,
+        blocks=(Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=values["wide"]),) * values["layers"],
         final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", tied)),
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=values["tied"]),
     )
+
+
+def write_alone(spec: ModelSpec) -> Config:
+    """Return the config fields of a tree that `alone` makes, without those of the mixer."""
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": len(spec.blocks),
+        "layer_norm_epsilon": of_kind(spec.final_norm, RMSNorm).eps,
+        "residual_in_fp32": spec.blocks[0].wide,
+        "tie_word_embeddings": spec.tied,
+    }
 
 
 def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
@@ -218,12 +241,12 @@ def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
     )
 
 
-_DELTA_SIZES = {
-    "linear_num_value_heads": ("heads", 32),
-    "linear_num_key_heads": ("key_heads", 16),
-    "linear_key_head_dim": ("key_dim", 128),
-    "linear_value_head_dim": ("value_dim", 128),
-    "linear_conv_kernel_dim": ("kernel", 4),
+_DELTA: Fields = {
+    "linear_num_value_heads": Field("heads", 32),
+    "linear_num_key_heads": Field("key_heads", 16),
+    "linear_key_head_dim": size("key_dim", 128),
+    "linear_value_head_dim": size("value_dim", 128),
+    "linear_conv_kernel_dim": size("kernel", 4, 1, 2, 4, 5),
 }
 
 
@@ -233,7 +256,7 @@ def delta_nets(fused: str) -> Lens:
     def read(config: ConfigReader, values: Mapping[str, Any]) -> list[GatedDeltaNet | None]:
         count, every = values["layers"], config.integer("full_attention_interval", 4)
         types = one_of(config, count, [LINEAR if (n + 1) % every else "full_attention" for n in range(count)], LINEAR)
-        sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _DELTA_SIZES.items()}
+        sizes = read_fields(_DELTA, config)
         if sizes["heads"] % sizes["key_heads"]:
             wanted = f"a multiple of linear_num_key_heads ({sizes['key_heads']})"
             raise config.fail("linear_num_value_heads", sizes["heads"], wanted)
@@ -247,21 +270,16 @@ def delta_nets(fused: str) -> Lens:
 
 def _draw_delta_nets(chosen: Random, sizes: Sizes) -> Config:
     key_heads = chosen.choice((1, 2, 3))
-    return {
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * chosen.choice((1, 2, 3)),
-        "linear_key_head_dim": chosen.choice(ODD),
-        "linear_value_head_dim": chosen.choice(ODD),
-        "linear_conv_kernel_dim": chosen.choice((1, 2, 4, 5)),
-        "layer_types": types_with_attention(chosen, sizes["layers"], LINEAR),
-    }
+    heads = {"key_heads": key_heads, "heads": key_heads * chosen.choice((1, 2, 3))}
+    types = types_with_attention(chosen, sizes["layers"], LINEAR)
+    return {**draw_fields(_DELTA, chosen, heads), "layer_types": types}
 
 
 def _write_delta_nets(spec: ModelSpec) -> dict[str, Any]:
     """The config fields that `delta_nets` reads."""
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     first = next((of_kind(each, GatedDeltaNet) for each in mixers if each is not None), None)
-    sizes = {} if first is None else {name: getattr(first, role) for name, (role, _) in _DELTA_SIZES.items()}
+    sizes = {} if first is None else write_fields(_DELTA, first)
     return {**sizes, "layer_types": ["full_attention" if each is None else LINEAR for each in mixers]}
 
 

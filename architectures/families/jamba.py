@@ -12,13 +12,21 @@ from ...components.mixture import MOST_EXPERTS
 from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..draws import ODD, Config, Random, Sizes, sometimes
-from ..fields import USUAL, Field, with_defaults
+from ..draws import Config, Random, Sizes, sometimes
+from ..fields import USUAL, Field, draw_fields, read_fields, size, with_defaults, write_fields
 from ..lenses import Lens, sparse_layers
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, channels_of, mamba_leaves, norms_of, steps_of_rank, width_of
+from ..recurrences import LINEAR, mamba_leaves, multiple_of_hidden, norms_of, step_rank, width_of
 from ..usual import ATTENTION, EMBEDDING, PROJECTIONS, B, T
 from .bamba import ENDS, FEED_FORWARD, NORMS
+
+_MAMBA = {
+    "mamba_d_state": size("state_size", 16),
+    "mamba_dt_rank": step_rank(4096),
+    "mamba_d_conv": size("kernel", 4, 1, 2, 4, 5),
+    "mamba_proj_bias": Field("bias", False),
+    "mamba_conv_bias": Field("conv_bias", True),
+}
 
 
 def _every(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
@@ -50,18 +58,10 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba 
         raise config.fail(
             "layer_types", config.raw("layer_types"), "the same layers as attn_layer_period and attn_layer_offset"
         )
-    states, rank = config.integer("mamba_d_state", 16), steps_of_rank(config, "mamba_dt_rank", hidden)
-    mixer = Mamba(
-        hidden_size=hidden,
-        inner=width_of(config, "mamba_expand", hidden),
-        state_size=states,
-        rank=rank,
-        kernel=config.integer("mamba_d_conv", 4),
-        activation=values["activation"],
-        bias=config.boolean("mamba_proj_bias", False),
-        conv_bias=config.boolean("mamba_conv_bias", True),
-        **norms_of(rank, states, eps=values["eps"]),
-    )
+    own = read_fields(_MAMBA, config)
+    own |= norms_of(own["rank"], own["state_size"], eps=values["eps"])
+    inner = width_of(config, "mamba_expand", hidden)
+    mixer = Mamba(hidden_size=hidden, inner=inner, activation=values["activation"], **own)
     return [None if each else mixer for each in whole]
 
 
@@ -80,28 +80,14 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     found: dict[str, Any] = _written_every("attn", [each is None for each in mixers])
     mixer = next((of_kind(each, Mamba) for each in mixers if each is not None), None)
-    if mixer is None:
-        return found
-    return found | {
-        "mamba_expand": channels_of(mixer),
-        "mamba_d_state": mixer.state_size,
-        "mamba_dt_rank": mixer.rank,
-        "mamba_d_conv": mixer.kernel,
-        "mamba_proj_bias": mixer.bias,
-        "mamba_conv_bias": mixer.conv_bias,
-    }
+    own = {} if mixer is None else {"mamba_expand": multiple_of_hidden(mixer), **write_fields(_MAMBA, mixer)}
+    return {**found, **own}
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
     every = chosen.randint(1, 3)
-    own = {"mamba_dt_rank": chosen.choice(ODD), "mamba_conv_bias": False, "mamba_proj_bias": True}
-    return {
-        "attn_layer_period": every,
-        "attn_layer_offset": chosen.randrange(min(every, sizes["layers"])),
-        "mamba_d_state": chosen.choice(ODD),
-        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
-        **sometimes(chosen, {**own, "mamba_expand": chosen.choice((1, 3))}),
-    }
+    place = {"attn_layer_period": every, "attn_layer_offset": chosen.randrange(min(every, sizes["layers"]))}
+    return {**place, **draw_fields(_MAMBA, chosen, {}), **sometimes(chosen, {"mamba_expand": chosen.choice((1, 3))})}
 
 
 def _draw_sparse(chosen: Random, _: Sizes) -> Config:

@@ -8,83 +8,56 @@ from typing import Any
 from ...components import Mamba, ModelSpec, RMSNorm
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..draws import ODD, Config, Random, sometimes
-from ..fields import ACTIVATIONS, activation_named, name_of
+from ..draws import ODD, VOCAB, Config, Random, sometimes
+from ..fields import Field, draw_fields, read_fields, size, with_defaults, write_fields
 from ..obstacles import of_kind
-from ..recurrences import alone, mamba_leaves, norms_of, steps_of_rank, width_of
+from ..recurrences import ALONE, alone, mamba_leaves, norms_of, step_rank, width_of, write_alone
 from ..usual import B
 
 
-def _inner(config: ConfigReader, hidden: int) -> int:
+def _channels(config: ConfigReader) -> int:
     """Return the number of channels: transformers' class prefers `intermediate_size` to `expand`."""
     if "intermediate_size" not in config.data:
-        return width_of(config, "expand", hidden)
+        return width_of(config, "expand", config.integer("hidden_size", 768))
     config.integer("expand", 2)  # which says nothing then (falcon-mamba-7b has 16 there)
     return config.integer("intermediate_size")
 
 
+_TREE = with_defaults(ALONE, vocab_size=50280, hidden_size=768, num_hidden_layers=32)
+_MIXER = {
+    "state_size": size("state_size", 16),
+    "time_step_rank": step_rank(768),
+    "conv_kernel": size("kernel", 4, 1, 2, 5),
+    "hidden_act": Field("activation", "silu"),
+    "use_bias": Field("bias", False),
+    "use_conv_bias": Field("conv_bias", True),
+}
+
+
 def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
-    """The tree; `normed`: what each token chooses is normed, without weights."""
-    hidden, vocab = config.integer("hidden_size", 768), config.integer("vocab_size", 50280)
-    states, inner = config.integer("state_size", 16), _inner(config, hidden)
-    rank, eps = steps_of_rank(config, "time_step_rank", hidden), config.number("layer_norm_epsilon", 1e-5)
+    """Return the tree of a config. `normed`: the step sizes, B and C are normalised, without weights."""
+    tree, mixer, inner = read_fields(_TREE, config), read_fields(_MIXER, config), _channels(config)
     own = {"eps": config.number("mixer_rms_eps", 1e-6), "gain": "none"} if normed else {}
-    mixer = Mamba(
-        hidden_size=hidden,
-        inner=inner,
-        state_size=states,
-        rank=rank,
-        kernel=config.integer("conv_kernel", 4),
-        activation=activation_named(config, "hidden_act", "silu"),
-        bias=config.boolean("use_bias", False),
-        conv_bias=config.boolean("use_conv_bias", True),
-        **(norms_of(rank, states, **own) if normed else {}),
-    )
-    return alone(config, mixer, RMSNorm(size=hidden, eps=eps), vocab, config.layers("num_hidden_layers", 32), True)
+    norms: dict[str, Any] = norms_of(mixer["rank"], mixer["state_size"], **own) if normed else {}
+    return alone(config, tree, Mamba(hidden_size=tree["hidden"], inner=inner, **mixer, **norms))
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `read` reads."""
-    mixer, norm = of_kind(spec.blocks[0].mixer("recurrence"), Mamba), of_kind(spec.final_norm, RMSNorm)
+    """Return the config fields that `read` reads."""
+    mixer = of_kind(spec.blocks[0].mixer("recurrence"), Mamba)
     return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": len(spec.blocks),
-        "state_size": mixer.state_size,
+        **write_alone(spec),
+        **write_fields(_MIXER, mixer),
         "expand": max(mixer.inner // mixer.hidden_size, 1),
         **({"intermediate_size": mixer.inner} if mixer.inner % mixer.hidden_size else {}),
-        "conv_kernel": mixer.kernel,
-        "time_step_rank": mixer.rank,
-        "hidden_act": name_of(mixer.activation),
-        "use_bias": mixer.bias,
-        "use_conv_bias": mixer.conv_bias,
-        "layer_norm_epsilon": norm.eps,
-        "residual_in_fp32": spec.blocks[0].wide,
-        "tie_word_embeddings": spec.tied,
         **({} if mixer.b_norm is None else {"mixer_rms_eps": mixer.b_norm.eps}),
     }
 
 
 def draw(chosen: Random) -> Config:
     """Return a random legal config."""
-    own = {
-        "intermediate_size": chosen.choice(ODD),
-        "time_step_rank": chosen.choice(ODD),
-        "conv_kernel": chosen.choice((1, 2, 5)),
-        "use_bias": True,
-        "use_conv_bias": False,
-        "residual_in_fp32": False,
-        "tie_word_embeddings": False,
-        "hidden_act": chosen.choice([*ACTIVATIONS]),
-        "layer_norm_epsilon": 1e-3,
-    }
-    return {
-        "hidden_size": chosen.choice(ODD),
-        "num_hidden_layers": chosen.choice((1, 2, 3)),
-        "state_size": chosen.choice(ODD),
-        "expand": chosen.choice((1, 2, 3)),
-        **sometimes(chosen, own),
-    }
+    channels = {"expand": chosen.choice((1, 2, 3)), **sometimes(chosen, {"intermediate_size": chosen.choice(ODD)})}
+    return {**draw_fields(_TREE, chosen, {"vocab": VOCAB}), **draw_fields(_MIXER, chosen, {}), **channels}
 
 
 _T = "backbone.layers.{layer}."

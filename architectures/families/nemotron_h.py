@@ -5,6 +5,8 @@ Source: transformers models/nemotron_h/{configuration,modeling}_nemotron_h.py. T
 are carried along.
 """
 
+from collections import ChainMap
+from functools import partial
 from typing import Any
 
 from ...components import (
@@ -23,31 +25,51 @@ from ...components import (
 )
 from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..draws import ODD, ROWS, Config, Random, divisor, grouped_heads, kind_by_layer, sometimes
-from ..fields import ACTIVATIONS, activation_named, name_of
+from ..draws import ROWS, TABLE, VOCAB, Config, Random, among, divisor, grouped_heads, kind_by_layer
+from ..fields import Field, Fields, draw_fields, name_of, read_fields, size, without, write_fields
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, mamba2_leaves
+from ..recurrences import LINEAR, least_step, mamba2_leaves
 from ..usual import B
 
 _KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # as older files write them, a letter a layer
-_SIZES = {
-    "mamba_num_heads": ("heads", 128),
-    "mamba_head_dim": ("head_dim", 64),
-    "n_groups": ("groups", 8),
-    "ssm_state_size": ("state_size", 128),
-    "conv_kernel": ("kernel", 4),
-    "chunk_size": ("chunk", 128),
+_TREE = {
+    "hidden_size": Field("hidden", 4096, draw=among(*ROWS)),
+    "vocab_size": Field("vocab", 131072),
+    "layer_norm_epsilon": Field("eps", 1e-5),
+    "max_position_embeddings": Field("context", 4096),
 }
-_CHOICE = {"num_experts_per_tok": ("top_k", 2), "n_group": ("groups", 1), "topk_group": ("top_groups", 1)}
-_OF_EXPERTS = (
-    *_CHOICE,
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "moe_latent_size",
-)
+_MAMBA = {
+    "mamba_num_heads": Field("heads", 128),
+    "mamba_head_dim": size("head_dim", 64),
+    "n_groups": Field("groups", 8),
+    "ssm_state_size": size("state_size", 128),
+    "conv_kernel": size("kernel", 4, 1, 2, 4, 5),
+    "chunk_size": size("chunk", 128, 1, 3, 8, 64),
+    "mamba_hidden_act": Field("activation", "silu"),
+    "use_bias": Field("bias", False),
+    "use_conv_bias": Field("conv_bias", True),
+    "time_step_min": Field("least", 0.001, least_step, draw=among(0.001, 0.3)),
+}
+_ATTENTION = {
+    "num_attention_heads": Field("heads", 32),
+    "num_key_value_heads": Field("kv_heads", 8),
+    "head_dim": size("head_dim", 128),
+}
+_FEED_FORWARD = {
+    "intermediate_size": size("intermediate_size", 21504, 1, 7, 33, 64),
+    "mlp_hidden_act": Field("activation", "relu2"),
+    "mlp_bias": Field("up_bias", False),
+}
+_MIXTURE = {
+    "n_routed_experts": Field("experts", 8, partial(ConfigReader.integer, most=MOST_EXPERTS)),
+    "num_experts_per_tok": Field("top_k", 2),
+    "n_group": Field("groups", 1),
+    "topk_group": Field("top_groups", 1),
+    "moe_intermediate_size": size("intermediate_size", 7688, *ROWS),
+    "moe_shared_expert_intermediate_size": size("shared_size", 7688, 8, 40),
+    "norm_topk_prob": Field("normalise", True),
+    "routed_scaling_factor": Field("multiplier", 1.0),
+}
 
 
 def _types(config: ConfigReader) -> list[str]:
@@ -71,107 +93,98 @@ def _types(config: ConfigReader) -> list[str]:
 
 
 def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> MixtureOfExperts:
-    experts = config.integer("n_routed_experts", 8, most=MOST_EXPERTS)
-    sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _CHOICE.items()}
+    """Return the mixture of experts; `inner` are the fields of the dense feed-forward, without its width."""
+    own, width = read_fields(_MIXTURE, config), config.optional_integer("moe_latent_size")
     plain = {**inner, "up_bias": False, "down_bias": False}
-    width = config.optional_integer("moe_latent_size")
     plain |= {} if width is None else {"hidden_size": width, "inside": True}
-    expert = FeedForward(intermediate_size=config.integer("moe_intermediate_size", 7688), **plain)
-    shared = FeedForward(intermediate_size=config.integer("moe_shared_expert_intermediate_size", 7688), **inner)
+    expert = FeedForward(intermediate_size=own.pop("intermediate_size"), **plain)
+    shared = FeedForward(intermediate_size=own.pop("shared_size"), **inner)
     return MixtureOfExperts(
         hidden_size=hidden,
-        experts=experts,
         expert=expert,
         shared=shared,
         latent=None if width is None else ExpertLatent(hidden_size=hidden, width=width, bias=inner["up_bias"]),
-        normalise=config.boolean("norm_topk_prob", True),
-        multiplier=config.number("routed_scaling_factor", 1.0),
         scores="sigmoid",
         choice_bias=True,
         routed_in="float32",
         in_order=False,
         wide_choice=True,
-        **sizes,
+        **own,
     )
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    types, hidden, vocab = _types(config), config.integer("hidden_size", 4096), config.integer("vocab_size", 131072)
-    eps, width = config.number("layer_norm_epsilon", 1e-5), config.integer("head_dim", 128)
-    heads, kv_heads = config.integer("num_attention_heads", 32), config.integer("num_key_value_heads", 8)
-    sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _SIZES.items()}
-    if sizes["heads"] % sizes["groups"]:
-        raise config.fail("n_groups", sizes["groups"], f"a divisor of mamba_num_heads ({sizes['heads']})")
-    bias, size = config.boolean("use_bias", False), sizes["heads"] * sizes["head_dim"]
-    up_bias = config.boolean("mlp_bias", False)
-    activation = activation_named(config, "mlp_hidden_act", "relu2")
-    inner: dict[str, Any] = {"hidden_size": hidden, "activation": activation, "up_bias": up_bias, "down_bias": up_bias}
-    scale = width**-0.5
-    if (least := config.number("time_step_min", 0.001)) > 1e30:
-        raise config.fail("time_step_min", least, "a number up to 1e30")
-    for name in _OF_EXPERTS:
+    """config.json -> tree."""
+    types, tree, mamba = _types(config), read_fields(_TREE, config), read_fields(_MAMBA, config)
+    attention, inner = read_fields(_ATTENTION, config), read_fields(_FEED_FORWARD, config)
+    hidden, eps, units = tree["hidden"], tree["eps"], inner.pop("intermediate_size")
+    if mamba["heads"] % mamba["groups"]:
+        raise config.fail("n_groups", mamba["groups"], f"a divisor of mamba_num_heads ({mamba['heads']})")
+    inner |= {"hidden_size": hidden, "down_bias": inner["up_bias"]}
+    for name in (*_MIXTURE, "moe_latent_size"):
         config.raw(name)  # transformers writes them also where no layer has experts, and then nobody reads their values
-    made: dict[str, Any] = {
-        LINEAR: Mamba2(
-            hidden_size=hidden,
-            activation=activation_named(config, "mamba_hidden_act", "silu"),
-            norm=RMSNorm(size=size, eps=eps, groups=sizes["groups"]),
-            bias=bias,
-            output_bias=bias,
-            conv_bias=config.boolean("use_conv_bias", True),
-            least=least,
-            **sizes,
-        ),
+    norm = RMSNorm(size=mamba["heads"] * mamba["head_dim"], eps=eps, groups=mamba["groups"])
+    mixers: dict[str, Any] = {
+        LINEAR: Mamba2(hidden_size=hidden, norm=norm, output_bias=mamba["bias"], **mamba),
         "full_attention": Attention(
-            hidden_size=hidden, heads=heads, kv_heads=kv_heads, head_dim=width, scale=scale, position=None
+            hidden_size=hidden, scale=attention["head_dim"] ** -0.5, position=None, **attention
         ),
-        "mlp": FeedForward(intermediate_size=config.integer("intermediate_size", 21504), **inner),
+        "mlp": FeedForward(intermediate_size=units, **inner),
         "moe": _mixture(config, hidden, inner) if "moe" in types else None,
     }
     norm = RMSNorm(size=hidden, eps=eps, cast="after_weight")
-    blocks = {kind: Block(sublayers=(SubLayer(mixer=made[kind], norm=norm),)) for kind in {*types}}
+    blocks = {kind: Block(sublayers=(SubLayer(mixer=mixers[kind], norm=norm),)) for kind in {*types}}
     return ModelSpec(
-        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        embedding=Embedding(vocab_size=tree["vocab"], hidden_size=hidden),
         blocks=tuple(blocks[kind] for kind in types),
         final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=hidden),
-        context_length=config.integer("max_position_embeddings", 4096),
+        head=Head(vocab_size=tree["vocab"], hidden_size=hidden),
+        context_length=tree["context"],
     )
 
 
+_PARTS: dict[type, tuple[str, Fields]] = {
+    Mamba2: (LINEAR, _MAMBA),
+    Attention: ("full_attention", _ATTENTION),
+    FeedForward: ("mlp", _FEED_FORWARD),
+    MixtureOfExperts: ("moe", _MIXTURE),
+}
+"""The kind of a layer in config.json, and the fields of its mixer."""
+
+
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    kinds: dict[type, str] = {Mamba2: LINEAR, Attention: "full_attention", FeedForward: "mlp", MixtureOfExperts: "moe"}
-    mixers = [block.sublayers[0].mixer for block in spec.blocks]
+    """Tree -> the config.json fields that describe it."""
+    mixers, fields = [block.sublayers[0].mixer for block in spec.blocks], dict[str, Any]()
     for mixer in mixers:
-        match mixer:
-            case Mamba2():
-                found |= {name: getattr(mixer, role) for name, (role, _) in _SIZES.items()}
-                found |= {"mamba_hidden_act": name_of(mixer.activation), "use_conv_bias": mixer.conv_bias}
-                found |= {"use_bias": mixer.bias, "time_step_min": mixer.least}
-            case Attention():
-                found |= {"num_attention_heads": mixer.heads, "num_key_value_heads": mixer.kv_heads}
-                found |= {"head_dim": mixer.head_dim}
-            case FeedForward():
-                found |= {"intermediate_size": mixer.intermediate_size, "mlp_bias": mixer.up_bias}
-                found |= {"mlp_hidden_act": name_of(mixer.activation)}
-            case MixtureOfExperts():
-                found |= {name: getattr(mixer, role) for name, (role, _) in _CHOICE.items()}
-                found |= {"n_routed_experts": mixer.experts, "moe_intermediate_size": mixer.intermediate_size}
-                found |= {"moe_shared_expert_intermediate_size": mixer.shared_size}
-                found |= {} if mixer.latent is None else {"moe_latent_size": mixer.latent.width}
-                found |= {"norm_topk_prob": mixer.normalise, "routed_scaling_factor": mixer.multiplier}
-                shared = of_kind(mixer.shared, FeedForward)
-                found |= {"mlp_hidden_act": name_of(mixer.expert.activation), "mlp_bias": shared.up_bias}
-    norm = of_kind(spec.final_norm, RMSNorm)
+        fields |= write_fields(_PARTS[type(mixer)][1], mixer)
+        if isinstance(mixer, MixtureOfExperts):
+            fields |= {} if mixer.latent is None else {"moe_latent_size": mixer.latent.width}
+            shared = write_fields(_FEED_FORWARD, of_kind(mixer.shared, FeedForward))
+            fields |= {**without(shared, "intermediate_size"), "mlp_hidden_act": name_of(mixer.expert.activation)}
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "layers_block_type": [kinds[type(mixer)] for mixer in mixers],
-        "layer_norm_epsilon": norm.eps,
+        "layers_block_type": [_PARTS[type(mixer)][0] for mixer in mixers],
+        "layer_norm_epsilon": of_kind(spec.final_norm, RMSNorm).eps,
         **({} if spec.context_length is None else {"max_position_embeddings": spec.context_length}),
-        **found,
+        **fields,
     }
+
+
+def _draw(chosen: Random) -> Config:
+    """Draw a config with attention in at least one layer."""
+    letters = kind_by_layer(chosen, chosen.choice((1, 2, 3)), *_KINDS)
+    letters.insert(chosen.randrange(len(letters) + 1), "*")
+    (queries, kv_heads), heads = grouped_heads(chosen), chosen.choice((1, 2, 4, 6, 9))
+    count = chosen.choice((2, 3, 5))
+    drawn = [
+        draw_fields(_TREE, chosen, {"vocab": VOCAB, "context": TABLE}),
+        draw_fields(_MAMBA, chosen, {"heads": heads, "groups": divisor(chosen, heads)}),
+        draw_fields(_ATTENTION, chosen, {"heads": queries, "kv_heads": kv_heads}),
+        draw_fields(_FEED_FORWARD, chosen, {}),
+        draw_fields(_MIXTURE, chosen, {"experts": count, "top_k": chosen.randint(1, count)}),
+    ]
+    return {"hybrid_override_pattern": "".join(letters), **dict(ChainMap(*drawn))}
 
 
 _T = "backbone.layers.{layer}."
@@ -180,44 +193,6 @@ _EXPERT = _M + "experts.{expert}."
 _STACKED = tuple(Stacked(f"{_M}experts.{name}_proj", (f"{_EXPERT}{name}_proj.weight",)) for name in ("up", "down"))
 _UP_DOWN = ("up_proj", "down_proj")
 _LATENT = (("fc1", "down_proj"), ("fc2", "up_proj"))
-
-
-def _draw(chosen: Random) -> Config:
-    """Draw a config with attention in at least one layer."""
-    types = kind_by_layer(chosen, chosen.choice((1, 2, 3)), *_KINDS)
-    types.insert(chosen.randrange(len(types) + 1), "*")
-    attention_heads, kv_heads = grouped_heads(chosen)
-    experts, heads = chosen.choice((2, 3, 5)), chosen.choice((1, 2, 4, 6, 9))
-    own = {
-        "use_bias": True,
-        "use_conv_bias": False,
-        "mlp_bias": True,
-        "mlp_hidden_act": chosen.choice([*ACTIVATIONS]),
-        "mamba_hidden_act": chosen.choice([*ACTIVATIONS]),
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 2.5,
-        "time_step_min": 0.3,
-        "layer_norm_epsilon": 1e-3,
-    }
-    return {
-        "hybrid_override_pattern": "".join(types),
-        "hidden_size": chosen.choice(ROWS),
-        "num_attention_heads": attention_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": chosen.choice(ODD),
-        "intermediate_size": chosen.choice((1, 7, 33, 64)),
-        "mamba_num_heads": heads,
-        "mamba_head_dim": chosen.choice(ODD),
-        "n_groups": divisor(chosen, heads),
-        "ssm_state_size": chosen.choice(ODD),
-        "conv_kernel": chosen.choice((1, 2, 4, 5)),
-        "chunk_size": chosen.choice((1, 3, 8, 64)),
-        "n_routed_experts": experts,
-        "num_experts_per_tok": chosen.randint(1, experts),
-        "moe_intermediate_size": chosen.choice((8, 24, 40)),
-        "moe_shared_expert_intermediate_size": chosen.choice((8, 40)),
-        **sometimes(chosen, own),
-    }
 
 
 _NEMOTRON_H = Architecture(

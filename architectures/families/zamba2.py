@@ -14,11 +14,11 @@ from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, Ro
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..draws import CONTEXTS, EVEN, ODD, Config, Random, divisor, kind_by_layer, sometimes
-from ..fields import ACTIVATIONS, activation_named, name_of
+from ..draws import CONTEXTS, EVEN, ODD, Config, Random, among, divisor, kind_by_layer, sometimes
+from ..fields import ACTIVATIONS, Field, activation_named, draw_fields, name_of, read_fields, size, write_fields
 from ..layout import Layout
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, mamba2_leaves
+from ..recurrences import LINEAR, least_step, mamba2_leaves, multiple_of_hidden
 from ..rope import ORIGINAL, PART, ROTARY, USUAL_ROTARY, draw_rotary, read_rotary, write_rotary
 from ..usual import EMBEDDING, B, T
 from .bamba import ENDS
@@ -50,31 +50,28 @@ def _made_of_others(config: ConfigReader, made: dict[str, Any]) -> None:
     config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in made.items()})
 
 
+_MAMBA = {
+    "n_mamba_heads": Field("heads", 8),
+    "mamba_ngroups": Field("groups", 1),
+    "mamba_d_state": size("state_size", 64),
+    "mamba_d_conv": size("kernel", 4, 1, 2, 4, 5),
+    "time_step_min": Field("least", 0.001, least_step, draw=among(0.001, 0.3)),
+    "chunk_size": size("chunk", 256, 1, 3, 8, 64),
+}
+
+
 def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
-    heads, expand = config.integer("n_mamba_heads", 8), config.integer("mamba_expand", 2)
-    groups, inner = config.integer("mamba_ngroups", 1), hidden * expand
+    """Return the mixer that every layer has."""
+    sizes = read_fields(_MAMBA, config)
+    heads, groups, inner = sizes["heads"], sizes["groups"], hidden * config.integer("mamba_expand", 2)
     if inner % heads or inner // heads > 2**31 - 1:
         raise config.fail("n_mamba_heads", heads, f"a divisor of all heads' width ({inner})")
     if heads % groups:
         raise config.fail("mamba_ngroups", groups, f"a divisor of n_mamba_heads ({heads})")
-    if (least := config.number("time_step_min", 0.001)) > 1e30:
-        raise config.fail("time_step_min", least, "a number up to 1e30")
     _made_of_others(config, {"mamba_headdim": inner // heads})
-    return Mamba2(
-        hidden_size=hidden,
-        heads=heads,
-        head_dim=inner // heads,
-        groups=groups,
-        state_size=config.integer("mamba_d_state", 64),
-        kernel=config.integer("mamba_d_conv", 4),
-        activation="silu",
-        norm=RMSNorm(size=inner, eps=1e-5, groups=groups),
-        bias=bias,
-        output_bias=bias,
-        conv_bias=True,
-        least=least,
-        chunk=config.integer("chunk_size", 256),
-    )
+    own = {"head_dim": inner // heads, "bias": bias, "output_bias": bias, "activation": "silu"}
+    norm = RMSNorm(size=inner, eps=1e-5, groups=groups)
+    return Mamba2(hidden_size=hidden, norm=norm, conv_bias=True, **sizes, **own)
 
 
 def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: bool) -> SharedTransformer:
@@ -154,11 +151,6 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     found = [block.mixer("shared") for block in spec.blocks]
     there = [each for each in found if each is not None]
     shared = of_kind(there[0] if there else None, SharedTransformer)
-    if mamba.inner % mamba.hidden_size:
-        raise CannotExpress(
-            f"transformers needs heads whose total width is a multiple of the hidden size {mamba.hidden_size},"
-            f" but it is {mamba.inner}"
-        )
     if shared.rank is None:
         raise CannotExpress("zamba2 needs adapters for its shared feed-forwards, but the model has none")
     rotary = shared.position
@@ -167,13 +159,8 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": len(spec.blocks),
         "layers_block_type": [LINEAR if each is None else _HYBRID for each in found],
-        "mamba_d_state": mamba.state_size,
-        "mamba_d_conv": mamba.kernel,
-        "mamba_expand": mamba.inner // mamba.hidden_size,
-        "mamba_ngroups": mamba.groups,
-        "n_mamba_heads": mamba.heads,
-        "time_step_min": mamba.least,
-        "chunk_size": mamba.chunk,
+        **write_fields(_MAMBA, mamba),
+        "mamba_expand": multiple_of_hidden(mamba),
         "add_bias_linear": mamba.bias,
         "intermediate_size": shared.intermediate_size,
         "hidden_act": name_of(shared.activation),
@@ -194,8 +181,7 @@ def _draw(chosen: Random) -> Config:
     """Draw a config: the heads divide twice the hidden size, and those of Mamba-2 a multiple of it."""
     kinds = kind_by_layer(chosen, chosen.choice((0, 1, 3)), "mamba", _HYBRID)
     kinds.insert(chosen.randrange(len(kinds) + 1), _HYBRID)
-    heads, turned, adapted = chosen.choice((1, 2, 3, 6)), chosen.random() < 0.5, chosen.random() < 0.4
-    dim = chosen.choice(EVEN)
+    heads, dim, adapted = chosen.choice((1, 2, 3, 6)), chosen.choice(EVEN), chosen.random() < 0.4
     hidden, expand = heads * dim // 2, chosen.choice((1, 2, 3))
     recurring = divisor(chosen, hidden * expand)
     own = {
@@ -206,7 +192,6 @@ def _draw(chosen: Random) -> Config:
         "add_bias_linear": True,
         "intermediate_size": chosen.choice((1, 7, 33, 64)),
         "hidden_act": chosen.choice([*ACTIVATIONS]),
-        "time_step_min": 0.3,
         "rms_norm_eps": 1e-3,
     }
     return {
@@ -214,16 +199,12 @@ def _draw(chosen: Random) -> Config:
         "layers_block_type": kinds,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "n_mamba_heads": recurring,
+        **draw_fields(_MAMBA, chosen, {"heads": recurring, "groups": divisor(chosen, recurring)}),
         "mamba_expand": expand,
-        "mamba_ngroups": divisor(chosen, recurring),
-        "mamba_d_state": chosen.choice(ODD),
-        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
-        "chunk_size": chosen.choice((1, 3, 8, 64)),
         "num_mem_blocks": chosen.choice((1, 2, 3)),
         "adapter_rank": chosen.choice(ODD),
         "use_shared_attention_adapter": adapted,
-        "use_mem_rope": turned,
+        "use_mem_rope": chosen.choice((True, False)),
         "max_position_embeddings": chosen.choice(CONTEXTS),
         **draw_rotary(chosen, dim, USUAL_ROTARY),
         **sometimes(chosen, own),
