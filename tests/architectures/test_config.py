@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, named
+from gptkit.architectures.base import TOKEN_IDS
 from gptkit.architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
 from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import CannotExpress, ConfigError, GptkitError, UnknownFamily
@@ -165,7 +166,7 @@ def test_every_size_refuses_what_is_no_size(variant, value):
         "first_k_dense_replace",
         "shared_intermediate_size",
         "num_shared_experts",
-        "pad_token_id",
+        *TOKEN_IDS,
         "rotary_emb_base",
         "attn_layer_offset",
         "rescale_every",

@@ -6,6 +6,7 @@ included; `modern` is the same in words that transformers understands. A family 
 
 import copy
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -1994,6 +1995,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "global_rope_theta": 8e4,
         "local_rope_theta": 2e4,
     },
+    "modernbert-decoder": {**MODERNBERT, "model_type": "modernbert-decoder", "num_hidden_layers": 4},
+    "modernbert-decoder-biases": {
+        **MODERNBERT,
+        "model_type": "modernbert-decoder",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 5,
+        "global_attn_every_n_layers": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+        },
+        **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True),
+        "decoder_bias": False,
+        "classifier_activation": "relu",
+        "tie_word_embeddings": False,
+    },
     "vaultgemma": {**GEMMA2, "model_type": "vaultgemma"},
     "vaultgemma-uncapped": {
         **GEMMA2,
@@ -2019,21 +2037,28 @@ class Variant:
         return self.name
 
 
-HYPHENED = ("openai-gpt", "xlm-roberta")
-"""Families whose own names have a hyphen."""
+def _is_telling(config: Mapping[str, Any]) -> bool:
+    """Return whether mistakes show on a drawn config: it has several layers, and heads of more than one pair.
+
+    With a window of one token, transformers' cache keeps all tokens.
+    """
+    mixers = [block.mixer("attention") for block in architecture_of(config).spec(config).blocks]
+    sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "head_dim")]
+    return len(mixers) > 1 and not {1, 2} & {*sizes}
 
 
 def _variants() -> list[Variant]:
+    described = {architecture_of(config).name for config in CONFIGS.values()}
+    for family in [name for name in ARCHITECTURES if name not in described]:
+        drawn = filter(_is_telling, (ARCHITECTURES[family].drawn(number) for number in itertools.count()))
+        names = (family, f"{family}-1", f"{family}-2")
+        CONFIGS.update(zip(names, drawn, strict=False))
     seen: set[str] = set()
     variants = []
     for name, config in CONFIGS.items():
-        family = next((each for each in HYPHENED if name.startswith(each)), name.split("-")[0])
+        family = architecture_of(config).name
         variants.append(Variant(name, family, config, family not in seen))
         seen.add(family)
-    described = {architecture_of(config).name for config in CONFIGS.values()}
-    for family in [name for name in ARCHITECTURES if name not in described]:
-        configs = [ARCHITECTURES[family].drawn(number) for number in range(3)]
-        variants += [Variant(f"{family}-{at}", family, config, at == 0) for at, config in enumerate(configs)]
     return variants
 
 
