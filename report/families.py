@@ -20,7 +20,7 @@ _WHY: Mapping[str, str] = {
     """,
     "an encoder, or an encoder and a decoder": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
-        ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
+        ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta
         roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod
     """,
     "parts for images or sound": """

@@ -14,13 +14,28 @@ from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..draws import Config, Random, Sizes, sometimes
 from ..encoder import BOTH_WAYS, Encoder
-from ..fields import ACTIVATIONS, ATTENTION_BIAS, MLP_BIAS, PRE, Field, activation_named, name_of, without
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, MLP_BIAS, PRE, Field, Fields, activation_named, name_of, without
 from ..layout import Layout
 from ..lenses import Lens, turned_by_kind, write_windows
 from ..rope import ROTARY, RotaryKind
 
-_CONTEXT = Field("context", 8192)
-_KINDS = {
+FIELDS: Fields = {
+    "vocab_size": Field("vocab", 50368),
+    "hidden_size": Field("hidden", 768),
+    "intermediate_size": Field("intermediate", 1152),
+    "num_hidden_layers": Field("layers", 22),
+    "num_attention_heads": Field("heads", 12),
+    "head_dim": Field("head_dim"),
+    "hidden_activation": Field("activation", "gelu"),
+    "max_position_embeddings": Field("context", 8192),
+    "norm_eps": Field("eps", 1e-5),
+    "norm_bias": Field("norm.bias", False),
+    "attention_bias": ATTENTION_BIAS,
+    "mlp_bias": MLP_BIAS,
+    "decoder_bias": Field("head.bias", True),
+    "tie_word_embeddings": Field("tied", True),
+}
+KINDS = {
     "full_attention": RotaryKind(160_000.0, "global_rope_theta", rounding="tables"),
     "sliding_attention": RotaryKind(10_000.0, "local_rope_theta", rounding="tables"),
 }
@@ -42,18 +57,23 @@ def _write_windows(spec: ModelSpec) -> dict[str, Any]:
     return fields | ({"local_attention": max(sides, 1)} if "sliding_attention" in fields["layer_types"] else {})
 
 
-def _transform(config: ConfigReader) -> dict[str, Any]:
-    """What is before the head."""
+def read_transform(config: ConfigReader) -> dict[str, Any]:
+    """Return the activation and the bias of the transform before the head."""
     bias = config.boolean("classifier_bias", False)
     return {"activation": activation_named(config, "classifier_activation", "gelu"), "bias": bias}
 
 
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_transform` reads."""
+def write_transform(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config fields that `read_transform` reads."""
     transform = None if spec.head is None else spec.head.transform
     if transform is None:
         return {}
     return {"classifier_bias": transform.bias, "classifier_activation": name_of(transform.activation)}
+
+
+def draw_transform(chosen: Random) -> Config:
+    """Draw the config fields that `read_transform` reads."""
+    return sometimes(chosen, {"classifier_bias": True, "classifier_activation": chosen.choice([*ACTIVATIONS])})
 
 
 def _draw_windows(chosen: Random, _: Sizes) -> Config:
@@ -64,32 +84,13 @@ def _draw_windows(chosen: Random, _: Sizes) -> Config:
 def _draw(chosen: Random) -> Config:
     """Draw a config with a transform before the head, and with RoPE parameters of the two types that work here."""
     config = without(_ENCODER.draw(chosen, {}), "rope_scaling", "rope_parameters")
-    kinds = {kind: chosen.choice(({}, {"rope_type": "linear", "factor": 4.5})) for kind in _KINDS}
-    own = {
-        "classifier_bias": True,
-        "classifier_activation": chosen.choice([*ACTIVATIONS]),
-        "rope_parameters": {kind: {**fields, "rope_theta": 37.5} for kind, fields in kinds.items()},
-    }
-    return {**config, **sometimes(chosen, own)}
+    kinds = {kind: chosen.choice(({}, {"rope_type": "linear", "factor": 4.5})) for kind in KINDS}
+    own = {"rope_parameters": {kind: {**fields, "rope_theta": 37.5} for kind, fields in kinds.items()}}
+    return {**config, **sometimes(chosen, own), **draw_transform(chosen)}
 
 
 _ENCODER = Encoder(
-    {
-        "vocab_size": Field("vocab", 50368),
-        "hidden_size": Field("hidden", 768),
-        "intermediate_size": Field("intermediate", 1152),
-        "num_hidden_layers": Field("layers", 22),
-        "num_attention_heads": Field("heads", 12),
-        "head_dim": Field("head_dim"),
-        "hidden_activation": Field("activation", "gelu"),
-        "max_position_embeddings": _CONTEXT,
-        "norm_eps": Field("eps", 1e-5),
-        "norm_bias": Field("norm.bias", False),
-        "attention_bias": ATTENTION_BIAS,
-        "mlp_bias": MLP_BIAS,
-        "decoder_bias": Field("head.bias", True),
-        "tie_word_embeddings": Field("tied", True),
-    },
+    FIELDS,
     masked=("ModernBertForMaskedLM",),
     inner=GatedFeedForward,
     norms=PRE,
@@ -105,80 +106,75 @@ _ENCODER = Encoder(
     embedding_norm=True,
     first_norm=False,
     types=None,
-    layers=turned_by_kind(Lens(_windows, _write_windows, _draw_windows), _KINDS),
-    written=_written,
-    transform=_transform,
+    layers=turned_by_kind(Lens(_windows, _write_windows, _draw_windows), KINDS),
+    written=write_transform,
+    transform=read_transform,
 )
 
 
-def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree: the first layer reads what the embedding's norm gives."""
-    spec = _ENCODER.read(config)
+def without_first_norm(spec: ModelSpec) -> ModelSpec:
+    """Return the tree without a norm before the first attention, which reads what the embedding's norm gives."""
     return structs.replace(spec, blocks=(spec.blocks[0].replaced(attention_norm=None), *spec.blocks[1:]))
 
 
 _B, _T = "blocks.{layer}.", "model.layers.{layer}."
 _PARTS = ("1", "1", "1")
 _GATED = (_B + "feed_forward.gate_proj", _B + "feed_forward.up_proj")
+EMBEDDING = {
+    "model.embeddings.tok_embeddings": "embedding",
+    "model.embeddings.norm": "embedding.norm",
+    _T + "attn_norm": _B + "attention_norm",
+}
+FEED_FORWARD = (
+    *leaves_of({_T + "mlp_norm": _B + "feed_forward_norm"}),
+    Leaf(
+        _T + "mlp.Wi.weight",
+        (f"{_GATED[0]}.weight", f"{_GATED[1]}.weight"),
+        Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
+    ),
+    Leaf(
+        _T + "mlp.Wi.bias",
+        (f"{_GATED[0]}.bias", f"{_GATED[1]}.bias"),
+        Layout("(part intermediate)", split="part", parts=("1", "1")),
+    ),
+    *leaves_of({_T + "mlp.Wo": _B + "feed_forward.down_proj", "model.final_norm": "final_norm"}),
+)
+
+IRRELEVANT = {
+    **dict.fromkeys(
+        ("embedding_dropout", "mlp_dropout", "initializer_cutoff_factor", "sparse_pred_ignore_index"), "training only"
+    ),
+    **dict.fromkeys(("cls_token_id", "sep_token_id"), "tokenizer"),
+    "classifier_pooling": "classification heads",
+    "deterministic_flash_attn": "which kernel computes gradients",
+    "layer_norm_eps": "an older spelling that transformers does not read",
+    "position_embedding_type": "not read by transformers",
+    "reference_compile": "whether transformers compiled it",
+    "repad_logits_with_grad": "training only",
+    "sparse_prediction": "training only",
+}
 
 MODERNBERT = _ENCODER.architecture(
     "modernbert",
     "ModernBertForMaskedLM",
     (
-        *leaves_of(
-            {
-                "model.embeddings.tok_embeddings": "embedding",
-                "model.embeddings.norm": "embedding.norm",
-                _T + "attn_norm": _B + "attention_norm",
-            }
-        ),
+        *leaves_of(EMBEDDING),
         Leaf(
             _T + "attn.Wqkv.weight", qkv("weight"), Layout("(part heads head_dim) hidden", split="part", parts=_PARTS)
         ),
         Leaf(_T + "attn.Wqkv.bias", qkv("bias"), Layout("(part heads head_dim)", split="part", parts=_PARTS)),
-        *leaves_of({_T + "attn.Wo": _B + "attention.o_proj", _T + "mlp_norm": _B + "feed_forward_norm"}),
-        Leaf(
-            _T + "mlp.Wi.weight",
-            (f"{_GATED[0]}.weight", f"{_GATED[1]}.weight"),
-            Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
-        ),
-        Leaf(
-            _T + "mlp.Wi.bias",
-            (f"{_GATED[0]}.bias", f"{_GATED[1]}.bias"),
-            Layout("(part intermediate)", split="part", parts=("1", "1")),
-        ),
-        *leaves_of(
-            {
-                _T + "mlp.Wo": _B + "feed_forward.down_proj",
-                "model.final_norm": "final_norm",
-                "head.dense": "head.transform.dense",
-                "head.norm": "head.transform.norm",
-                "decoder": "head",
-            }
-        ),
+        *leaves_of({_T + "attn.Wo": _B + "attention.o_proj"}),
+        *FEED_FORWARD,
+        *leaves_of({"head.dense": "head.transform.dense", "head.norm": "head.transform.norm", "decoder": "head"}),
     ),
     released="2024-12",
     hf_config="ModernBertConfig",
     base_class="ModernBertModel",
     head="decoder.weight",
     kinds=_ENCODER.kinds | ROTARY,
-    read=_read,
+    read=lambda config: without_first_norm(_ENCODER.read(config)),
     draw=_draw,
     token_ids={"bos_token_id": 50281, "eos_token_id": 50282, "pad_token_id": 50283},
     carried={"tasks": ("head.", "decoder.", "classifier.")},
-    irrelevant={
-        **dict.fromkeys(
-            ("embedding_dropout", "mlp_dropout", "initializer_cutoff_factor", "sparse_pred_ignore_index"),
-            "training only",
-        ),
-        **dict.fromkeys(("cls_token_id", "sep_token_id"), "tokenizer"),
-        "architectures": None,
-        "classifier_pooling": "classification heads",
-        "deterministic_flash_attn": "which kernel computes gradients",
-        "layer_norm_eps": "an older spelling that transformers does not read",
-        "position_embedding_type": "not read by transformers",
-        "reference_compile": "whether transformers compiled it",
-        "repad_logits_with_grad": "training only",
-        "sparse_prediction": "training only",
-    },
+    irrelevant={**IRRELEVANT, "architectures": None},
 )
