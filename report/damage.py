@@ -1,4 +1,4 @@
-"""What a change costs: by position, by layer, and where it is born; in lines, as a page, and as JSON."""
+"""The damage report: what a change costs by position and by layer, and which component is the first to differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..surgery.options import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, noted, put, ready, write_page
-from .quantities import counted, scientific
+from .quantities import counted, four_digits, scientific
 from .sheets import indented
 from .surgery import steps_cells
 
@@ -20,39 +20,38 @@ if TYPE_CHECKING:
     from ..parity.damage import Damage, LayerDamage, Place
     from ..surgery.swap import SwapResult
 
-_ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
-_ALIKE = 1e-6  # relative difference of perplexities up to which neither is the worse one
-_LAYERS = 3  # layers named, of however many
+_ROUNDING = 1e-9  # KL in nats that rounding in fp32 can explain
+_ALIKE = 1e-6  # perplexities that differ by a smaller share than this are equal
+_LAYERS = 3  # the number of layers that the terminal names
 _LARGEST = "the largest KL"
 
 
 def _damage_or_change(damage: Damage) -> str:
-    """What a difference is called: damage where the perplexity of a text became worse, else a change."""
+    """Return "damage" if the perplexity of a text became worse, and otherwise "change"."""
     before, after = damage.total.before, damage.total.after
     worse = before is not None and after is not None and not after <= before * (1 + _ALIKE)
     return "damage" if worse else "change"
 
 
 def damage_lines(damage: Damage) -> list[str]:
-    """The difference in words: all of it, the worst positions and layers, and where it is born."""
+    """Return the report for the terminal: the whole, the worst positions and layers, and the first components."""
     total = damage.total
     lines = [
         f"{_damage_or_change(damage):<10}KL {scientific(total.kl)} nats per token, top-1 {total.top1:.1%}",
         f"          on {damage.on}, in {damage.dtype}",
     ]
     if total.before is not None and total.after is not None:
-        before, after = (f"{each:,.4g}" if each < 1e6 else f"{each:.1e}" for each in (total.before, total.after))
-        lines.append(f"          perplexity {before} -> {after}")
+        lines.append(f"          perplexity {four_digits(total.before)} -> {four_digits(total.after)}")
     if len(damage.bins) > 1:
-        for order, label, which in ((max, "position", "worst"), (min, "", "best")):
-            chosen = order(damage.bins, key=lambda each: each.kl)
-            lines.append(f"{label:<10}KL {scientific(chosen.kl)} at {chosen.name}, the {which}")
+        for pick, label, which in ((max, "position", "worst"), (min, "", "best")):
+            extreme = pick(damage.bins, key=lambda each: each.kl)
+            lines.append(f"{label:<10}KL {scientific(extreme.kl)} at {extreme.name}, the {which}")
     if damage.layers:
         lines.append("layer     KL if both models ended there, and how far residual streams differ:")
-        worst_layers = sorted(damage.layers, key=lambda each: -each.kl)[:_LAYERS]
-        for layer in sorted(worst_layers, key=lambda each: each.after):
-            apart = "" if layer.stream is None else f", streams by {scientific(layer.stream)}"
-            lines.append(f"          layer {layer.after}: KL {scientific(layer.kl)}{apart}")
+        worst_layers = sorted(damage.layers, key=lambda layer: -layer.kl)[:_LAYERS]
+        for layer in sorted(worst_layers, key=lambda layer: layer.after):
+            stream = "" if layer.stream is None else f", streams by {scientific(layer.stream)}"
+            lines.append(f"          layer {layer.after}: KL {scientific(layer.kl)}{stream}")
         if len(damage.layers) > _LAYERS:
             lines.append(f"          (the worst {_LAYERS} of {len(damage.layers)})")
     first, most = damage.first, damage.born
@@ -66,19 +65,19 @@ def damage_lines(damage: Damage) -> list[str]:
 
 
 def damage_sections(damage: Damage) -> tuple[Section, ...]:
-    """What a page says of it, under three headings."""
+    """Return the sections of a page."""
     words = (
-        f"Both models on {damage.on}, in {damage.dtype}. KL is the divergence of the result's next token from the"
-        " original's, in nats."
+        f"Both models ran on {damage.on}, in {damage.dtype}. KL is the divergence of the predictions of the changed"
+        " model from those of the original, in nats."
     )
     what = _damage_or_change(damage).capitalize()
     sections = [Section(f"{what} by position", (Lines((words,)), _position_table(damage)))]
     if damage.layers:
-        lens = "What each model would say if it ended after a layer: its last norm and head on its residual stream."
-        blocks = (Lines((lens,)), _lens_figure(damage), _layer_table(damage.layers))
+        lens = "These are the predictions of each model if it ended after a layer: its last norm and head, applied to"
+        blocks = (Lines((f"{lens} the residual stream.",)), _lens_figure(damage), _layer_table(damage.layers))
         sections.append(Section(f"{what} by layer", blocks))
     if damage.places:
-        how = "Each component was given the original's own stream, so that what came from below does not count."
+        how = "Each block was given the original's hidden states, so that differences of earlier layers do not count."
         first, most = damage.first, damage.born
         begins = "None differs by more than rounding."
         if first is not None:
@@ -89,19 +88,19 @@ def damage_sections(damage: Damage) -> tuple[Section, ...]:
 
 
 def swap_page(result: SwapResult, damage: Damage) -> Page:
-    """The page of a swap."""
+    """Return the HTML page of a swap."""
     total, measured = damage.total, result.measured
     facts = [("guarantee", guarantee_in_words(result.guarantee))]
     facts += [("KL, nats per token", scientific(total.kl)), ("top-1", f"{total.top1:.1%}")]
     if total.before is not None and total.after is not None:
-        facts.append(("perplexity", f"{_plain(total.before)} → {_plain(total.after)}"))
+        facts.append(("perplexity", f"{four_digits(total.before)} → {four_digits(total.after)}"))
     if measured is not None:
         facts += [(f"relative error in {dtype}", scientific(error)) for dtype, error in measured.relative.items()]
     before, after = result.parameters
     facts.append(("parameters", f"{before:,}" if before == after else f"{before:,} → {after:,}"))
     exact = result.guarantee == "exact"
     steps = []
-    if len(result.chain.steps) > 1:  # what each costs by itself, as the command prints it
+    if len(result.chain.steps) > 1:
         columns, rows, words = steps_cells(result)
         lines = [Lines((f"{words[0].upper()}{words[1:]}.",))] if words else []
         steps = [Section("Step by step", (*lines, Table("Steps", columns, tuple(rows))))]
@@ -109,14 +108,14 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
         title=str(result.target),
         subtitle=f"swapped from {result.source.reference}",
         verdict="The same function" if exact else f"Changed: KL {scientific(total.kl)} nats per token",
-        good=True if exact else None,  # what is not exact is what was asked for, and no failure
+        good=True if exact else None,  # a change that was asked for is no failure
         facts=(*facts, ("gptkit", __version__)),
         sections=(*steps, *damage_sections(damage)),
     )
 
 
 def report_paths(path: Path) -> tuple[Path, Path]:
-    """The page and the figures beside it, whatever ending `path` has. Raises UsageError where one cannot be written."""
+    """Return the paths of the page (.html) and of its figures (.json). Raise UsageError if one cannot be written."""
     paths = path.with_suffix(".html"), path.with_suffix(".json")
     for each in paths:
         ready(each)
@@ -124,7 +123,7 @@ def report_paths(path: Path) -> tuple[Path, Path]:
 
 
 def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, Path]:
-    """Write the page of a swap and its figures as JSON; returns both paths. Raises UsageError where that fails."""
+    """Write the page of a swap, and its figures as JSON. Return both paths. Raise UsageError if that fails."""
     page, figures = report_paths(path)
     write_page(swap_page(result, damage), page)
     which = {"source": result.source.reference, "target": str(result.target), "guarantee": result.guarantee}
@@ -136,22 +135,19 @@ def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, 
 def _position_table(damage: Damage) -> Table:
     columns = [("position", False), ("tokens", True), ("KL", True), ("top-1", True)]
     if damage.total.before is not None:
-        columns += [("perplexity before", True), ("and after", True)]
+        columns += [("perplexity before", True), ("perplexity after", True)]
     rows = []
     for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
         perplexities = () if each.before is None or each.after is None else (each.before, each.after)
-        rows.append((name, f"{each.positions:,}", scientific(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
+        figures = (f"{each.positions:,}", scientific(each.kl), f"{each.top1:.1%}", *map(four_digits, perplexities))
+        rows.append((name, *figures))
     return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=_LARGEST)
 
 
 def _largest(divergences: Sequence[float]) -> frozenset[int]:
-    """Where the KL is largest, if it is more than rounding explains."""
+    """Return the index of the largest KL, or nothing if rounding can explain it."""
     largest, index = max((_or_infinite(kl), -index) for index, kl in enumerate(divergences))
     return frozenset([-index] if largest > _ROUNDING else [])
-
-
-def _plain(perplexity: float) -> str:
-    return f"{perplexity:#,.4g}".rstrip(".") if perplexity < 1e6 else f"{perplexity:.1e}"
 
 
 def _or_infinite(value: float) -> float:
@@ -159,6 +155,7 @@ def _or_infinite(value: float) -> float:
 
 
 def _lens_figure(damage: Damage) -> Figure:
+    """Draw the KL by layer and position."""
     cells = []
     for layer in damage.layers:
         same = layer.before == layer.after
@@ -173,8 +170,8 @@ def _lens_figure(damage: Damage) -> Figure:
         cells,
         down="position",
         title="KL by layer and position",
-        summary=f"KL if both models ended after a layer; largest after layer {worst.after}, {scientific(worst.kl)} nats"
-        " per token over all positions. The last layer's is that of the models.",
+        summary=f"The KL if both models ended after a layer. It is largest after layer {worst.after}:"
+        f" {scientific(worst.kl)} nats per token over all positions. After the last layer, it is the KL of the models.",
         measure="KL, nats per token",
         table=Table(f"{counted(len(rows), 'layer')} as a table", columns, rows, folded=True),
     )
@@ -183,18 +180,21 @@ def _lens_figure(damage: Damage) -> Figure:
 def _layer_table(layers: Sequence[LayerDamage]) -> Table:
     columns = [("layer", False), ("residual streams differ by", True), ("KL", True), ("top-1", True)]
     if layers[0].perplexity_before is not None:
-        columns += [("perplexity before", True), ("and after", True)]
+        columns += [("perplexity before", True), ("perplexity after", True)]
     rows = []
-    for each in layers:
-        name = str(each.after) if each.before == each.after else f"{each.before} → {each.after}"
-        stream = "-" if each.stream is None else f"{each.stream:.1%}" if each.stream > 1e-3 else scientific(each.stream)
-        perplexities = [_plain(n) for n in (each.perplexity_before, each.perplexity_after) if n is not None]
-        rows.append((name, stream, scientific(each.kl), f"{each.top1:.1%}", *perplexities))
+    for layer in layers:
+        name = str(layer.after) if layer.before == layer.after else f"{layer.before} → {layer.after}"
+        stream = "-"
+        if layer.stream is not None:
+            stream = f"{layer.stream:.1%}" if layer.stream > 1e-3 else scientific(layer.stream)
+        perplexities = [four_digits(n) for n in (layer.perplexity_before, layer.perplexity_after) if n is not None]
+        rows.append((name, stream, scientific(layer.kl), f"{layer.top1:.1%}", *perplexities))
     caption = "If the models ended after a layer"
-    return Table(caption, tuple(columns), tuple(rows), _largest([each.kl for each in layers]), bold=_LARGEST)
+    return Table(caption, tuple(columns), tuple(rows), _largest([layer.kl for layer in layers]), bold=_LARGEST)
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:
+    """Draw how much each component differs if its block is given the original's hidden states."""
     cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"
@@ -207,8 +207,8 @@ def _places_figure(places: Sequence[Place]) -> Figure:
     return heatmap(
         cells,
         title="Difference each component makes by itself",
-        summary="Root mean square of the difference over that of what the original makes of the same input. A"
-        " feed-forward after an attention in series gets what that one made.",
+        summary="The root mean square of the difference, relative to the output of the original. Each block was given"
+        " the original's hidden states. A feed-forward that follows an attention sees the changed attention's output.",
         measure="relative difference",
         table=Table(caption, columns, rows, lit, folded=True, bold="the first that differs"),
         marked=None if first is None else cells[first],

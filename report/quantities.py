@@ -163,6 +163,11 @@ def perplexity_words(perplexity: float) -> str:
     return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
 
 
+def four_digits(perplexity: float) -> str:
+    """Return a perplexity in four digits: 27.00, 1,234, 1.2e+07."""
+    return f"{perplexity:#,.4g}".rstrip(".") if perplexity < 1e6 else f"{perplexity:.1e}"
+
+
 def duration(seconds: float) -> str:
     """Return a time as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)

@@ -91,7 +91,7 @@ def test_the_terminal_has_the_worst_of_it() -> None:
     for words in (
         "KL 2.5e-01 nats per token, top-1 75.0%",
         "on 4 tokens of text",
-        "perplexity 27 -> 31",
+        "perplexity 27.00 -> 31.00",
         "KL 5.0e-01 at 0, the worst",
         "layer 1: KL 2.5e-01, streams by 2.0e-01",
         "layer 1 attention: the first that differs by itself, by 1.0e-01",
