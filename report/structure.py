@@ -1,9 +1,9 @@
-"""A model as a graph that is drawn: its operations from tokens to logits with words for people, one block of each kind.
+"""The graph that drawings show: a model's operations from tokens to logits, with one block of each kind.
 
-It has every weight and every operation between tokens and logits, so that whoever evaluates the nodes in their order
-gets the model's logits; tests do that. What each computes is told in `components.operations`, whose class names in
-lower case are `Node.op`. A linear with `copies` is one an expert: a second input says which of them each token takes.
-No torch.
+The graph contains all weights and operations between tokens and logits. Whoever evaluates the nodes in their order gets
+the logits, as tests do. `components.operations` defines what each operation computes. `Node.op` is the name of the
+operation's class in lower case. A linear with several `copies` has one for each expert, and its second input is the
+choice of experts for each token. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,50 +22,45 @@ from ..display import Record
 from .quantities import dimensions
 
 _EdgeKind = Literal["data", "residual", "choice", "weights", "again"]
-SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
+SYMBOLS = "B sequences, T tokens, S tokens in sight including the cache"
 
 
 @dataclass(frozen=True)
 class Edge(Record):
-    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head; again:
-    a result used again, behind what it led to.
-    """
+    """A line from one node to another."""
 
     JSON = "from=source to=target kind"
 
     source: str
     target: str
     kind: _EdgeKind
+    """residual: the stream goes past a branch to the sum after it. choice: which experts a token uses. weights: a tied
+    head uses a weight again. again: a result is used again, after other results have been computed from it.
+    """
 
 
 @dataclass(frozen=True)
 class Node(Record):
-    """One operation.
-
-    id: a module's shared name within its block, or a name for what has no weights; unique in a path. inputs: ids, in
-    the order of the operation's arguments. shape: of its output. weights: the module's own, by name. copies: so many
-    modules alike, of which a token takes some. residual: which input came past a branch. tied: whose weight it uses.
-    operation: what else it needs. title, detail, formula: for people.
-    """
+    """One operation."""
 
     JSON = "id op shape parameters weights=shapes copies title detail formula"
-    id: str
+    id: str  # a module's shared name within its block, or a name for an operation without weights; unique in a path
     op: str
-    inputs: tuple[str, ...]
-    shape: Sizes
+    inputs: tuple[str, ...]  # ids of nodes, in the order of the operation's arguments
+    shape: Sizes  # of the output
     operation: AnyOperation
     title: str
     detail: str = ""
     formula: str = ""
-    weights: tuple[tuple[str, Shape], ...] = ()
-    copies: int = 1
-    residual: str | None = None
-    choice: str | None = None
-    tied: str | None = None
+    weights: tuple[tuple[str, Shape], ...] = ()  # the module's own
+    copies: int = 1  # the number of equal modules, of which each token uses some: the experts
+    residual: str | None = None  # the input that went past a branch
+    choice: str | None = None  # the input that says which experts a token uses
+    tied: str | None = None  # the module whose weight it uses
 
     @property
     def parameters(self) -> int:
-        """Stored under this node, all copies together."""
+        """Return the number of parameters of this node, of all copies together."""
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     @property
@@ -83,19 +78,18 @@ class Node(Record):
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers alike: which they are, their record, and its nodes from the stream's node to the sum that leaves it."""
+    """Layers that are alike."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # their numbers
     block: Block
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # from the stream that enters the block to the sum that leaves it
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A model: the nodes before its blocks, each kind of block in the order of appearance, the nodes behind them; and
-    the same of its encoder, where it has one.
+    """The graph of a model: the nodes before its blocks, the kinds of blocks in order of appearance, the nodes after.
 
-    The stream of a path's block is fed by the last node before it, and the first node behind it by the block's last.
+    A block gets its stream from the last node of `before`, and the first node of `after` gets the block's last node.
     """
 
     spec: ModelSpec
@@ -105,36 +99,36 @@ class Structure:
     encoder: Structure | None = None
 
     def kind_of(self, layer: int) -> Kind:
-        """The kind of a layer; raises IndexError where there is none of that number."""
+        """Return the kind of a layer. Raise IndexError if there is no such layer."""
         for kind in self.kinds:
             if layer in kind.layers:
                 return kind
         raise IndexError(f"there is no layer {layer}")
 
     def path(self, kind: Kind) -> tuple[Node, ...]:
-        """From tokens to logits through one block of that kind, in an order in which it can be evaluated."""
+        """Return the nodes from tokens to logits through one block of a kind, in an order of evaluation."""
 
         def fed(node: Node, source: Node) -> Node:
-            """The node with another first input, wherever it takes that one."""
+            """Return the node with `source` in place of its first input."""
             inputs = (source.id if name == node.inputs[0] else name for name in node.inputs)
             return replace(node, inputs=tuple(inputs))
 
         stream, *block = kind.nodes
-        first, *behind = self.after
-        wanted = {self.before[-1].id}  # of what is before the blocks, what leads to the stream; the rest is for a layer
+        first, *after = self.after
+        # Some nodes before the blocks do not lead to the stream: the block uses them directly.
+        leading = {self.before[-1].id}
         for node in reversed(self.before):
-            wanted |= {*node.inputs} if node.id in wanted else set()
-        beside = [
-            replace(node, inputs=()) if node.op == "given" else node for node in self.before if node.id not in wanted
-        ]
+            leading |= {*node.inputs} if node.id in leading else set()
+        before = [node for node in self.before if node.id in leading]
+        others = [node for node in self.before if node.id not in leading]
+        others = [replace(node, inputs=()) if node.op == "given" else node for node in others]
         at = next((i for i, node in enumerate(block) if node.op == "given" and node.inputs), 0)
-        before = [node for node in self.before if node.id in wanted]
-        block = [*block[:at], *(beside if at else ()), *block[at:]]
-        return (*before, fed(stream, self.before[-1]), *block, fed(first, kind.nodes[-1]), *behind)
+        block = [*block[:at], *(others if at else ()), *block[at:]]
+        return (*before, fed(stream, self.before[-1]), *block, fed(first, kind.nodes[-1]), *after)
 
 
 def layers_label(graph: Structure, kind: Kind) -> str:
-    """Which layers are of a kind: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
+    """Return the layers of a kind in words: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
     layers, total = kind.layers, len(graph.spec.blocks)
     if len(layers) == total:
         return "the layer" if total == 1 else f"each of {total:,} layers"
@@ -146,65 +140,116 @@ def layers_label(graph: Structure, kind: Kind) -> str:
 
 
 def output_shape(node: Node) -> str:
-    """The shape of what a node gives: (B, T, 32, 128)."""
+    """Return the shape of a node's output: (B, T, 32, 128)."""
     return f"({dimensions(node.shape, ', ')})"
 
 
 def structure(spec: ModelSpec) -> Structure:
-    """The graph of a tree. Layers alike share one kind."""
-    layers: dict[Block, list[int]] = {}
+    """Return the graph of a tree, with one `Kind` for layers that are alike."""
+    layers_by_block: dict[Block, list[int]] = {}
     for layer, block in enumerate(spec.blocks):
-        layers.setdefault(block, []).append(layer)
+        layers_by_block.setdefault(block, []).append(layer)
     kinds = []
-    for block, of_block in layers.items():
+    for block, layers in layers_by_block.items():
         program = spec.block_operations(block)
-        turned = any(isinstance(operation, ops.Rotate) for operation in program)
-        positions = block.aspects().get("position", NOT_THERE).long if turned else ""
-        kinds.append(Kind(tuple(of_block), block, _nodes(program, positions)))
+        rotates = any(isinstance(operation, ops.Rotate) for operation in program)
+        positions = block.aspects().get("position", NOT_THERE).long if rotates else ""
+        kinds.append(Kind(tuple(layers), block, _nodes(program, positions)))
     encoder = None if spec.encoder is None else structure(spec.encoder)
     return Structure(spec, _nodes(spec.before_blocks()), tuple(kinds), _nodes(spec.after_blocks()), encoder)
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
-    """A program's operations as nodes. That tokens are gathered for their experts is drawn where experts choose, unless
-    they are weighed there.
+    """Return the operations of a program as nodes. `positions` describes its rotation in words.
+
+    Gathering tokens for their experts is not a node of its own, unless it weighs them: it is drawn where experts
+    choose.
     """
-    operations = {each.id: each for each in program}
+    operations = {operation.id: operation for operation in program}
     gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather) and not each.weighs}
     nodes = []
-    for each in program:
-        if each.id not in gathered:
-            op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
-            residual = each.residual if isinstance(each, ops.Add) else None
-            if isinstance(each, ops.AltUp) and each.step == "correct":
-                residual = inputs[1]
-            choice = each.choice if isinstance(each, ops.Linear) else None
-            choice = each.inputs[1] if isinstance(each, ops.Gather) else choice
-            words = _caption(each, operations, positions)
-            start = (each.id, op, inputs, each.shape, each)
-            nodes.append(Node(*start, *words, each.weights, each.copies, residual, choice, each.tied))
+    for operation in program:
+        if operation.id in gathered:
+            continue
+        inputs = tuple(gathered.get(name, name) for name in operation.inputs)
+        residual = operation.residual if isinstance(operation, ops.Add) else None
+        if isinstance(operation, ops.AltUp) and operation.step == "correct":
+            residual = inputs[1]
+        choice = operation.choice if isinstance(operation, ops.Linear) else None
+        choice = operation.inputs[1] if isinstance(operation, ops.Gather) else choice
+        caption = _caption(operation, operations)
+        if isinstance(operation, ops.Rotate):
+            caption = caption._replace(formula=positions)
+        nodes.append(
+            Node(
+                id=operation.id,
+                op=type(operation).__name__.lower(),
+                inputs=inputs,
+                shape=operation.shape,
+                operation=operation,
+                title=caption.title,
+                detail=caption.detail,
+                formula=caption.formula,
+                weights=operation.weights,
+                copies=operation.copies,
+                residual=residual,
+                choice=choice,
+                tied=operation.tied,
+            )
+        )
     return tuple(nodes)
 
 
 class _Caption(NamedTuple):
-    """What a node is called, what stands below it, and its formula."""
+    """The words on a node."""
 
     title: str
-    detail: str = ""
+    detail: str = ""  # stands below the title
     formula: str = ""
 
 
-# Complex: one branch for each operation.
-def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> _Caption:  # noqa: C901
-    """An operation for people; raises ConfigError for one that is not in the vocabulary."""
-    *_, of, last = "", *operation.id.split(".")
-    last = f"{of}.{last}" if last.isdecimal() else last
-    matrix = dimensions(dict(operation.weights).get("weight", ()))
+_Others = Mapping[str, ops.AnyOperation]  # the operations of the same program, by id
+_Source = ops.Tokens | ops.Stream | ops.Given | ops.Embed | ops.Positions
+_Linear = ops.Norm | ops.Linear | ops.Scan | ops.Pairs | ops.Blend | ops.Convolve
+_Attention = ops.Rotate | ops.Temper | ops.Cache | ops.Concat | ops.Scores | ops.Alibi | ops.Softmax | ops.Mix
+_Experts = ops.Choose | ops.Combine | ops.Gather
+_Elementwise = ops.Activation | ops.Cap | ops.Sparse | ops.AltUp | ops.Product | ops.Scale | ops.Shift
+
+
+def _caption(operation: ops.AnyOperation, others: _Others) -> _Caption:
+    """Return the words on an operation's node. Raise ConfigError if its class is not known."""
+    if isinstance(operation, _Source):
+        return _source_caption(operation, others)
+    if isinstance(operation, _Linear):
+        return _linear_caption(operation, others)
+    if isinstance(operation, _Attention):
+        return _attention_caption(operation, others)
+    if isinstance(operation, _Experts):
+        return _expert_caption(operation)
+    if isinstance(operation, _Elementwise):
+        return _elementwise_caption(operation, others)
+    if isinstance(operation, ops.Add):
+        return _sum_caption(operation, others)
+    raise ops.unknown(operation, "the drawing")
+
+
+def _name(operation: ops.AnyOperation) -> str:
+    """Return the last part of the id, and of a numbered module the part before it too."""
+    *_, parent, last = "", *operation.id.split(".")
+    return f"{parent}.{last}" if last.isdecimal() else last
+
+
+def _matrix(operation: ops.AnyOperation) -> str:
+    return dimensions(dict(operation.weights).get("weight", ()))
+
+
+def _source_caption(operation: _Source, others: _Others) -> _Caption:
+    """Return the words on what enters a path: tokens, the stream, tables."""
     match operation:
         case ops.Tokens(types=True):
-            return _Caption("token types", formula="which segment each token is of")
+            return _Caption("token types", formula="the segment of each token")
         case ops.Tokens():
-            return _Caption("token ids", formula="numbers of the vocabulary's entries")
+            return _Caption("token ids", formula="indices of the vocabulary's entries")
         case ops.Stream(id="hidden_states"):
             return _Caption("hidden states")
         case ops.Stream():
@@ -212,30 +257,51 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Given(words=words, again=again):
             return _Caption(words, "made before this layer" if again else "")
         case ops.Embed(inputs=(ids,)) if getattr(others.get(ids), "types", False):
-            return _Caption("token types", matrix, f"row of the type, {operation.shape[-1]:,} wide")
+            return _Caption("token types", _matrix(operation), f"row of the type, {operation.shape[-1]:,} wide")
         case ops.Embed():
             row = f"row of the token, {operation.shape[-1]:,} wide"
-            return _Caption("embedding", matrix or "the decoder's table", row)
+            return _Caption("embedding", _matrix(operation) or "the decoder's table", row)
         case ops.Positions(weights=weights, offset=offset, padding=padding):
             of = f"of the position{f' + {offset}' if offset else ''}"
             of += "" if padding is None else f", of tokens that are not {padding:,}"
-            table = _Caption("positions", matrix, f"row {of}") if weights else None
-            return table or _Caption("positions", "sines and cosines", f"sines and cosines {of}")
+            if weights:
+                return _Caption("positions", _matrix(operation), f"row {of}")
+            return _Caption("positions", "sines and cosines", f"sines and cosines {of}")
+
+
+def _linear_caption(operation: _Linear, others: _Others) -> _Caption:
+    """Return the words on operations with weights: norms, linears, convolutions, recurrences."""
+    name, matrix = _name(operation), _matrix(operation)
+    match operation:
         case ops.Norm(kind=kind, formula=formula):
-            return _Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
+            return _Caption("embedding norm" if operation.id == "embedding.norm" else name, kind, formula)
         case ops.Linear(tied=tied):
             bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
             if tied in others:
-                return _Caption(last, f"the {tied}'s", "x·Wᵀ")
+                return _Caption(name, f"the {tied}'s", "x·Wᵀ")
             if tied is None and not operation.weights:
-                return _Caption(last, "an earlier layer's", "x·Wᵀ")
+                return _Caption(name, "an earlier layer's", "x·Wᵀ")
             if tied is None:
-                return _Caption(last, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
+                return _Caption(name, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
             theirs = dimensions((operation.shape[-1], operation.inputs_wide))
             return _Caption("head", f"the {tied}'s {theirs}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
+        case ops.Scan():
+            return _Caption(operation.title, f"state {dimensions(operation.state)}", operation.formula)
+        case ops.Pairs():
+            return _Caption("token before", "beside each token", "x(t), x(t − 1)")
+        case ops.Blend():
+            weight, shape = operation.weights[0]
+            return _Caption(name, dimensions(shape), f"{weight} ⊙ x(t) + (1 − {weight}) ⊙ x(t − 1)")
+        case ops.Convolve(width=width):
+            return _Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
+
+
+def _attention_caption(operation: _Attention, others: _Others) -> _Caption:
+    """Return the words on operations of an attention between its projections."""
+    match operation:
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
-            return _Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
+            return _Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims")
         case ops.Temper(temperature=temperature):
             growth, length = temperature.growth, temperature.original_context
             at = f"(t + {temperature.offset})" if temperature.offset else "t"
@@ -243,12 +309,11 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Cache(once=True, shape=shape):
             return _Caption("cache", "of the source, once", f"all tokens of the source, {dimensions(shape[2:])} each")
         case ops.Cache(window=window, shape=shape):
-            cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
-            return _Caption(
-                "cache", "" if window is None else f"last {window:,}", f"{cached}, {dimensions(shape[2:])} each"
-            )
+            tokens = "all tokens so far" if window is None else f"the last {window:,} tokens"
+            detail = "" if window is None else f"last {window:,}"
+            return _Caption("cache", detail, f"{tokens}, {dimensions(shape[2:])} each")
         case ops.Concat(shape=(_, _, width)):
-            return _Caption("side by side", f"{width:,} wide", "x, and behind it what the first layer reads")
+            return _Caption("side by side", f"{width:,} wide", "x, followed by the input of the first layer")
         case ops.Concat():
             formula = "the head's own part, then the rotated part that all heads share"
             return _Caption("key of each head", "rotated part shared by all heads", formula)
@@ -262,10 +327,6 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             scale = f" {_scaled_by(scores, operation.scale)}" if isinstance(scores, ops.Scores) else " "
             bias = operation.alibi.formula + (scale if operation.alibi.scaled else "")
             return _Caption(f"+ {operation.alibi.title}", bias, f"scores + {bias}, s the key's position")
-        case ops.Cap(limit=limit, hard=True):
-            return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
-        case ops.Cap(limit=limit):
-            return _Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
         case ops.Softmax(shape=(*_, "U")):
             return _Caption("softmax", "all of the source", "softmax over all tokens of the source")
         case ops.Softmax(window=window, causal=False):
@@ -279,44 +340,11 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("softmax", sight, f"softmax over the keys {first} … t of query t{sink}")
         case ops.Mix():
             return _Caption("weights · v", formula="Σ weight(t, s) · v(s)")
-        case ops.Scan():
-            return _Caption(operation.title, f"state {dimensions(operation.state)}", operation.formula)
-        case ops.Pairs():
-            return _Caption("token before", "beside each token", "x(t), x(t − 1)")
-        case ops.Blend():
-            name = operation.weights[0][0]
-            return _Caption(last, dimensions(operation.weights[0][1]), f"{name} ⊙ x(t) + (1 − {name}) ⊙ x(t − 1)")
-        case ops.Convolve(width=width):
-            return _Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
-        case ops.Activation(function=function):
-            return _Caption(function)
-        case ops.Sparse(share=share):
-            return _Caption("sparse", f"{share:g} of units 0", f"max(x − mean − Φ⁻¹({share:g}) · deviation, 0)")
-        case ops.AltUp(step=step, index=index):
-            return _Caption(*_STEPS[step]) if step != "pick" else _Caption(f"stream {index}")
-        case ops.Product():
-            gate, up = (others[name] for name in operation.inputs)
-            if isinstance(gate, ops.Activation) and gate.shape == up.shape:
-                return _Caption("gate · up", formula=f"{gate.function}(gate) · up")
-            return _Caption("·", formula=f"{gate.id} · {up.id}")
-        case ops.Scale(weights=weights) if weights:
-            return _Caption(f"× {last}", matrix, f"{last} · x")
-        case ops.Scale(factor=factor):
-            return _Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
-        case ops.Shift(number=number):
-            return _Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
-        case ops.Add():
-            past, branch = operation.inputs
-            if branch.endswith("_adapter_up"):
-                return _Caption("+", "its adapter", f"{past} + {branch}")
-            if operation.residual is None:
-                return _Caption("+", "both branches", "attention + feed-forward")
-            if isinstance(others.get(branch), ops.Positions):
-                return _Caption("+", "positions added")
-            if isinstance(others.get(branch), ops.Embed):
-                return _Caption("+", "token types added")
-            stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
-            return _Caption("+", stream, f"{stream} + {branch}")
+
+
+def _expert_caption(operation: _Experts) -> _Caption:
+    """Return the words on the choice of experts and the sum of their outputs."""
+    match operation:
         case ops.Choose(top_k=top_k, scores=scores):
             title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
             factors = "weight" in dict(operation.weights)
@@ -331,27 +359,68 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
             formula += ", times a factor of each expert's own" if factors else ""
             return _Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)
-        case ops.Combine(weighs=weighs):
-            each = "weight(e) · expert e(x)" if weighs else "expert e(weight(e) · x)"
-            return _Caption("weighted sum" if weighs else "sum", formula=f"Σ {each}")
+        case ops.Combine(weighs=True):
+            return _Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
+        case ops.Combine():
+            return _Caption("sum", formula="Σ expert e(weight(e) · x)")
         case ops.Gather():
             return _Caption("tokens by expert", formula="weight(e) · x")
-        case _:
-            raise ops.unknown(operation, "the drawing")
 
 
-_STEPS = {
-    "split": ("streams", "alike in length", "x, and each other · |x| / |other|"),
-    "predict": ("predicted", "of all streams", "each stream + Σ number · stream"),
-    "correct": ("corrected", "by the active one", "each stream + (1 + number) · (x − the active one)"),
-    "spread": ("+", "all but the first", "x + what the layer's own input gives"),
-    "join": ("mean of streams", "alike in length", "mean of x and each other · |x| / |other|"),
+def _elementwise_caption(operation: _Elementwise, others: _Others) -> _Caption:
+    """Return the words on operations on single numbers, and on steps with several streams."""
+    match operation:
+        case ops.Activation(function=function):
+            return _Caption(function)
+        case ops.Cap(limit=limit, hard=True):
+            return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
+        case ops.Cap(limit=limit):
+            return _Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
+        case ops.Sparse(share=share):
+            return _Caption("sparse", f"{share:g} of units 0", f"max(x − mean − Φ⁻¹({share:g}) · deviation, 0)")
+        case ops.AltUp(step="pick", index=index):
+            return _Caption(f"stream {index}")
+        case ops.AltUp(step=step):
+            return _ALTUP_CAPTIONS[step]
+        case ops.Product():
+            gate, up = (others[name] for name in operation.inputs)
+            if isinstance(gate, ops.Activation) and gate.shape == up.shape:
+                return _Caption("gate · up", formula=f"{gate.function}(gate) · up")
+            return _Caption("·", formula=f"{gate.id} · {up.id}")
+        case ops.Scale(weights=weights) if weights:
+            return _Caption(f"× {_name(operation)}", _matrix(operation), f"{_name(operation)} · x")
+        case ops.Scale(factor=factor):
+            return _Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
+        case ops.Shift(number=number):
+            return _Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
+
+
+def _sum_caption(operation: ops.Add, others: _Others) -> _Caption:
+    past, branch = operation.inputs
+    if branch.endswith("_adapter_up"):
+        return _Caption("+", "its adapter", f"{past} + {branch}")
+    if operation.residual is None:
+        return _Caption("+", "both branches", "attention + feed-forward")
+    if isinstance(others.get(branch), ops.Positions):
+        return _Caption("+", "positions added")
+    if isinstance(others.get(branch), ops.Embed):
+        return _Caption("+", "token types added")
+    stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
+    return _Caption("+", stream, f"{stream} + {branch}")
+
+
+_ALTUP_CAPTIONS = {
+    "split": _Caption("streams", "alike in length", "x, and each other · |x| / |other|"),
+    "predict": _Caption("predicted", "of all streams", "each stream + Σ number · stream"),
+    "correct": _Caption("corrected", "by the active one", "each stream + (1 + number) · (x − the active one)"),
+    "spread": _Caption("+", "all but the first", "x + what the layer's own input gives"),
+    "join": _Caption("mean of streams", "alike in length", "mean of x and each other · |x| / |other|"),
 }
-"""Of steps with several streams the title, what stands below it, and the formula."""
+"""The words on the steps of models with several streams."""
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:
-    """The scores' factor, or another that is multiplied with them, as 1/√d where it is that."""
+    """Return `factor`, or else the factor of the scores, in words. 1/√d is written as such."""
     scale = scores.scale if factor is None else factor
     if math.isclose(scale, 1.0, rel_tol=1e-12):
         return "× 1"
