@@ -322,6 +322,10 @@ class ConfigReader:
     def refuse(self, refusals: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
         """Raise ConfigError for a field whose value is none of its harmless ones."""
         for name, (harmless, reason) in refusals.items():
+            outer, _, inside = name.rpartition(".")
+            if outer:
+                self.inner(outer).refuse({inside: (harmless, reason)})
+                continue
             value = self.raw(name, harmless[0])
             if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
                 raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")

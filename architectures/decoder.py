@@ -327,13 +327,13 @@ class Decoder:
             part, _, inside = _ROLES.get(role, role).partition(".")
             if mixture is None and (part == "mixture" or part in _MIXTURE):
                 continue  # no layer has what it is about
-            value = getattr(parts[part], inside) if inside else sizes[role]
+            value = getattr(parts[part], inside) if inside and each.of is None else sizes.get(role)
             if self.square and role == "head_dim" and each.default is None:
                 continue  # it is no other
             if value is not None or each.default is not None or role != "context":
                 outer, _, name = name.rpartition(".")
                 into = fields.setdefault(outer, {}) if outer else fields
-                into[name] = each.written(value)
+                into[name] = each.written(value) if each.of is None else each.of(spec)
         if self.rotary is not None:
             mixers = (block.mixer("attention") for block in spec.blocks)
             positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from ..components import LEARNT, MOST_EXPERTS, Activation
+from ..components import LEARNT, MOST_EXPERTS, Activation, ModelSpec
 from ..errors import CannotExpress
 from .config import FLOAT32_MAX, ConfigReader
 from .draws import ODD, WINDOWS, Config, Sizes, among
@@ -57,6 +57,9 @@ class Field(NamedTuple):
     """`read(config, name, default)` returns the tree's value. If None, the role and the default decide how to read."""
     write: Callable[[Any], Any] = same
     """Turns the tree's value into the file's."""
+    of: Callable[[ModelSpec], Any] | None = None
+    """`of(spec)` returns the file's value, if the role is no place in the tree but the family's own ("own.pre_norm").
+    Other roles follow from it in `Decoder.fixed`."""
     draw: Callable[[Random, Sizes], Any] | None = None
     """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide."""
 
@@ -205,7 +208,7 @@ def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
     def read(config: ConfigReader, name: str, default: bool) -> Any:
         return yes if config.boolean(name, default) else no
 
-    return Field(role, default, read, lambda value: bool(value == yes))
+    return Field(role, default, read, lambda value: bool(value != no if yes is None else value == yes))
 
 
 def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
@@ -223,7 +226,7 @@ def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
             raise CannotExpress(f"transformers has no name for {value!r} in this family")
         return names[value]
 
-    return Field(role, default, read, write, lambda chosen, _: chosen.choice([*values]))
+    return Field(role, default, read, write, draw=lambda chosen, _: chosen.choice([*values]))
 
 
 USUAL: Fields = {

@@ -51,6 +51,17 @@ def attentions(spec: ModelSpec) -> list[Attention]:
     return [of_kind(block.attention, Attention) for block in spec.blocks]
 
 
+def stated_scale(spec: ModelSpec) -> float | None:
+    """Return the factor of the scores in the first layer, or None if it is the usual 1 / √head_dim."""
+    first = attentions(spec)[0]
+    return None if math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12) else first.scale
+
+
+def is_pre_norm(spec: ModelSpec) -> bool:
+    """Return whether the first sub-layer has a norm on its input."""
+    return spec.blocks[0].sublayers[0].norm is not None
+
+
 def sparse_layers(spec: ModelSpec) -> list[bool]:
     """Return for each layer whether its feed-forward is a mixture of experts."""
     return [hasattr(block.feed_forward, "expert") for block in spec.blocks]
@@ -69,7 +80,12 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
 
 
 def sliding(
-    every: int, window: int | None = 4096, pattern: str = "", first: int = -1, whole: Sequence[int] = ()
+    every: int,
+    window: int | None = 4096,
+    pattern: str = "",
+    first: int = -1,
+    whole: Sequence[int] = (),
+    always: bool = False,
 ) -> Lens:
     """Return the lens of families that have `layer_types` and `sliding_window`.
 
@@ -79,6 +95,7 @@ def sliding(
         pattern: the config field that says another `every`.
         first: the number of one of the layers with full attention.
         whole: further layers with full attention; negative numbers count from the last layer.
+        always: whether transformers needs a width even where no layer has a window.
     """
 
     def windows(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
@@ -87,6 +104,9 @@ def sliding(
         usual = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
         types = config.layer_types(usual)
         width = config.optional_integer("sliding_window", window)
+        if width is None and always:
+            wanted = "a number: transformers builds a window mask for every model of this family"
+            raise config.fail("sliding_window", width, wanted)
         if width is None and "sliding_attention" in types:
             raise config.fail("sliding_window", width, "a number, since layer_types has sliding_attention")
         return [{"window": width if kind == "sliding_attention" else None} for kind in types]

@@ -4,8 +4,6 @@ activation, and norms before the output projections of attention and feed-forwar
 Source: transformers models/bitnet/{configuration,modular}_bitnet.py. Files of ternary weights are refused as quantised.
 """
 
-from typing import Any
-
 from ...components import RMSNorm
 from ..base import leaves_of
 from ..config import ConfigReader
@@ -13,12 +11,6 @@ from ..decoder import Decoder
 from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
-
-
-def _norm_of(values: dict[str, Any], size: int) -> RMSNorm:
-    """A norm of a width."""
-    return RMSNorm(size=size, eps=values["eps"])
-
 
 _DECODER = Decoder(
     {
@@ -36,8 +28,8 @@ _DECODER = Decoder(
         "attention_bias": ATTENTION_BIAS,
     },
     fixed={
-        "attention.mixed_norm": lambda values: _norm_of(values, values["hidden"]),
-        "feed_forward.inner_norm": lambda values: _norm_of(values, values["intermediate"]),
+        "attention.mixed_norm": lambda values: RMSNorm(size=values["hidden"], eps=values["eps"]),
+        "feed_forward.inner_norm": lambda values: RMSNorm(size=values["intermediate"], eps=values["eps"]),
     },
     rotary=RotaryKind(500_000.0),
     square=True,

@@ -66,12 +66,12 @@ _DECODER = Decoder(
             "silu",
             _named,
             lambda value: {"name": name_of(value)},
-            lambda _, sizes: {"name": sizes["activation"]},
+            draw=lambda _, sizes: {"name": sizes["activation"]},
         ),
         "ffn_config.moe_num_experts": Field("mixture.experts", 4),
         "ffn_config.moe_top_k": Field("mixture.top_k", 1),
         "ffn_config.moe_normalize_expert_weights": Field(
-            "mixture.normalise", 1.0, _normalised, lambda value: 1.0 if value else None, among(1.0, None)
+            "mixture.normalise", 1.0, _normalised, lambda value: 1.0 if value else None, draw=among(1.0, None)
         ),
     },
     norm=LayerNorm,

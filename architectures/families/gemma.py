@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import ConfigReader
 from ..decoder import Decoder
+from ..draws import among
 from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, choice, with_defaults, without
 from ..usual import LEAVES
 
@@ -35,11 +36,6 @@ FIXED: dict[str, Any] = {
 }
 
 
-def _read_scale(config: ConfigReader, name: str, default: int) -> float:
-    """Return the factor of the scores, which is 1 over the root of the field."""
-    return float(config.integer(name, default) ** -0.5)
-
-
 LATER_FIELDS = {
     **with_defaults(
         {"hidden_activation" if name == "hidden_act" else name: each for name, each in FIELDS.items()},
@@ -49,7 +45,13 @@ LATER_FIELDS = {
         num_attention_heads=8,
         num_key_value_heads=4,
     ),
-    "query_pre_attn_scalar": Field("attention.scale", 256, _read_scale, lambda scale: max(round(scale**-2), 1)),
+    "query_pre_attn_scalar": Field(
+        "attention.scale",
+        256,
+        lambda config, name, default: float(config.integer(name, default) ** -0.5),
+        lambda scale: max(round(scale**-2), 1),
+        draw=among(1, 16, 24, 144),
+    ),
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
 }
 """The fields of Gemma 2 and later."""

@@ -4,55 +4,33 @@ attention.
 Source: transformers models/gpt_bigcode/{configuration,modeling}_gpt_bigcode.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import Attention, FeedForward, LayerNorm, ModelSpec
+from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import Decoder
-from ..draws import Config, Random, Sizes, sometimes
-from ..fields import BIASED, Field
-from ..lenses import Lens
-from ..obstacles import of_kind
+from ..draws import among
+from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 from .gpt2 import FIELDS
 
 
-def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The heads of keys and values, and the factor of scores."""
-    count, head_dim = values["layers"], values["head_dim"]
-    heads = config.integer("n_head", 12)
-    kv_heads = 1 if config.boolean("multi_query", True) else heads
-    if config.raw("num_key_value_heads", kv_heads) != kv_heads:
-        raise config.fail(
-            "num_key_value_heads", config.raw("num_key_value_heads"), (f"{kv_heads}, which follows from multi_query")
-        )
-    scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
-    return [{"kv_heads": kv_heads, "scale": scale}] * count
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of what `layers` reads."""
-    first = of_kind(spec.blocks[0].attention, Attention)
-    return {"multi_query": first.kv_heads == 1, "scale_attn_weights": first.scale != 1.0 or first.head_dim == 1}
-
-
-def _draw(chosen: Random, _: Sizes) -> Config:
-    return sometimes(chosen, {"multi_query": False, "scale_attn_weights": False})
+def _kv_heads(config: ConfigReader, name: str, default: bool) -> int | None:
+    """Read the number of key-value heads, None for that of query heads."""
+    return 1 if config.boolean(name, default) else None
 
 
 _DECODER = Decoder(
     {
         **{name: each for name, each in FIELDS.items() if name != "reorder_and_upcast_attn"},
         "activation_function": Field("activation", "gelu_pytorch_tanh"),
+        "multi_query": Field("kv_heads", True, _kv_heads, lambda kv_heads: kv_heads == 1, draw=among(True, False)),
+        "scale_attn_weights": flag("attention.scale", True, None, 1.0),
     },
     norm=LayerNorm,
     inner=FeedForward,
     fixed={**BIASED, "attention.fused": True},
     rotary=None,
     learned=True,
-    layers=Lens(_layers, _written, _draw),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
@@ -91,6 +69,7 @@ _GPT_BIGCODE = _DECODER.architecture(
         "pad_key_length": "not read by transformers",
         "pre_allocate_kv_cache": "not read by transformers",
         "scale_attention_softmax_in_fp32": "transformers ignores this field and always does it",
+        "num_key_value_heads": "transformers makes this field from multi_query",
         "task_specific_params": "generation",
         "validate_runner_input": "not read by transformers",
     },

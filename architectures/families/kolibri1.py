@@ -5,27 +5,11 @@ Source: transformers models/kolibri1/{configuration,modeling}_kolibri1.py, and c
 names of the bias and of the norms behind sub-layers.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from ..base import Stacked, leaves_of
-from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import AROUND, USUAL, Field, with_defaults
-from ..lenses import Lens, draw_windows, sliding, turned_in_windows, write_windows
+from ..lenses import sliding, turned_in_windows
 from ..usual import ATTENTION, CORRECTION, EMBEDDING, ENDS, NORMS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
-
-_WINDOW = 513
-
-
-def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, and which layers have no positions: those without one."""
-    if config.optional_integer("sliding_window", _WINDOW) is None:
-        raise config.fail(
-            "sliding_window", None, "a number: transformers builds a window mask for every model of this family"
-        )
-    return turned_in_windows(sliding(5, _WINDOW)).get(config, values)
-
 
 _DECODER = Decoder(
     {
@@ -54,7 +38,7 @@ _DECODER = Decoder(
         "mixture.routed_in": "float32",
         "mixture.wide_choice": True,
     },
-    layers=Lens(_layers, write_windows, draw_windows),
+    layers=turned_in_windows(sliding(5, 513, always=True)),
     mixtures=Mixtures(),
 )
 _BIAS = T + "moe.router.expert_bias"

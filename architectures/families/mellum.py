@@ -5,11 +5,6 @@ Source: transformers models/mellum/{configuration,modeling}_mellum.py. Tensors o
 out there too.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
-
-from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
 from ..lenses import by_type, sliding, turned_by_kind
@@ -33,23 +28,16 @@ _FIELDS = {
     "num_experts_per_tok": Field("mixture.top_k", 8),
     "norm_topk_prob": Field("mixture.normalise", True),
 }
-_KINDS = {"full_attention": RotaryKind(theta=""), "sliding_attention": RotaryKind(theta="", scaled=False)}
-_WINDOWS = turned_by_kind(sliding(1, 1024), _KINDS)
-
-
-def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window and positions, which without any parameters turn by another base where a layer sees all."""
-    said = config.raw("rope_parameters") is not None
-    kinds = _KINDS if said else {**_KINDS, "full_attention": RotaryKind(500_000.0, theta="")}
-    return turned_by_kind(sliding(1, 1024), kinds).get(config, values)
-
-
+_KINDS = {
+    "full_attention": RotaryKind(theta="", usual={"rope_theta": 500_000.0}),
+    "sliding_attention": RotaryKind(theta="", scaled=False),
+}
 _DECODER = Decoder(
     _FIELDS,
     head_norms="same",
     fixed=ROUNDED_ROUTER,
     rotary=None,
-    layers=replace(_WINDOWS, get=_layers),
+    layers=turned_by_kind(sliding(1, 1024), _KINDS),
     mixtures=Mixtures(by_type(0)),
 )
 

@@ -4,50 +4,34 @@ Source: transformers models/mpt/{configuration,modeling}_mpt.py, which has no sd
 key; its slopes are the paper's, with 8 for a maximum whatever the config says.
 """
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...components import ALiBi, Attention, FeedForward, LayerNorm, ModelSpec
+from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..config import COMMON_REFUSED, ConfigReader
+from ..config import ConfigReader
 from ..decoder import Decoder
-from ..draws import Config, Random, Sizes, sometimes
+from ..draws import among
 from ..fields import Field
 from ..layout import Layout
-from ..lenses import Lens
-from ..obstacles import of_kind
+from ..lenses import stated_scale
 
 _FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 _ONLY = "transformers computes what this says otherwise"
-_INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "alibi": ((True, None), _ONLY),
-    "alibi_bias_max": ((8, None), _ONLY),
-    "attn_type": (("multihead_attention",), _ONLY),
-    "prefix_lm": ((False, None), _ONLY),
-    "qk_ln": ((False, None), _ONLY),
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attn_config.alibi": ((True, None), _ONLY),
+    "attn_config.alibi_bias_max": ((8, None), _ONLY),
+    "attn_config.attn_type": (("multihead_attention",), _ONLY),
+    "attn_config.prefix_lm": ((False, None), _ONLY),
+    "attn_config.qk_ln": ((False, None), _ONLY),
+    "expansion_ratio": ((4, None), _ONLY),
+    "logit_scale": ((None,), _ONLY),
+    "no_bias": ((True, None), _ONLY),
 }
 
 
-def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What `attn_config` says of all layers."""
-    count, head_dim = values["layers"], values["head_dim"]
-    inner = config.inner("attn_config")
-    inner.refuse({**COMMON_REFUSED, **_INNER_REFUSED})
-    scale = inner.optional_number("softmax_scale")
-    clip = inner.optional_number("clip_qkv") if inner.raw("clip_qkv") else None
-    return [{"scale": 1 / math.sqrt(head_dim) if scale is None else scale, "clip": clip}] * count
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """`attn_config`."""
-    first = of_kind(spec.blocks[0].attention, Attention)
-    usual = math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12)
-    return {"attn_config": {"clip_qkv": first.clip, "softmax_scale": None if usual else first.scale}}
-
-
-def _draw(chosen: Random, _: Sizes) -> Config:
-    return sometimes(chosen, {"attn_config": sometimes(chosen, {"clip_qkv": 0.5, "softmax_scale": 0.3})})
+def _positive(config: ConfigReader, name: str, default: None) -> float | None:
+    """Read a number above 0; 0 means none."""
+    return config.optional_number(name, default) if config.raw(name) else None
 
 
 _DECODER = Decoder(
@@ -59,6 +43,8 @@ _DECODER = Decoder(
         "vocab_size": Field("vocab", 50368),
         "layer_norm_epsilon": Field("eps", 1e-5),
         "tie_word_embeddings": Field("tied", True),
+        "attn_config.clip_qkv": Field("attention.clip", None, _positive, draw=among(None, 0.5)),
+        "attn_config.softmax_scale": Field("attention.scale", of=stated_scale, draw=among(None, 0.3)),
     },
     norm=LayerNorm,
     inner=FeedForward,
@@ -71,7 +57,6 @@ _DECODER = Decoder(
         "attention.fused_rows": "by part",
     },
     rotary=None,
-    layers=Lens(_layers, _written, _draw),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
@@ -115,7 +100,7 @@ _MPT = _DECODER.architecture(
         "tokenizer_name": "tokenizer",
         "verbose": "output format",
     },
-    refused={"expansion_ratio": ((4, None), _ONLY), "logit_scale": ((None,), _ONLY), "no_bias": ((True, None), _ONLY)},
+    refused=_REFUSED,
     bounded=True,
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for mpt",

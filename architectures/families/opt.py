@@ -4,21 +4,21 @@ OPT-350m has post-norm, no final norm, and an embedding half as wide as the hidd
 Source: transformers models/opt/{configuration,modeling}_opt.py. Queries are scaled before they meet keys.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from ...components import FeedForward, LayerNorm, ModelSpec
+from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..draws import Config, Random, sometimes
+from ..draws import among
 from ..fields import PRE, SUM_NORMS, Field
+from ..lenses import is_pre_norm
 
 
-def _read_width(config: ConfigReader, name: str, default: int | None) -> int | None:
-    """How wide the vocabulary is, None where it is as wide as the stream."""
-    width = config.optional_integer(name, default)
-    return None if width == config.integer("hidden_size", 768) else width
+def _width(values: Mapping[str, Any]) -> int | None:
+    """Return the width of the vocabulary's vectors, or None for the hidden size."""
+    return None if values["own.width"] == values["hidden"] else values["own.width"]
 
 
 _DECODER = Decoder(
@@ -28,7 +28,17 @@ _DECODER = Decoder(
         "num_hidden_layers": Field("layers", 12),
         "ffn_dim": Field("intermediate", 3072),
         "max_position_embeddings": Field("context", 2048),
-        "word_embed_proj_dim": Field("embedding.width head.width", None, _read_width),
+        "word_embed_proj_dim": Field(
+            "own.width",
+            None,
+            ConfigReader.optional_integer,
+            of=lambda spec: spec.embedding.width,
+            draw=among(None, 1, 3, 16, 33),
+        ),
+        "do_layer_norm_before": Field("own.pre_norm", True, of=is_pre_norm),
+        "_remove_final_layer_norm": Field(
+            "own.unfinished", False, of=lambda spec: is_pre_norm(spec) and spec.final_norm is None
+        ),
         "num_attention_heads": Field("heads", 12),
         "activation_function": Field("activation", "relu"),
         "enable_bias": Field(
@@ -40,41 +50,18 @@ _DECODER = Decoder(
     norm=LayerNorm,
     inner=FeedForward,
     fixed={
+        **dict.fromkeys(("embedding.width", "head.width"), _width),
         "eps": 1e-5,
+        "final_norm": lambda values: values["own.pre_norm"] and not values["own.unfinished"],
         "norm.gain": lambda values: "weight" if values["norm.bias"] else "none",
         "attention.scaling": "queries",
         "positions.offset": 2,
         "positions.counts": "real tokens",
     },
+    norms=lambda values: PRE if values["own.pre_norm"] else SUM_NORMS,
     rotary=None,
     learned=True,
 )
-
-
-def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    before = config.boolean("do_layer_norm_before", True)
-    removed = config.boolean("_remove_final_layer_norm", False)
-    return replace(_DECODER, norms=PRE if before else SUM_NORMS).read(config, final_norm=before and not removed)
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
-    before = spec.blocks[0].sublayers[0].norm is not None
-    return {
-        **_DECODER.write(spec),
-        "do_layer_norm_before": before,
-        "_remove_final_layer_norm": before and spec.final_norm is None,
-    }
-
-
-def _draw(chosen: Random) -> Config:
-    own = {
-        "word_embed_proj_dim": chosen.choice((1, 3, 16, 33)),
-        "do_layer_norm_before": False,
-        "_remove_final_layer_norm": True,
-    }
-    return {**_DECODER.draw(chosen, {}), **sometimes(chosen, own)}
 
 
 _B, _T = "blocks.{layer}.", "model.decoder.layers.{layer}."
@@ -108,9 +95,6 @@ _OPT = _DECODER.architecture(
     ),
     released="2022-05",
     token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
-    read=_read,
-    write=_write,
-    draw=_draw,
     irrelevant={
         "activation_dropout": "training only",
         "dropout": "training only",

@@ -4,27 +4,18 @@ LongRoPE. Phi-4-mini rotates only a part of each head.
 Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files call LongRoPE "su" or "yarn".
 """
 
-from typing import Any
-
-from ...components import Attention, GatedFeedForward, LongRopeScaling, ModelSpec, RMSNorm, Rotary
+from ...components import Attention, GatedFeedForward, LongRopeScaling, RMSNorm, Rotary
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..draws import Config, Random
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
-from ..obstacles import of_kind
-from ..rope import ORIGINAL, PART, RotaryKind
+from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, ENDS, NORMS, B, T
 
 _QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
 _GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config field that the config class believes rather than the one in the rope parameters."""
-    scaling = of_kind(spec.blocks[0].attention.position, Rotary).scaling
-    return {ORIGINAL: scaling.original_context} if isinstance(scaling, LongRopeScaling) else {}
 
 
 _DECODER = Decoder(
@@ -46,7 +37,6 @@ _DECODER = Decoder(
         renewed=True,
         types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
     ),
-    written=_written,
 )
 
 

@@ -85,7 +85,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     if not isinstance(scaling, LongRopeScaling):
         return fields
     more = dict.fromkeys(_FACTORS, scaling.attention_factor)
-    return {**fields, ORIGINAL: scaling.original_context, "rope_scaling": {**fields["rope_scaling"], **more}}
+    return {**fields, "rope_scaling": {**fields["rope_scaling"], **more}}
 
 
 def _draw(chosen: Random) -> Config:

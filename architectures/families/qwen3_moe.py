@@ -3,19 +3,11 @@
 Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 """
 
-from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, with_defaults
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, WINDOW, Field, with_defaults
 from ..lenses import by_step
 from ..usual import ROUTED, mixed_leaves
 from . import qwen2
-
-
-def _window(config: ConfigReader, name: str, default: int) -> int | None:
-    """That of all layers, where it is switched on."""
-    width = config.optional_integer(name, default)
-    return width if config.boolean("use_sliding_window", False) else None
-
 
 DECODER = Decoder(
     {
@@ -23,16 +15,19 @@ DECODER = Decoder(
             qwen2.FIELDS, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4
         ),
         "attention_bias": ATTENTION_BIAS,
-        "sliding_window": Field("attention.window", 4096, _window),
+        "use_sliding_window": Field("own.windows", False, of=lambda spec: spec.blocks[0].attention.window is not None),
+        "sliding_window": WINDOW,
         "moe_intermediate_size": Field("expert_size", 768),
         "num_experts": Field("mixture.experts", 128),
         "num_experts_per_tok": Field("mixture.top_k", 8),
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     head_norms="same",
-    fixed=ROUNDED_ROUTER,
+    fixed={
+        **ROUNDED_ROUTER,
+        "attention.window": lambda values: values["attention.window"] if values["own.windows"] else None,
+    },
     mixtures=Mixtures(by_step()),
-    written=lambda spec: {"use_sliding_window": spec.blocks[0].attention.window is not None},
 )
 
 _QWEN3_MOE = DECODER.architecture(

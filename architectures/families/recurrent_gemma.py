@@ -107,7 +107,7 @@ _DECODER = Decoder(
             num_attention_heads=10,
             tie_word_embeddings=True,
         ),
-        "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units, among(2, 7, 33, 64)),
+        "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units, draw=among(2, 7, 33, 64)),
         "hidden_activation": Field("activation", "gelu_pytorch_tanh"),
         "attention_bias": Field("attention.qkv_bias", False),
         "logits_soft_cap": Field("head.cap", 30.0),

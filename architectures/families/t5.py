@@ -71,12 +71,12 @@ def _stack(gated: bool, both: bool) -> Decoder:
                 "relu",
                 _activation,
                 lambda each: _named(each, gated),
-                among("gated-gelu", "gated-silu") if gated else among("relu", "gelu"),
+                draw=among("gated-gelu", "gated-silu") if gated else among("relu", "gelu"),
             ),
             "n_positions": Field("context"),
             "tie_word_embeddings": Field("tied", True),
             "scale_decoder_outputs": Field(
-                "head.multiplier", 1.0, _scale, lambda factor: factor != 1, among(True, False)
+                "head.multiplier", 1.0, _scale, lambda factor: factor != 1, draw=among(True, False)
             ),
         },
         inner=GatedFeedForward if gated else FeedForward,

@@ -5,9 +5,8 @@ Source: transformers models/xglm/{configuration,modeling}_xglm.py, which has no 
 they meet keys.
 """
 
-from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
+from ...components import FeedForward, LayerNorm, SinusoidalPositions
 from ..base import leaves_of
-from ..config import ConfigReader
 from ..decoder import Decoder
 from ..fields import BIASED, Field, is_scaled, root_of
 from ..usual import fairseq
@@ -41,14 +40,6 @@ _DECODER = Decoder(
 )
 
 
-def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    padding = config.data.get("pad_token_id", 1)  # which says nothing else
-    if type(padding) is int and padding >= _DECODER.fixed["positions.offset"]:
-        raise config.fail("pad_token_id", padding, "0 or 1: gptkit supports no other padding token for this model_type")
-    return _DECODER.read(config)
-
-
 _XGLM = _DECODER.architecture(
     "xglm",
     "XGLMForCausalLM",
@@ -56,7 +47,6 @@ _XGLM = _DECODER.architecture(
         {"model.embed_tokens": "embedding", **fairseq("model."), "model.layer_norm": "final_norm", "lm_head": "head"}
     ),
     released="2021-12",
-    read=_read,
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     config_aliases={
         "attention_heads": ("num_attention_heads",),
@@ -71,6 +61,7 @@ _XGLM = _DECODER.architecture(
         "init_std": "training only",
         "layerdrop": "training only",
     },
+    refused={"pad_token_id": ((1, 0, None), "gptkit supports only 0 and 1 as the padding token of this model_type")},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for xglm",
 )
