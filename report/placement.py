@@ -1,11 +1,11 @@
-"""Where the nodes of a path stand in a drawing, and how the lines between them run.
+"""The layout of a diagram: the places of a path's nodes, and the lines between them.
 
-One layout serves the terminal, where a unit is a character, and the pictures, where it is a pixel. All of it is found
-from the graph. The *trunk* is the residual stream: from the last node back along residual edges. What is beside it
-between two of its nodes is a *stage*. There a fork opens a *lane* for each way, what leads to a fork spans all of them,
-and so does what joins them again. Lanes stand in the order of the component's program: where it makes one after the
-other what it joins, lines never cross. A node's *rank* is one more than that of the last of its inputs, and all that
-leaves the trunk stands below where it left.
+The terminal and the pictures share this layout. Its unit is a character or a pixel. The layout follows from the graph.
+The *trunk* is the residual stream: it is found from the last node back along residual edges. All nodes that lead from
+one node of the trunk to another are a *stage*. In a stage, each way that begins at a fork has its own *lane*. A node
+that leads to a fork spans all of its lanes, and so does a node that joins them. The order of the lanes is the order of
+the program, so that lines do not cross if the program computes one after the other what it joins. The *rank* of a node
+is one more than the largest rank of its inputs, and everything that leaves the trunk is below the place where it left.
 
 A line goes down from its source, sideways in a *track* between two ranks (below a fork, above a join), and down again.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from .structure import Edge, Node
 
-SHAPED = ("linear", "embed", "positions", "scores", "concat", "mix")  # operations whose shape stands in their box
+SHAPED = ("linear", "embed", "positions", "scores", "concat", "mix")  # operations that show their shape
 _Point = tuple[int, int]
 Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
 _Span = tuple[int, int]  # the first and the last lane
@@ -25,23 +25,21 @@ _Span = tuple[int, int]  # the first and the last lane
 
 @dataclass(frozen=True)
 class Metrics:
-    """How large things are, in the drawing's unit.
-
-    measure: (node, lanes that it spans or 0 on the trunk, room for a line in a lane) -> its lines, width and height.
-    frame: (copies) -> the least width of a frame around so many. stream: the trunk's x; trunk: where its boxes begin;
-    left: where branches may begin; beside: between two lanes; gap: between two ranks at least; track: a line's share of
-    that; around: what a frame adds on each side, (x, y).
-    """
+    """The sizes of things, in the drawing's unit."""
 
     measure: Callable[[Node, int, int], Size]
+    """Return a box's lines, width and height. Arguments: a node, the number of lanes that it spans (0 on the trunk),
+    and the width of a line of words in a lane.
+    """
     frame: Callable[[int], int]
-    stream: int
-    trunk: int
-    left: int
-    beside: int
-    gap: int
-    track: int
-    around: _Point
+    """Return the least width of a frame around this number of experts."""
+    stream: int  # the x of the trunk
+    trunk: int  # the left edge of boxes on the trunk
+    left: int  # the left edge of the lanes
+    beside: int  # the gap between two lanes
+    gap: int  # the least gap between two ranks
+    track: int  # the height of a track in that gap
+    around: _Point  # the margin of a frame (x, y)
 
 
 @dataclass(frozen=True)
@@ -68,17 +66,17 @@ class Area:
 
 @dataclass(frozen=True)
 class Box(Area):
-    """A node's place. port: the x at which lines enter above and leave below."""
+    """The place of a node."""
 
     node: Node
-    lines: tuple[str, ...]
-    port: int
+    lines: tuple[str, ...]  # of words
+    port: int  # the x at which lines enter above and leave below
     trunk: bool
 
 
 @dataclass(frozen=True)
 class _Frame(Area):
-    """A border around nodes that belong together: the experts."""
+    """A border around the nodes of the experts."""
 
     nodes: tuple[str, ...]
     copies: int
@@ -86,16 +84,16 @@ class _Frame(Area):
 
 @dataclass(frozen=True)
 class Wire(Edge):
-    """An edge's line, by its corners. It begins below its source, and ends above its target, or at its side."""
+    """The line of an edge. It begins below its source, and ends above its target or at its side."""
 
-    points: tuple[_Point, ...]
+    points: tuple[_Point, ...]  # its corners
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A drawing: boxes in the order of computation."""
+    """A drawing."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box, ...]  # in the order of computation
     wires: tuple[Wire, ...]
     frames: tuple[_Frame, ...]
     width: int
@@ -106,25 +104,25 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[int]) -> Placement:
-    """The drawing of a path whose nodes, in an order in which they can be computed, all lead to the last.
+    """Return the drawing of a path. Its nodes are in an order of computation, and all lead to the last one.
 
-    limit: the width that it should have at most; rooms: widths for a line of words, the widest first, of which the
-    first is taken with which all of it fits, or the last.
+    `limit` is the width of the drawing. `rooms` are widths for a line of words, the widest first: each stage gets the
+    first width with which it fits into the limit, or else the last.
     """
     graph = _Lanes(nodes)
     sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
     for stage in graph.lanes:
-        beside = {name: 1 + last - first for name, (first, last) in graph.spans.items() if graph.stage[name] == stage}
+        lanes = {name: 1 + last - first for name, (first, last) in graph.spans.items() if graph.stage[name] == stage}
         for room in rooms:
-            tried = {name: metrics.measure(graph.nodes[name], lanes, room) for name, lanes in beside.items()}
-            if _Arrangement(graph, metrics, {**sizes, **tried}, (stage,)).width <= limit:
+            in_stage = {name: metrics.measure(graph.nodes[name], number, room) for name, number in lanes.items()}
+            if _Arrangement(graph, metrics, {**sizes, **in_stage}, (stage,)).width <= limit:
                 break
-        sizes |= tried
+        sizes |= in_stage
     return _Arrangement(graph, metrics, sizes, tuple(graph.lanes)).placement()
 
 
 def folded(line: str, room: int) -> list[str]:
-    """A line in several of at most `room` letters, broken between words or in a module's name, never in a number."""
+    """Break a line into lines of up to `room` letters, between words or in a module's name, never in a number."""
     lines: list[str] = []
     for unit in re.sub(r"(^| )([×+·/]) ", "\\1\\2\0", line).split(" "):
         word = unit.replace("\0", " ")
@@ -142,107 +140,137 @@ def folded(line: str, room: int) -> list[str]:
 
 
 def boxed(node: Node) -> bool:
-    """Whether it has weights, its own or another's, and so a border."""
+    """Return whether a node uses weights, its own or another's, and therefore has a border."""
     return bool(node.weights) or node.tied is not None
 
 
 def experts_words(copies: int) -> str:
-    """What a frame's words are."""
+    """Return the words on a frame."""
     return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
 def _ways(node: Node) -> list[str]:
-    """The inputs that a line is drawn from."""
+    """Return the inputs from which a line is drawn."""
     return [source for source in node.inputs if source != node.choice]
 
 
 _ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
-"""What may be computed of numbers one by one between two linears."""
+"""Operations on single numbers, which may stand between the two linears of an expert."""
 
 
 class _Lanes:
-    """nodes by name in order; trunk: names, first to last; stage: for what is beside it, the trunk's node that it leads
-    to; rank; spans: of what is beside the trunk, in lanes of its stage; lanes: how many a stage has.
-    """
+    """The lanes of a path: which nodes are on the trunk, and in which stage, rank and lanes the other nodes are."""
 
-    # Complex: still to be split.
-    def __init__(self, nodes: Sequence[Node]) -> None:  # noqa: C901
+    nodes: dict[str, Node]
+    """The nodes by name, in the order of computation."""
+    trunk: list[str]
+    """The names of the nodes on the trunk, first to last."""
+    stage: dict[str, str]
+    """For each node that is not on the trunk, the node of the trunk to which it leads."""
+    rank: dict[str, int]
+    spans: dict[str, _Span]
+    """For each node that is not on the trunk, its lanes in its stage."""
+    lanes: dict[str, int]
+    """The number of lanes of each stage."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = {node.id: node for node in nodes}
-        trunk = [nodes[-1].id]
-        while self.nodes[trunk[-1]].inputs:
-            node = self.nodes[trunk[-1]]
-            trunk.append(node.residual or node.inputs[0])
-        self.trunk = trunk[::-1]
-        self.stage: dict[str, str] = {}
-        for node in reversed(nodes):
-            for source in node.inputs:
-                if source not in trunk:  # the first where there are several
-                    joins = [node.id if node.id in trunk else self.stage[node.id], self.stage.get(source, trunk[0])]
-                    self.stage[source] = max(joins, key=trunk.index)
-        for node in nodes:  # branches that begin in one box stand side by side, though they join the trunk in turn
-            if node.id in self.stage:
-                joins = [self.stage[name] for name in (node.id, *node.inputs) if name in self.stage]
-                self.stage[node.id] = min(joins, key=self.trunk.index)
-        for node in reversed(nodes):  # and so does what joins them
-            for source in (name for name in node.inputs if name in self.stage and node.id in self.stage):
-                self.stage[source] = min(self.stage[source], self.stage[node.id], key=self.trunk.index)
-        self.rank: dict[str, int] = {}
+        self.trunk = self._trunk(nodes[-1])
+        self.stage = self._stages(nodes)
+        self.rank = {}
         for node in nodes:
             on = self.trunk.index(self.stage.get(node.id, node.id))
             above = [self.rank[self.trunk[on - 1]]] if on else []
             self.rank[node.id] = 1 + max([*above, *(self.rank[source] for source in node.inputs)], default=-1)
-        self.spans: dict[str, _Span] = {}
-        self.lanes: dict[str, int] = defaultdict(int)
-        beside = {node.id: [way for way in _ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
-        children: dict[str, list[str]] = defaultdict(list)
-        for name, sources in beside.items():
+        self.spans, self.lanes = {}, defaultdict(int)
+        sources_of = {
+            name: [source for source in _ways(node) if source in self.stage]
+            for name, node in self.nodes.items()
+            if name in self.stage
+        }
+        self._forks: dict[str, list[str]] = defaultdict(list)  # the nodes that have only this input
+        for name, sources in sources_of.items():
             if len(sources) == 1:
-                children[sources[0]].append(name)
-
-        def span(name: str) -> _Span:
-            parts = [span(child) for child in children[name]]
-            if not parts:
-                lane = self.lanes[self.stage[name]]
-                self.lanes[self.stage[name]] += 1
-                parts = [(lane, lane)]
-            self.spans[name] = (parts[0][0], parts[-1][1])
-            return self.spans[name]
-
-        for name, sources in beside.items():
+                self._forks[sources[0]].append(name)
+        for name, sources in sources_of.items():
             if not sources:
-                span(name)
-
-        def wide(name: str) -> int:
-            return sum(map(wide, children[name])) or 1
-
-        def spread(name: str, first: int, last: int) -> None:
-            """Share out lanes over a node and the ways that begin in it."""
-            self.spans[name] = first, last
-            forks = children[name]
-            more, left = divmod(last - first + 1 - sum(map(wide, forks)), len(forks) or 1)
-            for index, fork in enumerate(forks):
-                end = first + wide(fork) + more + (index < left) - 1
-                spread(fork, first, end)
-                first = end + 1
-
-        for name, sources in beside.items():  # what joins lanes, and what follows it
+                self._open(name)
+        for name, sources in sources_of.items():
             if name not in self.spans:
-                first, last = self.hull(sources)
-                stage, lacking = self.stage[name], wide(name) - (last - first + 1)
-                if len(children[name]) > 1 and lacking > 0 and last == self.lanes[stage] - 1:
-                    self.lanes[stage] += lacking
-                    last += lacking
-                if wide(name) <= last - first + 1:
-                    spread(name, first, last)
-                else:
-                    self.spans[name] = first, last
+                self._join(name, sources)
+
+    def _trunk(self, last: Node) -> list[str]:
+        """Return the names of the nodes on the residual stream, followed back from the last node."""
+        trunk, node = [last.id], last
+        while node.inputs:
+            node = self.nodes[node.residual or node.inputs[0]]
+            trunk.append(node.id)
+        return trunk[::-1]
+
+    def _stages(self, nodes: Sequence[Node]) -> dict[str, str]:
+        """Return the stage of each node that is not on the trunk."""
+        at, stage = {name: index for index, name in enumerate(self.trunk)}, dict[str, str]()
+        for node in reversed(nodes):
+            for source in node.inputs:
+                if source not in at:  # if it leads to several nodes of the trunk, to the first
+                    joins = [node.id if node.id in at else stage[node.id], stage.get(source, self.trunk[-1])]
+                    stage[source] = min(joins, key=at.__getitem__)
+        # Branches that begin in one box stand side by side, though they join the trunk one after the other.
+        for node in nodes:
+            if node.id in stage:
+                joins = [stage[name] for name in (node.id, *node.inputs) if name in stage]
+                stage[node.id] = min(joins, key=at.__getitem__)
+        # So do the nodes that lead to them.
+        for node in reversed(nodes):
+            for source in node.inputs:
+                if source in stage and node.id in stage:
+                    stage[source] = min(stage[source], stage[node.id], key=at.__getitem__)
+        return stage
+
+    def _open(self, name: str) -> _Span:
+        """Open a lane for each way that begins in a node, and return the lanes of the node, which spans them all."""
+        parts = [self._open(fork) for fork in self._forks[name]]
+        if not parts:
+            lane = self.lanes[self.stage[name]]
+            self.lanes[self.stage[name]] += 1
+            parts = [(lane, lane)]
+        self.spans[name] = (parts[0][0], parts[-1][1])
+        return self.spans[name]
+
+    def _join(self, name: str, sources: Sequence[str]) -> None:
+        """Give a node the lanes of the sources that it joins, and share them out over the ways that begin in it."""
+        first, last = self.hull(sources)
+        stage, width = self.stage[name], self._width(name)
+        missing = width - (last - first + 1)
+        if len(self._forks[name]) > 1 and missing > 0 and last == self.lanes[stage] - 1:
+            self.lanes[stage] += missing
+            last += missing
+        if width <= last - first + 1:
+            self._spread(name, first, last)
+        else:
+            self.spans[name] = first, last
+
+    def _width(self, name: str) -> int:
+        """Return the number of lanes that a node needs for the ways that begin in it."""
+        return sum(map(self._width, self._forks[name])) or 1
+
+    def _spread(self, name: str, first: int, last: int) -> None:
+        """Share out lanes over a node and the ways that begin in it."""
+        self.spans[name] = first, last
+        forks = self._forks[name]
+        more, rest = divmod(last - first + 1 - sum(map(self._width, forks)), len(forks) or 1)
+        for index, fork in enumerate(forks):
+            end = first + self._width(fork) + more + (index < rest) - 1
+            self._spread(fork, first, end)
+            first = end + 1
 
     def hull(self, names: Sequence[str]) -> _Span:
+        """Return the first and the last lane of some nodes of one stage."""
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def expert(self, name: str) -> Node:
-        """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
+        """Return the node itself, or for an operation on single numbers the linear that leads to it."""
         node = self.nodes[name]
         while not node.weights and _ways(node) and node.op in _ELEMENTWISE:
             node = self.nodes[_ways(node)[0]]
@@ -250,9 +278,9 @@ class _Lanes:
 
 
 class _Arrangement:
-    """Boxes of known sizes (lines, width, height), of the stages that are named.
+    """Boxes of known sizes in some of the stages.
 
-    columns: of each stage, where its lanes begin and end. inside: of each stage, what stands in the experts' frame.
+    By stage, `columns` has the left and right edge of each lane, and `inside` the nodes in the experts' frame.
     """
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
@@ -262,7 +290,7 @@ class _Arrangement:
         self.inside: dict[str, list[str]] = {}
         for name in framed:
             self.inside.setdefault(graph.stage[name], []).append(name)
-        gaps = {}  # blanks before each lane and behind the last: a frame needs more
+        gaps = {}  # the gaps before each lane and after the last: a frame needs larger ones
         for stage in stages:
             gaps[stage] = [0, *[metrics.beside] * (graph.lanes[stage] - 1), 0]
             if stage in self.inside:
@@ -282,6 +310,7 @@ class _Arrangement:
                 x += gap + width
 
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
+        """Return the width of each lane, so that every box of the stage fits into the lanes that it spans."""
         graph, metrics, inside = self.graph, self.metrics, self.inside.get(stage)
         lanes = [0] * graph.lanes[stage]
         needs = [(graph.spans[name], self.sizes[name][1]) for name in graph.stage if graph.stage[name] == stage]
@@ -289,8 +318,7 @@ class _Arrangement:
             copies = max(graph.nodes[name].copies for name in inside)
             needs.append((graph.hull(inside), metrics.frame(copies) - 2 * metrics.around[0]))
         for (first, last), width in sorted(needs, key=lambda need: need[0][1] - need[0][0]):
-            there = sum(lanes[first : last + 1]) + sum(gaps[first + 1 : last + 1])
-            missing = max(width - there, 0)
+            missing = max(width - sum(lanes[first : last + 1]) - sum(gaps[first + 1 : last + 1]), 0)
             for index in range(first, last + 1):
                 share = -(-missing // (last - index + 1))
                 lanes[index] += share
@@ -298,15 +326,17 @@ class _Arrangement:
         return lanes
 
     def _trunk_left(self, name: str) -> int:
-        """Boxes with weights begin left of the stream's line, words right of it; a sum stands on it."""
+        """Return the left edge of a node on the trunk: of a box left of the stream, of words right of it."""
         node = self.graph.nodes[name]
         if node.op == "add":
             return self.metrics.stream - self.sizes[name][1] // 2
         return self.metrics.trunk if boxed(node) else self.metrics.stream
 
     def _port(self, name: str) -> int:
-        """The stream's x; beside it the middle of the lanes spanned, or of the lane in their middle where all that
-        spans them has room around it: a line to it is straight then.
+        """Return the x at which lines enter a node: of the trunk its x, and otherwise the middle of the node's lanes.
+
+        If the number of lanes is odd, the middle of the middle lane is better, since a line to that lane is straight.
+        It is used if all nodes on these lanes fit around it.
         """
         graph = self.graph
         if name in graph.trunk:
@@ -324,9 +354,10 @@ class _Arrangement:
         return inner if fits else middle
 
     def placement(self) -> Placement:
+        """Return the drawing."""
         graph = self.graph
         self.ports = {name: self._port(name) for name in graph.nodes}
-        # For each line that goes sideways between ranks: the rank below which it does, and with whose others.
+        # For each line that goes sideways: the rank above its track, and the node whose lines share the track.
         self.turns: dict[tuple[str, str], tuple[int, str]] = {}
         for name, node in graph.nodes.items():
             for source in (sources := _ways(node)):
@@ -352,7 +383,7 @@ class _Arrangement:
         return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
 
     def _rows(self) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
-        """The y of each rank, of each track by (rank above it, whose it is), and of the end."""
+        """Return the y of each rank, of each track by the rank above it and the node that owns it, and of the end."""
         graph, metrics, framed = self.graph, self.metrics, self.ranks_framed
         heights: dict[int, int] = defaultdict(int)
         for name, rank in graph.rank.items():
@@ -370,7 +401,7 @@ class _Arrangement:
         return tops, tracks, y
 
     def _tracks(self, rank: int) -> dict[str, int]:
-        """Which of the tracks below a rank each line takes: forks above joins, as many beside each other as fit."""
+        """Return the number of the track below a rank that each node's lines use. Lines that do not meet share one."""
         reach: dict[str, list[int]] = defaultdict(list)
         for (source, target), (below, owner) in self.turns.items():
             if below == rank:
@@ -378,13 +409,14 @@ class _Arrangement:
         rows: dict[str, int] = {}
         for owner in sorted(reach, key=lambda name: self.graph.rank[name]):
             low, high = min(reach[owner]), max(reach[owner])
-            taken = {row for other, row in rows.items() if min(reach[other]) <= high and low <= max(reach[other])}
-            rows[owner] = 1 + max(taken, default=-1)
+            occupied = [row for other, row in rows.items() if min(reach[other]) <= high and low <= max(reach[other])]
+            rows[owner] = 1 + max(occupied, default=-1)
         return rows
 
     def _wires(
         self, box: Box, boxes: Mapping[str, Box], frames: Sequence[_Frame], tracks: Mapping[tuple[int, str], int]
     ) -> Iterator[Wire]:
+        """Yield the lines that enter a box."""
         for edge in box.node.edges():
             source = boxes.get(edge.source)
             if source is None:
@@ -396,7 +428,7 @@ class _Arrangement:
             elif edge.kind == "choice":
                 frame = next(frame for frame in frames if box.node.id in frame.nodes)
                 if box.node.id != frame.nodes[0]:
-                    continue  # one line for all of a frame's
+                    continue  # a frame has one such line
                 points = (start, (source.port, box.middle), (frame.left, box.middle))
             elif box.trunk and not source.trunk:
                 points = (start, (source.port, box.middle), (box.right, box.middle))
