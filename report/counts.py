@@ -1,4 +1,4 @@
-"""What `params` tells: tables for the terminal, which fit its width and neither wrap nor cut numbers."""
+"""The tables of `params`. They fit the terminal, and never wrap or cut a number."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +16,16 @@ from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
+from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
 from .costs import cost_sheets, named_cache
-from .quantities import binary_bytes, counted, decimal_bytes, difference, percent_change, percentage
+from .quantities import binary_bytes, counted, decimal_bytes, difference, dimensions, percent_change, percentage
 from .rows import By
 from .sheets import GAP, Sheet, SheetRow, Terminal, drawing
 
-_NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
-_NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
-_MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
+_NARROWEST_WORDS = 20  # a narrower column of words is left out
+_NARROWEST_NAMES = 32  # if the names of tensors have less room, their shapes stand below them
+_MOST_RUNS = 8  # if more runs of equal layers differ, only the smallest and the largest layer are given
 
 
 @drawing
@@ -35,16 +36,16 @@ def parameter_table(
     dtype: str | None = None,
     compared: bool = False,
 ) -> RenderResult:
-    """What rich prints for `params`.
+    """Yield the tables of parameters.
 
-    One model: its components, what each is, and its share. Several: a column a model where they fit, else a row a
-    model. `by` "layer" adds each model's layers, neighbours alike folded into one row, "tensor" its tensors. `dtype`
-    adds the bytes that the weights take in it; `compared` what the second model has more or less than the first.
+    One model gets a row for each component. Several models get a column each if these fit, or else a row each. With
+    `by` "layer" or "tensor", a table of layers or tensors follows, in which equal neighbours share a row. `dtype` adds
+    the bytes of the weights in this dtype. `compared` adds the difference between two models.
     """
     if len(models) == 1:
         yield from _by_names(terminal, models[0], dtype) if models[0].named else _one(terminal, models[0], dtype)
     elif models:
-        sheet = _side_by_side(models, dtype, compared)
+        sheet = models_sheet(models, dtype, compared)
         yield sheet if compared or sheet.width() <= terminal.width else _one_below_the_other(terminal, models, dtype)
     for model in models if by != "component" else ():
         yield ""
@@ -54,23 +55,26 @@ def parameter_table(
 
 
 def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
-    """All that `params` prints, of all models or of each beside what swaps make of it; lists are plain lines."""
+    """Yield everything that `params` prints. With `pairs`, every second model is the one before after a swap.
+
+    A list of strings is printed as plain lines.
+    """
     if any(model.named for model in counts) and len(counts) > 1 and not pairs:
-        for number, model in enumerate(counts):  # names of their own stand in no common table
-            yield from ([""] if number else [], *tables([model], asked, by, pairs))
+        for index, model in enumerate(counts):  # models of unknown families have components of their own
+            yield from ([""] if index else [], *tables([model], asked, by, pairs))
         return
     size = 2 if pairs else len(counts)
     for first in range(0, len(counts), size):
-        some = counts[first : first + size]
+        models = counts[first : first + size]
         if pairs:
-            yield [*([""] if first else []), some[1].name, ""]
-            some = [replace(model, name=name) for model, name in zip(some, ("now", "swapped"), strict=True)]
-        yield parameter_table(some, by, asked.dtype, compared=pairs)
-        for sheet in cost_sheets(some, asked, compared=pairs) if asked.more or asked.dtype else ():
+            yield [*([""] if first else []), models[1].name, ""]
+            models = [replace(model, name=name) for model, name in zip(models, ("now", "swapped"), strict=True)]
+        yield parameter_table(models, by, asked.dtype, compared=pairs)
+        for sheet in cost_sheets(models, asked, compared=pairs) if asked.more or asked.dtype else ():
             yield from ("", sheet)
-        for sheet in [each for model in some for each in named_cache(model)]:
+        for sheet in [sheet for model in models for sheet in named_cache(model)]:
             yield from ("", sheet)
-        for model in some:
+        for model in models:
             if model.swap is not None:
                 yield from ("", _sentences((f"guarantee: {promise(model.swap)}", *model.swap["notes"])))
 
@@ -81,7 +85,7 @@ def _sentences(terminal: Terminal, lines: Sequence[str]) -> RenderResult:
 
 
 def promise(swap: Mapping[str, Any]) -> str:
-    """What a chain of swaps promises; where the weights decide it, what trained ones give, and who can tell."""
+    """Return the guarantee of a chain of swaps. If it depends on the weights, it is that of trained weights."""
     from ..surgery.options import guarantee_in_words
 
     usual = guarantee_in_words(swap["usual"])
@@ -90,78 +94,101 @@ def promise(swap: Mapping[str, Any]) -> str:
     return f"{usual} on trained weights; gptkit swap MODEL OUT --dry-run shows it for your model"
 
 
-def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
-    return None if dtype is None else weighed(model.spec, dtype, model.family)
-
-
-def _one(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
-    """What a model is, and its components with their parameters, the bytes of these, and their share of the total."""
-    count, words, layers = model.count, describe(model.spec), len(model.spec.blocks)
-    facts = [
-        f"{counted(layers, 'layer')}{' (they differ)' if len(set(model.spec.blocks)) > 1 else ''}",
+def model_facts(spec: ModelSpec) -> list[str]:
+    """Return a model's sizes and its unusual components in words."""
+    words, layers = describe(spec), len(spec.blocks)
+    return [
+        f"{counted(layers, 'layer')}{' (they differ)' if len(set(spec.blocks)) > 1 else ''}",
         f"hidden size {words['hidden size']}",
         f"positions: {words['positions']}",
         *(() if words["window"] == "none" else (f"window {words['window']}",)),
         *(() if words["block"] == "serial" else (words["block"],)),
         f"context {words['context']}",
     ]
-    yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.family), "dim"))
-    yield Text(terminal.clean(" · ".join(facts)), style="dim")
-    yield ""
+
+
+def named_heading(terminal: Terminal, model: ModelCount) -> RenderResult:
+    """Yield the name of a model of an unknown family, and where its tensors' names come from."""
+    assert model.named is not None
+    yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.named.model_type), "dim"))
+    yield terminal.note(f"by names; gptkit does not support its family · from {model.named.source}")
+
+
+def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
+    """Return the bytes of a model's weights in a dtype, counted like its parameters."""
+    return None if dtype is None else weighed(model.spec, dtype, model.family)
+
+
+def component_sheet(model: ModelCount, dtype: str | None) -> Sheet:
+    """Return a model's components: what they are, their parameters, the bytes of these in `dtype`, and their share."""
+    count, words, layers = model.count, describe(model.spec), len(model.spec.blocks)
     weights = _weights(model, dtype)
-    tied = count.tied and "head" not in count.by_component
-    room = terminal.width - max(map(len, [*count.by_component, *(["head"] if tied else [])]))
+    rows: list[SheetRow] = []
+
+    def add(label: str, cells: Sequence[str], style: str | None = None, ruled: bool = False) -> None:
+        what, number, nbytes, share = cells
+        rows.append(SheetRow(label, (what, number, *([] if dtype is None else [nbytes]), share), style, ruled))
+
+    def figures(what: str, number: int, nbytes: int | None) -> Sequence[str]:
+        return what, f"{number:,}", "" if nbytes is None else decimal_bytes(nbytes), percentage(number, count.total)
+
+    for label, number in count.by_component.items():
+        nbytes = None if weights is None else weights.by_component.get(label)
+        add(label, figures(_component_words(label, model, words), number, nbytes))
+    if count.tied and "head" not in count.by_component:
+        add("head", ("tied to the embedding, counted once", "tied", "", ""))
+    add("total", figures("", count.total, None if weights is None else weights.total), "bold", ruled=True)
+    if weights is not None:
+        add("", ("", "", binary_bytes(weights.total), ""), "bold")
+    without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
+    add("no embedding", figures("without embedding, positions and head", count.non_embedding, without), "dim", True)
+    if model.buffers:
+        add("buffers", figures("stored too; transformers does not count them", model.buffers, None), "dim")
+    if count.active != count.total:
+        add("active", figures("used per token", count.active, active), "dim")
+    runs = layer_ranges(count.by_layer)
+    if len(runs) > _MOST_RUNS:
+        totals = [layer.total for layer in count.by_layer]
+        add("each layer", (f"from {min(totals):,} to {max(totals):,}", "varies", "", ""), "dim")
+    for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
+        # Formats can be wider in some layers, and then there is no one number of bytes.
+        sizes = set() if weights is None else {each.total for each in weights.by_layer[first : last + 1]}
+        whole = last - first + 1 == layers
+        label = "layer" if whole else f"layer{'s' if first < last else ''} {range_label(first, last)}"
+        what = f"each of {last - first + 1:,} layers" if first < last else ""
+        add(label, figures(what, layer.total, sizes.pop() if len(sizes) == 1 else None), "dim")
+    columns = ("what it is", "parameters", *([] if dtype is None else [dtype]), "share")
+    return Sheet("", columns, tuple(rows), words=1, heading="component")
+
+
+def _one(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
+    """Yield the table of one model, with as many columns as fit."""
+    count = model.count
+    yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.family), "dim"))
+    yield Text(terminal.clean(" · ".join(model_facts(model.spec))), style="dim")
+    yield ""
+    weights, sheet = _weights(model, dtype), component_sheet(model, dtype)
+    tied = ["head"] if count.tied else []
+    room = terminal.width - max(map(len, [*count.by_component, *tied]))
     room -= GAP + max(len(f"{count.total:,}"), len("parameters"))
     with_bytes = weights is not None and room >= len(decimal_bytes(weights.total)) + GAP
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
     with_words = room >= len("100.0 %") + 2 * GAP + _NARROWEST_WORDS
-    shown = (with_words, True, with_bytes, with_share)
-    rows: list[SheetRow] = []
-
-    def row(label: str, cells: tuple[str, str, str, str], style: str | None = None, ruled: bool = False) -> None:
-        rows.append(SheetRow(label, tuple(compress(cells, shown)), style, ruled))
-
-    def figures(what: str, number: int, size: int | None) -> tuple[str, str, str, str]:
-        return what, f"{number:,}", "" if size is None else decimal_bytes(size), percentage(number, count.total)
-
-    for label, number in count.by_component.items():
-        size = None if weights is None else weights.by_component.get(label)
-        row(label, figures(_what(label, model, words), number, size))
-    if tied:
-        row("head", ("tied to the embedding, counted once", "tied", "", ""))
-    row("total", figures("", count.total, None if weights is None else weights.total), "bold", ruled=True)
-    if with_bytes and weights is not None:
-        row("", ("", "", binary_bytes(weights.total), ""), "bold")
-    without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
-    row("no embedding", figures("without embedding, positions and head", count.non_embedding, without), "dim", True)
-    if model.buffers:
-        row("buffers", figures("stored too; transformers does not count them", model.buffers, None), "dim")
-    if count.active != count.total:
-        row("active", figures("used per token", count.active, active), "dim")
-    runs = layer_ranges(count.by_layer)
-    if len(runs) > _MOST_RUNS:
-        totals = [layer.total for layer in count.by_layer]
-        row("each layer", (f"from {min(totals):,} to {max(totals):,}", "varies", "", ""), "dim")
-    for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
-        alike = set() if weights is None else {each.total for each in weights.by_layer[first : last + 1]}
-        whole = last - first + 1 == layers
-        label = "layer" if whole else f"layer{'s' if first < last else ''} {range_label(first, last)}"
-        what = f"each of {last - first + 1:,} layers" if first < last else ""
-        # Formats are wider in some layers.
-        row(label, figures(what, layer.total, next(iter(alike)) if len(alike) == 1 else None), "dim")
-    titles = [*compress(("what it is", "parameters", dtype or "", "share"), shown)]
-    yield terminal.table(["component", *titles[:with_words]], titles[with_words:], rows)
+    shown = (with_words, True, *([] if weights is None else [with_bytes]), with_share)
+    rows = [replace(row, cells=tuple(compress(row.cells, shown))) for row in sheet.rows]
+    titles = list(compress(sheet.columns, shown))
+    filled = (row for row in rows if any(row.cells))
+    yield terminal.table([sheet.heading, *titles[:with_words]], titles[with_words:], filled)
 
 
 def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
-    """What the names of tensors tell of a model whose family is unknown."""
+    """Yield the table of a model of an unknown family, counted by the names of its tensors."""
     assert model.named is not None
     if dtype is not None:
         raise model.named.refusal(model.name)
     count = model.named.count
-    yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.named.model_type), "dim"))
-    yield terminal.note(f"by names; gptkit does not support its family · from {model.named.source}")
+    yield from named_heading(terminal, model)
     yield ""
     parts = count.by_component.items()
     rows = [SheetRow(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
@@ -173,7 +200,8 @@ def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> Rende
     yield terminal.table(["by names"], ["parameters", "share"], rows)
 
 
-def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
+def _component_words(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
+    """Return what a component is, for instance the shape of its matrix. `words` describe the model."""
     spec = model.spec
     ends = spec.embedding if label == "embedding" else spec.head
     width = None if ends is None else ends.width
@@ -197,24 +225,25 @@ def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
     return "layers differ" if aspect.startswith("layers differ") else aspect
 
 
-def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
+def models_sheet(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
+    """Return a column of parameters for each model. `compared` adds the difference between two models."""
     counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
     headless = all(model.spec.head is None for model in models)
-    labels += [] if "head" in labels or headless else ["head"]  # tied in all of them, so that no count has it
+    labels += [] if "head" in labels or headless else ["head"]  # a head that is tied in all models is in no count
     whole = "{:,}".format
-    listed: list[tuple[str, Sequence[int | None], str | None, Any]] = []
-    listed.append(("layers", [len(model.spec.blocks) for model in models], "dim", whole))
-    listed += [(label, [count.by_component.get(label) for count in counts], None, whole) for label in labels]
-    listed.append(("total", [count.total for count in counts], "bold", whole))
+    figures: list[tuple[str, Sequence[int | None], str | None, Any]] = []
+    figures.append(("layers", [len(model.spec.blocks) for model in models], "dim", whole))
+    figures += [(label, [count.by_component.get(label) for count in counts], None, whole) for label in labels]
+    figures.append(("total", [count.total for count in counts], "bold", whole))
     if dtype is not None:
         sizes = [weighed(model.spec, dtype, model.family).total for model in models]
-        listed += [(dtype, sizes, None, decimal_bytes), ("", sizes, None, binary_bytes)]
-    listed.append(("no embedding", [count.non_embedding for count in counts], "dim", whole))
+        figures += [(dtype, sizes, None, decimal_bytes), ("", sizes, None, binary_bytes)]
+    figures.append(("no embedding", [count.non_embedding for count in counts], "dim", whole))
     if any(count.active != count.total for count in counts):
-        listed.append(("active", [count.active for count in counts], "dim", whole))
+        figures.append(("active", [count.active for count in counts], "dim", whole))
     rows = [SheetRow("family", (*(model.family or "–" for model in models), *([""] * 2 if compared else [])), "dim")]
-    for label, numbers, style, words in listed:
+    for label, numbers, style, words in figures:
         cells = ["–" if number is None else words(number) for number in numbers]
         if label == "head":
             tied = [number is None and count.tied for number, count in zip(numbers, counts, strict=True)]
@@ -224,11 +253,12 @@ def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: boo
             cells += [difference(before, after, words), percent_change(before, after)]
         rows.append(SheetRow(label, tuple(cells), style, ruled=label == "total"))
     names = [model.name for model in models]
-    return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
+    columns = (*names, *(["difference", "change"] if compared else []))
+    return Sheet("", columns, tuple(rows))
 
 
 def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype: str | None) -> Grid:
-    """A row a model, with as many of its figures as there is room for."""
+    """Return a row for each model, with as many figures as fit."""
     counts = [model.count for model in models]
     columns = [("parameters", [f"{count.total:,}" for count in counts])]
     if dtype is not None:
@@ -251,7 +281,7 @@ def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype
 
 
 def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
-    """One row a run of layers alike: a column a component where they fit, else a line a component."""
+    """Return a row for each run of equal layers, with a column for each component if they fit, or else a line."""
     count = model.count if model.named is None else model.named.count
     weights = _weights(model, dtype) or count
     runs = layer_ranges(zip(count.by_layer, weights.by_layer, strict=True))
@@ -275,24 +305,24 @@ def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
 
 
 def _tensors(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
-    """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
+    """Return a row for each tensor of equal layers. If a shape does not fit next to the name, it stands below."""
     weights, named = _weights(model, dtype), model.named
     size = None if dtype is None else sizer(model.spec, dtype, model.family)
     groups = tensor_groups(model.spec, size) if named is None else named.groups()
-    shapes = [" × ".join(f"{size:,}" for size in group.shape) for group in groups]
+    shapes = [dimensions(group.shape) for group in groups]
     names = max(len(group.name) for group in groups)
     total = (model.count if named is None else named.count).total
     figures = [f"{total:,}", *([] if weights is None else [decimal_bytes(weights.total)])]
     room = terminal.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
     if dtype and room < _NARROWEST_WORDS:
         return _tensors(terminal, model, None)
-    beside = room - GAP - max(map(len, [*shapes, "shape"]))
-    with_shape = beside >= min(names, _NARROWEST_NAMES)
-    with_number = beside - GAP - len("number") >= names
+    narrower = room - GAP - max(map(len, [*shapes, "shape"]))
+    with_shape = narrower >= min(names, _NARROWEST_NAMES)
+    with_number = narrower - GAP - len("number") >= names
     with_columns = (with_shape, with_number, True, dtype is not None)
     table = terminal.table(["tensor"], list(compress(("shape", "number", "parameters", dtype or ""), with_columns)))
     for group, shape in zip(groups, shapes, strict=True):
-        lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
+        lines = _broken(group.name, narrower if with_shape else room) + ([] if with_shape else [shape])
         number = f"×{group.number:,}" if group.number > 1 else ""
         cells = compress((shape, number, f"{group.parameters:,}", decimal_bytes(group.nbytes)), with_columns)
         table.add_row(Text("\n ").join(map(terminal.text, lines)), *map(terminal.text, cells))
@@ -303,7 +333,7 @@ def _tensors(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
 
 
 def _broken(name: str, width: int) -> list[str]:
-    """A dotted name in lines of at most that many characters where its parts allow it, broken behind dots."""
+    """Break a dotted name after dots into lines of up to `width` characters. Longer parts stay whole."""
     lines = [""]
     for part in re.findall(r"[^.]*\.?", name):
         if lines[-1] and len(lines[-1]) + len(part) > width - (len(lines) > 1):

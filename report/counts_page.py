@@ -1,6 +1,7 @@
-"""The page of `params`: what its tables tell, with charts, a map of the parameters and diagrams of layers."""
+"""The page of `params`: its tables, with charts, a map of the parameters and diagrams of layers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..analysis.aspects import describe
 from ..analysis.costs import cache_bytes, costs
@@ -10,65 +11,42 @@ from ..analysis.params import ModelCount
 from ..components import ModelSpec
 from .charts import bars, cache_chart, parameter_bars
 from .costs import cost_sheets
-from .counts import promise
+from .counts import component_sheet, models_sheet, promise
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, noted
-from .quantities import abbreviated, abbreviated_bytes, counted, unbroken_percentage
+from .quantities import abbreviated, abbreviated_bytes, counted
 from .treemap import treemap
 
-MOST_NAMES = 6  # models whose names make a page's title
-_MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
+MOST_NAMES = 6  # if a page has more models, their names are not in its title
+_MOST_DIAGRAMS = 4  # the kinds of layers that are drawn; `gptkit show` draws all
 
 
 def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> Page:
-    """The page of some models' counts, at least one: what each holds and costs, and figures that were asked for."""
+    """Return the page of one or more models: their parameters and costs, and the figures that were asked for."""
     asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Scenario())
-
-    more = [
-        Section(sheet.title, (sheet.as_table(), *([Lines(sheet.notes)] if sheet.notes else [])))
-        for sheet in cost_sheets(counts, asked, compared=len(counts) == 2 and counts[1].swap is not None)
-        if sheet.rows
-    ]
-    for model in counts:
-        if model.swap is not None:
-            lines = (f"Guarantee: {promise(model.swap)}", *model.swap["notes"])
-            more.append(Section(f"{model.name}: what it promises", (Lines(lines, listed=True),)))
-    weights = [(each.name, each.figures.weights) for each in counts if each.figures and each.figures.weights]
-    parts = [(name, {part: size for part, size in sizes.items() if part != "total"}) for name, sizes in weights]
-    components: list[Table | Figure] = [_components(counts)]
-    components += [bars(parts, title=f"Weights by component, {asked.dtype}", what="bytes")] if parts else []
-    words = [describe(model.spec) for model in counts]
-    rows = [("family", *(model.family or "–" for model in counts))]
-    for aspect in dict.fromkeys(aspect for of_model in words for aspect in of_model):
-        rows.append((aspect, *(of_model.get(aspect, "none") for of_model in words)))
-    names = ["what it is"] if len(counts) == 1 else [model.name for model in counts]
-    aspects = Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
-    cache = cache_chart([(each.name, each.spec) for each in counts], asked.cached, batch=asked.batch, at=asked.kv)
-    costly = (Section("Key-value cache", (cache, *_memory(counts, asked))), Section("FLOPs", _flops(counts)), *more)
+    blocks, aspects, costly = _component_blocks(counts, asked), _aspect_table(counts), _cost_sections(counts, asked)
     if len(counts) == 1:
         (model,) = counts
         count, spec, active = model.count, model.spec, costs(model.spec).active
         facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
         facts += [("used per token", f"{active:,}")] if active != count.total else []
         facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
-        facts += [("context", words[0]["context"])]
-        facts += [
-            (f"KV cache per token, {asked.cached}", abbreviated_bytes(cache_bytes(spec, 1, asked.cached).a_token))
-        ]
-        subtitle = f"{model.family or 'of no family'}, {abbreviated(count.total)} parameters"
+        facts += [("context", describe(spec)["context"])]
+        cached = abbreviated_bytes(cache_bytes(spec, 1, asked.cached).a_token)
+        facts += [(f"KV cache per token, {asked.cached}", cached)]
+        subtitle = f"{model.family or 'unknown family'}, {abbreviated(count.total)} parameters"
         sections = [
-            Section("Parameters", (treemap(model.name, spec), *components)),
+            Section("Parameters", (treemap(model.name, spec), *blocks)),
             Section("What it is", (aspects, *layer_diagrams(spec))),
             *costly,
             *noted(model.notes),
         ]
         return Page(model.name, subtitle, facts=tuple(facts), sections=tuple(sections))
-    totals = [model.count.total for model in counts]
-    many = counted(len(counts), "model")
+    totals, many = [model.count.total for model in counts], counted(len(counts), "model")
     layers = [figure for model in counts for figure in layer_diagrams(model.spec, model.name)]
-    charts = parameter_bars([(each.name, each.count.by_component) for each in counts])
+    charts = parameter_bars([(model.name, model.count.by_component) for model in counts])
     sections = [
-        Section("Parameters", (*charts, *components)),
+        Section("Parameters", (*charts, *blocks)),
         Section("What they are", (aspects,)),
         *costly,
         *(Section(model.name, (treemap(model.name, model.spec),)) for model in counts),
@@ -76,14 +54,56 @@ def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> 
         *noted([f"{model.name}: {note}" for model in counts for note in model.notes]),
     ]
     return Page(
-        title=", ".join(model.name for model in counts) if len(counts) <= MOST_NAMES else f"{len(counts)} models",
+        title=", ".join(model.name for model in counts) if len(counts) <= MOST_NAMES else many,
         subtitle=f"{many} side by side, from {abbreviated(min(totals))} to {abbreviated(max(totals))} parameters",
         sections=tuple(sections),
     )
 
 
+def _compared(counts: Sequence[ModelCount]) -> bool:
+    """Return whether the two models are one model before and after a swap."""
+    return len(counts) == 2 and counts[1].swap is not None
+
+
+def _component_blocks(counts: Sequence[ModelCount], asked: Scenario) -> list[Table | Figure]:
+    """Return the table of components that the terminal shows too, and with a dtype a chart of the bytes."""
+    sheet = models_sheet(counts, asked.dtype, _compared(counts))
+    if len(counts) == 1:
+        sheet = component_sheet(counts[0], asked.dtype)
+    weights = [(model.name, model.figures.weights) for model in counts if model.figures and model.figures.weights]
+    parts = [(name, {part: size for part, size in sizes.items() if part != "total"}) for name, sizes in weights]
+    blocks: list[Table | Figure] = [replace(sheet, title="Parameters by component").as_table()]
+    return blocks + ([bars(parts, title=f"Weights by component, {asked.dtype}", what="bytes")] if parts else [])
+
+
+def _aspect_table(counts: Sequence[ModelCount]) -> Table:
+    """Return what each model is in words, with a row for each aspect."""
+    words = [describe(model.spec) for model in counts]
+    rows = [("family", *(model.family or "–" for model in counts))]
+    for aspect in dict.fromkeys(aspect for of_model in words for aspect in of_model):
+        rows.append((aspect, *(of_model.get(aspect, "none") for of_model in words)))
+    names = ["what it is"] if len(counts) == 1 else [model.name for model in counts]
+    return Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
+
+
+def _cost_sections(counts: Sequence[ModelCount], asked: Scenario) -> list[Section]:
+    """Return the sections on the cache and FLOPs, those of the figures asked for, and the guarantees of swaps."""
+    named = [(model.name, model.spec) for model in counts]
+    cache = cache_chart(named, asked.cached, batch=asked.batch, at=asked.kv)
+    sections = [Section("Key-value cache", (cache, *_memory(counts, asked))), Section("FLOPs", _flops(counts))]
+    for sheet in cost_sheets(counts, asked, compared=_compared(counts)):
+        if sheet.rows:
+            notes = [Lines(sheet.notes)] if sheet.notes else []
+            sections.append(Section(sheet.title, (sheet.as_table(), *notes)))
+    for model in counts:
+        if model.swap is not None:
+            lines = (f"Guarantee: {promise(model.swap)}", *model.swap["notes"])
+            sections.append(Section(f"{model.name}: guarantee", (Lines(lines, listed=True),)))
+    return sections
+
+
 def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
-    """Weights and cache together, a bar a model and context; with activations where memory was asked for."""
+    """Return a chart of weights and cache for each model and context, with activations if memory was asked for."""
     dtype = asked.dtype or "bfloat16"
     rows: dict[str, dict[str, int]] = {}
     for model in counts:
@@ -99,30 +119,14 @@ def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
     return [bars(list(rows.items()), title=title, what="bytes")] if rows else []
 
 
-def _components(counts: Sequence[ModelCount]) -> Table:
-    """A row a component, a column a model; of one model with its share."""
-    labels = list(dict.fromkeys(label for model in counts for label in model.count.by_component))
-    alone = len(counts) == 1
-    listed = [(label, [model.count.by_component.get(label) for model in counts]) for label in labels]
-    listed.append(("total", [model.count.total for model in counts]))
-    listed.append(("without embedding, positions and head", [model.count.non_embedding for model in counts]))
-    rows = []
-    for label, numbers in listed:
-        cells = ["–" if number is None else f"{number:,}" for number in numbers]
-        rows.append((label, *cells, *([unbroken_percentage(numbers[0] or 0, counts[0].count.total)] if alone else [])))
-    names = ["parameters", "share"] if alone else [model.name for model in counts]
-    columns = (("component", False), *((name, True) for name in names))
-    return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]), bold="the total")
-
-
 def layer_diagrams(spec: ModelSpec, name: str = "") -> list[Figure]:
-    """One for each kind of layer, of the first that is of it; of many kinds the first ones."""
-    kinds = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
-    return [block_diagram(spec, layer, name) for layer in kinds[:_MOST_DIAGRAMS]]
+    """Return a diagram of the first layer of each kind, up to `_MOST_DIAGRAMS`."""
+    layers = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
+    return [block_diagram(spec, layer, name) for layer in layers[:_MOST_DIAGRAMS]]
 
 
 def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
-    """Of one token, at the context that everything on the page is told at: one for all."""
+    """Return the FLOPs of one token, for all models at one context."""
     context = next((model.figures.context for model in counts if model.figures is not None), None)
     context = common_context([model.spec for model in counts]) if context is None else context
     able = [(model.name, costs(model.spec, context).flops) for model in counts if fits(model.spec, context)]
@@ -130,6 +134,5 @@ def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
         f"These are the FLOPs of the forward pass for one token that sees {context:,} tokens, itself included. In"
         " matrix products a multiplication and its addition count as two."
     ]
-    unable = [model.name for model in counts if not fits(model.spec, context)]
-    lines += [f"{name} has fewer positions than that." for name in unable]
+    lines += [f"{model.name} has fewer positions than that." for model in counts if not fits(model.spec, context)]
     return Lines(tuple(lines)), *([bars(able, title="FLOPs per token by component", what="FLOPs")] if able else [])

@@ -52,6 +52,7 @@ class Sheet:
     rows: tuple[SheetRow, ...]
     notes: tuple[str, ...] = ()
     words: int = 0
+    heading: str = ""
 
     def width(self) -> int:
         headings = [name[:_WIDEST_NAME] for name in self.columns]
@@ -85,7 +86,7 @@ class Sheet:
         return pieces
 
     def as_table(self) -> pages.Table:
-        columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
+        columns = ((self.heading, False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
         return pages.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
 
@@ -96,7 +97,7 @@ class Sheet:
         for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
             if index:
                 yield ""
-            yield layout.table(["", *part.columns[: part.words]], part.columns[part.words :], part.rows)
+            yield layout.table([self.heading, *part.columns[: part.words]], part.columns[part.words :], part.rows)
         yield from map(layout.note, self.notes)
 
 

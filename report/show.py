@@ -9,6 +9,7 @@ from rich.text import Text
 from ..analysis.aspects import describe
 from ..analysis.params import ModelCount
 from ..components import differences
+from .counts import model_facts, named_heading
 from .diagram import block_diagram
 from .drawing import path_lines, plain_words
 from .pages import Lines, Page, Section, Table, noted
@@ -31,13 +32,8 @@ def model_drawing(
         cleaned = plain_words("".join(c if c.isprintable() else "?" for c in words), ascii_only)
         return [Text(each, style=style, no_wrap=True, overflow="ignore") for each in folded(cleaned, width)]
 
-    words = describe(model.spec)
-    number, *differ = words["layers"].split(" ", 1)
-    facts = [model.family, " ".join([number, "layer" if number == "1" else "layers", *differ])]
-    facts += [f"hidden size {words['hidden size']}", f"positions {words['positions']}"]
-    facts += [] if words["window"] == "none" else [f"window {words['window']}"]
     yield from line(model.name, "bold")
-    yield from line(" · ".join(filter(None, [*facts, words["block"], f"context {words['context']}"])))
+    yield from line(" · ".join(filter(None, [model.family, *model_facts(model.spec)])))
     yield ""
     if layer is None:
         yield from tree_lines(graph, width, ascii_only)
@@ -61,8 +57,7 @@ def model_drawing(
 def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
     """A model of an unknown family: its name, and the tree that the names of its tensors make."""
     assert model.named is not None
-    yield Text(terminal.clean(model.name), style="bold")
-    yield terminal.note(f"by names; gptkit does not support its family · from {model.named.source}")
+    yield from named_heading(terminal, model)
     yield ""
     yield from tree_lines(model.named, terminal.width, terminal.ascii_only)
 
