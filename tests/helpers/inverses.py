@@ -142,6 +142,13 @@ def _pairs(before: ModelSpec, asked: Asked) -> Step | None:
     return again(asked, "rope_pairs", found.pop()) if len(found) == 1 else None
 
 
+def _window(before: ModelSpec, asked: Asked) -> Step | None:
+    """The way back, where all layers had one window, or none."""
+    found = [getattr(before.blocks[layer].mixer("attention"), "window", "other") for layer in asked.chosen(before)]
+    windows = {each for each in found if each != "other"}
+    return again(asked, "window", str(windows.pop() or "none")) if len(windows) == 1 else None
+
+
 def _vocabulary(before: ModelSpec, asked: Asked) -> Step | None:
     grows = asked.argument is not None or int(asked.value) > before.vocab_size
     return Step("vocab", str(before.vocab_size)) if grows else None
@@ -180,5 +187,7 @@ INVERSES: dict[tuple[str, str], Inverse] = {
     ("untie", ""): lambda before, asked: Step("tie", ""),
     ("vocab", "N"): _vocabulary,
     ("vocab", "multiple:N"): _vocabulary,
+    ("window", "N"): _window,
+    ("window", "none"): _window,
 }
 """By a swap's option and form; what is not named has none."""
