@@ -1,7 +1,7 @@
-"""Counts as rows for a spreadsheet: one header, then a row a component, layer or tensor, or a row a model.
+"""CSV of counts for a spreadsheet: a row for each component, layer, tensor or model.
 
-RFC 4180 by Python's csv module, numbers without separators. A cell that begins with = + - @, which a spreadsheet would
-take for a formula, has a ' before it; only models have such names.
+Python's csv module writes it as in RFC 4180. Numbers have no separators. A spreadsheet takes a cell that begins with
+= + - or @ for a formula, so such a cell gets a ' in front. Only names of models begin like that.
 """
 
 import csv
@@ -18,18 +18,18 @@ _FORMULA = ("=", "+", "-", "@")
 
 By = Literal["component", "layer", "tensor"]
 
-CsvRow = dict[str, str | int]  # a cell for each heading; a heading that it lacks is an empty cell
+CsvRow = dict[str, str | int]  # the cells by heading; a missing heading is an empty cell
 
 
 def write_csv(rows: Sequence[CsvRow], file: TextIO | None = None) -> None:
-    """The rows under the headings of all of them, on standard output unless another file is given."""
+    """Write rows under all of their headings to `file`, by default standard output."""
     headings: list[str] = []
     for row in rows:
-        place = 0
-        for heading in row:  # one that is new stands where it does in its row
+        index = 0
+        for heading in row:  # a new heading follows the one before it in its row
             if heading not in headings:
-                headings.insert(place, heading)
-            place = headings.index(heading) + 1
+                headings.insert(index, heading)
+            index = headings.index(heading) + 1
     writer = csv.DictWriter(file or sys.stdout, headings, restval="")
     writer.writeheader()
     writer.writerows({heading: _cell(value) for heading, value in row.items()} for row in rows)
@@ -43,7 +43,7 @@ def _cell(value: str | int) -> str | int:
 
 
 def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[CsvRow]:
-    """A row a component and model, of each layer, or a tensor; the parameters of a model's rows sum to its total."""
+    """Return rows for each model by component, layer or tensor. Their parameters sum to the model's total."""
     rows = []
     for model in counts:
         weights = None if dtype is None else weighed(model.spec, dtype, model.family)
@@ -56,15 +56,15 @@ def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -
 def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
 ) -> Iterator[tuple[CsvRow, int, int]]:
-    """Cells, parameters and bytes; 0 of these where no dtype is asked for."""
+    """Yield the cells of each row, its parameters, and its bytes, which are 0 without a dtype."""
     count = model.count if model.named is None else model.named.count
     sizes = weights or count
     if by == "tensor":
-        size = (lambda each: 0) if dtype is None else sizer(model.spec, dtype, model.family)
-        for each in model.parameters:
-            place: CsvRow = {"tensor": each.name, "layer": "" if each.layer is None else each.layer}
-            shape = "x".join(map(str, each.shape))
-            yield {**place, "component": each.component, "shape": shape}, each.count, size(each)
+        size = (lambda tensor: 0) if dtype is None else sizer(model.spec, dtype, model.family)
+        for tensor in model.parameters:
+            cells: CsvRow = {"tensor": tensor.name, "layer": "" if tensor.layer is None else tensor.layer}
+            shape = "x".join(map(str, tensor.shape))
+            yield {**cells, "component": tensor.component, "shape": shape}, tensor.count, size(tensor)
     elif by == "layer":
         for label, number in count.outside.items():
             yield {"layer": "", "component": label}, number, sizes.outside[label]
@@ -77,25 +77,26 @@ def _parts(
 
 
 def model_rows(counts: Sequence[ModelCount]) -> list[CsvRow]:
-    """A row a model: its figures as `as_json` has them, a column for each path to a number, kv_cache.8192.bytes."""
+    """Return a row for each model with the figures of its JSON. A column is a path, such as kv_cache.8192.bytes."""
     rows = []
-    for model in counts:  # what of the JSON is one figure a model
+    for model in counts:
         data = {name: value for name, value in model.as_json().items() if name not in ("by_layer", "notes", "stored")}
         if "kv_cache" in data:
-            data["kv_cache"] = {str(each.pop("context")): each for each in data["kv_cache"]}
+            data["kv_cache"] = {str(size.pop("context")): size for size in data["kv_cache"]}
         if "stages" in data.get("parallel", {}):
             parallel = data["parallel"]
             data["parallel"] = {**parallel, "notes": None, "stages": dict(enumerate(parallel["stages"]))}
             for stage in parallel["stages"]:
                 stage.pop("layers")
-        for each in data.get("memory", {}).values():
-            if isinstance(each, dict):
-                each.pop("assumed", None)
+        for memory in data.get("memory", {}).values():
+            if isinstance(memory, dict):
+                memory.pop("assumed", None)
         rows.append(dict(_flat(data)))
     return rows
 
 
 def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int]]:
+    """Yield the path and the value of each figure in nested dictionaries."""
     for name, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{path}{name}.")
@@ -106,5 +107,5 @@ def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int
 
 
 def _words(value: Any) -> str:
-    """An entry of a list in a cell: a step as attention=mqa, a note as it is."""
-    return " ".join(f"{name}={what}" for name, what in value.items()) if isinstance(value, dict) else str(value)
+    """Return an entry of a list in words: a step as attention=mqa, a note unchanged."""
+    return " ".join(f"{name}={setting}" for name, setting in value.items()) if isinstance(value, dict) else str(value)
