@@ -1,4 +1,4 @@
-"""What `params` tells beside its table: bytes, the key-value cache, FLOPs and memory, as sheets of figures."""
+"""The sheets of costs of `params`: bytes, the KV cache, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..analysis.parameters import count
 from ..analysis.params import ModelCount
 from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
-from .quantities import binary_bytes, decimal, difference, percent_change, whole_bytes
+from .quantities import binary_bytes, decimal, decimal_bytes, difference, percent_change, whole_bytes
 from .sheets import Sheet, SheetRow
 
 if TYPE_CHECKING:
@@ -22,43 +22,38 @@ if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
 
-_Model = tuple[str, ModelSpec, CostFigures]  # a name, a tree and its figures
-_Words = Callable[[str, int], str]  # how a figure under its label is written
-_Column = tuple[str, Mapping[str, int], _Words]  # a name, figures under their labels, and how they are written
-_NOTHING = "–"  # where a model has no such figure
+_Costed = tuple[str, ModelSpec, CostFigures]  # a name, a tree and its figures
+_Words = Callable[[str, int], str]  # formats a figure, given its label
+_Column = tuple[str, Mapping[str, int], _Words]  # a name, figures by label, and their format
+_NOTHING = "–"  # stands for a figure that a model does not have
 _TOTAL, _TOTAL_BINARY = "total", "total in GiB"
-_BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
+_ESTIMATES = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
 _LABELS = (
     *("attention", "feed-forward", "router", "head", "scores"),
     *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "gathered", "activations"),
-    *(_TOTAL, _TOTAL_BINARY, *_BESIDE),
+    *(_TOTAL, _TOTAL_BINARY, *_ESTIMATES),
 )
-"""In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
+"""The order of the rows. Rows of the cache, whose labels are numbers of tokens, keep their own order."""
 
 
 def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = False) -> list[Sheet]:
-    """A sheet for each thing asked for, models side by side; `compared` adds what the second has more or less."""
-    models = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
+    """Return a sheet for each kind of cost that was asked for, with the models side by side.
+
+    `compared` adds the difference between two models.
+    """
+    models = [(model.name, model.spec, model.figures) for model in counts if model.figures is not None]
+    allocated = [_allocated(name, bool(windows(spec)), figures.cache) for name, spec, figures in models]
+    allocated = allocated if len(models) == 1 else []
     sheets = [
-        *([_cache(models, asked, compared)] if asked.kv else []),
-        *(
-            [_allocated(models[0][0], bool(windows(models[0][1])), models[0][2].cache)]
-            if asked.kv and len(models) == 1
-            else []
-        ),
+        *([_cache(models, asked, compared), *allocated] if asked.kv else []),
         *(_flops(models, asked, compared) if asked.flops else []),
-        *(_memory(models, asked, compared) if asked.memory else []),
-        *(
-            [_allocated(models[0][0], bool(windows(models[0][1])), models[0][2].cache)]
-            if asked.memory and not asked.kv and len(models) == 1
-            else []
-        ),
+        *([*_memory(models, asked, compared), *([] if asked.kv else allocated)] if asked.memory else []),
         *([_formats(models)] if asked.memory and not compared else []),
         *(_explained(models) if asked.explain else []),
         *([_fits(models, asked)] if asked.gpu is not None else []),
         *([_split(models, asked)] if asked.spread else []),
     ]
-    sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
+    sheets = [sheet for sheet in sheets if sheet.rows]  # a sheet is empty if no model has enough positions
     notes = _context_notes(models, asked, compared)
     if asked.dtype in SCALES:
         notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits per parameter, without quantisation scales.")
@@ -68,8 +63,8 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = 
     return [*sheets, replace(last, notes=(*last.notes, *notes))]
 
 
-def _context_notes(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[str]:
-    """Why figures are told at this context, which models have none there, and which were not made for it."""
+def _context_notes(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[str]:
+    """Return why this context was chosen, and the models for which it is too long."""
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
     if chosen and any(stated_context(spec) != context for _, spec, _ in models):
@@ -85,39 +80,46 @@ def _context_notes(models: Sequence[_Model], asked: Scenario, compared: bool) ->
         if spec.positions is not None and max(lengths, default=0) > spec.positions.length:
             notes.append(f"{_NOTHING} {name} has only {spec.positions.length:,} positions.")
         own = stated_context(spec)
-        more = sorted({each for each in lengths if own is not None and each > own and fits(spec, each)})
-        if more:
-            whose = "the model's" if compared else f"{name}'s"
-            beyond[f"{' and '.join(f'{each:,}' for each in more)} tokens: beyond {whose} context of {own:,}."] = None
+        longer = sorted({length for length in lengths if own is not None and length > own and fits(spec, length)})
+        if longer:
+            whose, tokens = "the model's" if compared else f"{name}'s", " and ".join(f"{n:,}" for n in longer)
+            beyond[f"{tokens} tokens: beyond {whose} context of {own:,}."] = None
     return [*notes, *beyond]
 
 
 def _sheet(
     title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = _NOTHING
 ) -> Sheet:
-    """Columns of figures below one another's labels; a total is ruled off, and what is beside it is dim."""
-    there = dict.fromkeys(label for _, cells, _ in columns for label in cells)
+    """Return the columns as one sheet. `empty` stands for a figure that a column does not have."""
+    labels = dict.fromkeys(label for _, cells, _ in columns for label in cells)
     rows = []
-    for label in sorted(there, key=lambda label: _LABELS.index(label) if label in _LABELS else -1):
+    for label in sorted(labels, key=lambda label: _LABELS.index(label) if label in _LABELS else -1):
         numbers = [cells.get(label) for _, cells, _ in columns]
-        words = [partial(told, label) for *_, told in columns]
-        texts = [empty if number is None else told(number) for told, number in zip(words, numbers, strict=True)]
+        formats = [partial(words, label) for *_, words in columns]
+        texts = [empty if number is None else words(number) for words, number in zip(formats, numbers, strict=True)]
         if compared:
-            # A component that one side lacks it has none of; whatever else is lacking nobody knows.
+            # A missing component counts as 0. Any other missing figure is unknown.
             unknown = label not in _LABELS or not all(cells for _, cells, _ in columns)
             before, after = (number or 0 for number in numbers)
             known = None not in numbers or not unknown
-            texts += [difference(before, after, words[0]), percent_change(before, after)] if known else ["", ""]
-        style = "bold" if label == _TOTAL else "dim" if label in _BESIDE else None
+            texts += [difference(before, after, formats[0]), percent_change(before, after)] if known else ["", ""]
+        style = "bold" if label == _TOTAL else "dim" if label in _ESTIMATES else None
         rows.append(SheetRow(label, tuple(texts), style, ruled=label == _TOTAL))
     names = [*(name for name, *_ in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
 
 
 def _by_kind(
-    title: str, kinds: Sequence[tuple[str, str, Sequence[str]]], models: Sequence[_Model], words: _Words, compared: bool
+    title: str,
+    kinds: Sequence[tuple[str, str, Sequence[str]]],
+    models: Sequence[_Costed],
+    words: _Words,
+    compared: bool,
 ) -> list[Sheet]:
-    """Of one model a sheet with a column a kind; of several a sheet a kind. kinds: (name, own title, notes)."""
+    """Return one sheet with a column for each kind of one model, or for several models a sheet for each kind.
+
+    A kind is its name, the title of its own sheet, and its notes.
+    """
     if len(models) == 1:
         columns = [(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
         return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]
@@ -132,60 +134,60 @@ def _sequences(batch: int, tokens: int) -> str:
     return f"{tokens:,} tokens" if batch == 1 else f"{batch:,} × {tokens:,} tokens"
 
 
-def _cache(models: Sequence[_Model], asked: Scenario, compared: bool) -> Sheet:
+def _cache(models: Sequence[_Costed], asked: Scenario, compared: bool) -> Sheet:
     columns: list[_Column] = []
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens caches w − 1 of them."] if windowed else []
-    both = [name for name, spec, _ in models if not spec.causal]
-    if both:
-        notes.append(f"{' and '.join(both)}: attention in both directions needs no cache.")
+    bidirectional = [name for name, spec, _ in models if not spec.causal]
+    if bidirectional:
+        notes.append(f"{' and '.join(bidirectional)}: attention in both directions needs no cache.")
     if any(spec.encoder is not None for _, spec, _ in models):
         notes.append("With an encoder, the cache also has keys and values of a source with as many tokens.")
     for name, _, figures in models:
-        sizes = [each for each in figures.cache if each is not None]
+        sizes = [size for size in figures.cache if size is not None]
         cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
         cells |= {_STATES: sizes[0].states} if sizes and sizes[0].states else {}
-        cells |= {_sequences(asked.batch, each.context): each.held for each in sizes}
-        cells |= {f"of these the source's {each.context:,}": each.of_source for each in sizes if each.of_source}
+        cells |= {_sequences(asked.batch, size.context): size.held for size in sizes}
+        cells |= {f"of which the source's {size.context:,}": size.of_source for size in sizes if size.of_source}
         columns.append((name, cells, _bytes))
         if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
-            holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
+            holds = f"{decimal_bytes(sizes[-1].in_transformers)} at {sizes[-1].context:,} tokens"
             notes.append(f"transformers repeats the keys and values of {name} before it caches them: {holds}.")
 
     return _sheet(f"KV cache, {asked.cached}", _alone(columns[0][1]) if len(models) == 1 else columns, compared, notes)
 
 
 _A_TOKEN = "per token"
-_STATES = "states, however long"
+_STATES = "states, for any length"
 
 
-def _alone(held: Mapping[str, int]) -> list[_Column]:
-    """The columns of one model's cache."""
+def _alone(sizes: Mapping[str, int]) -> list[_Column]:
+    """Return the columns of one model's cache."""
 
     def exact(label: str, nbytes: int) -> str:
-        return whole_bytes(nbytes) if label == _A_TOKEN else decimal(nbytes, "B")
+        return whole_bytes(nbytes) if label == _A_TOKEN else decimal_bytes(nbytes)
 
-    return [("bytes", held, exact), ("in KiB, GiB", held, lambda label, nbytes: binary_bytes(nbytes))]
+    return [("bytes", sizes, exact), ("in KiB, GiB", sizes, lambda label, nbytes: binary_bytes(nbytes))]
 
 
 def named_cache(model: ModelCount) -> list[Sheet]:
-    """The cache of a model of an unknown family, as its config.json tells it."""
+    """Return the cache of a model of an unknown family, computed from its config.json."""
     sizes = model.named.cache if model.named is not None else ()
     if not sizes:
         return []
-    held = {_A_TOKEN: sizes[0].a_token} | {_sequences(each.batch, each.context): each.held for each in sizes}
-    windowed = any(each.held < each.a_token * each.batch * each.context for each in sizes)
+    cells = {_A_TOKEN: sizes[0].a_token} | {_sequences(size.batch, size.context): size.held for size in sizes}
+    windowed = any(size.held < size.a_token * size.batch * size.context for size in sizes)
     note = ["From config.json alone: kinds of layers, heads, windows, ranks of latents and sizes of states."]
-    return [_sheet(f"KV cache, {sizes[0].dtype}", _alone(held), False, note), _allocated(model.name, windowed, sizes)]
+    return [_sheet(f"KV cache, {sizes[0].dtype}", _alone(cells), False, note), _allocated(model.name, windowed, sizes)]
 
 
 def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> Sheet:
-    """The cache as programs allocate it, a row a context."""
+    """Return the cache as programs allocate it, with a row for each context."""
     rows = []
     for size in sizes:
         if size is not None:
             cells = [size.in_transformers, size.in_vllm, size.in_llama_cpp]
-            words = tuple(_NOTHING if nbytes is None else decimal(nbytes, "B") for nbytes in cells)
+            words = tuple(_NOTHING if nbytes is None else decimal_bytes(nbytes) for nbytes in cells)
             rows.append(SheetRow(_sequences(size.batch, size.context), words))
     of_kinds = (", layers alike in padded groups", ", windows with the 512 tokens of a batch") if windowed else ("", "")
     notes = ["vLLM: blocks of 16 tokens{}. llama.cpp: float16, contexts padded to 256{}.".format(*of_kinds)]
@@ -195,10 +197,10 @@ def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> 
 
 
 def _bytes(label: str, nbytes: int) -> str:
-    return binary_bytes(nbytes) if label == _TOTAL_BINARY else decimal(nbytes, "B")
+    return binary_bytes(nbytes) if label == _TOTAL_BINARY else decimal_bytes(nbytes)
 
 
-def _flops(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[Sheet]:
+def _flops(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[Sheet]:
     context = models[0][2].context
     where = _sequences(asked.batch, context)
     notes = [
@@ -220,7 +222,7 @@ def _flops(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[Sh
     return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)
 
 
-def _memory(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[Sheet]:
+def _memory(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
     running, training = [], []
     for _, _, figures in models:
@@ -238,7 +240,7 @@ def _memory(models: Sequence[_Model], asked: Scenario, compared: bool) -> list[S
 
 
 def _cells(figures: CostFigures) -> dict[str, dict[str, int]]:
-    """The figures of each kind, by label; no kind that the model has none of."""
+    """Return a model's figures by kind and label. Kinds without figures are left out."""
     cells: dict[str, dict[str, int]] = {}
     token, prefill, step = figures.token, figures.prefill, figures.training
     if token is not None:
@@ -272,8 +274,8 @@ def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, 
     return {"weights": weights, "KV cache": cache, "activations": activations, _TOTAL: total, _TOTAL_BINARY: total}
 
 
-def _formats(models: Sequence[_Model]) -> Sheet:
-    """The weights in other formats: of one model with its bits a weight, else a column a model."""
+def _formats(models: Sequence[_Costed]) -> Sheet:
+    """Return the weights in other formats: of one model also in bits per weight, or else a column for each model."""
     rows, alone = [], len(models) == 1
     for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
         cells = []
@@ -281,10 +283,10 @@ def _formats(models: Sequence[_Model]) -> Sheet:
             nbytes = (figures.formats or {}).get(name)
             words = [_NOTHING] * 3
             if nbytes is not None:
-                words = [decimal(nbytes, "B"), binary_bytes(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
+                words = [decimal_bytes(nbytes), binary_bytes(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
             cells += words if alone else words[:1]
         rows.append(SheetRow(name, tuple(cells)))
-    columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
+    columns = ("bytes", "in powers of 1024", "bits per weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
     notes = [
         "nf4: as transformers loads it with bitsandbytes, with quantised scales; only linear layers outside of experts"
@@ -295,7 +297,7 @@ def _formats(models: Sequence[_Model]) -> Sheet:
     return Sheet("Weights in other formats", columns, tuple(rows), tuple(notes))
 
 
-def _explained(models: Sequence[_Model]) -> list[Sheet]:
+def _explained(models: Sequence[_Costed]) -> list[Sheet]:
     sheets = []
     for name, _, figures in models:
         total = figures.explained
@@ -309,22 +311,22 @@ def _explained(models: Sequence[_Model]) -> list[Sheet]:
     return sheets
 
 
-def _fits(models: Sequence[_Model], asked: Scenario) -> Sheet:
-    """Of one model a row a dtype; of several the longest context, a column a model."""
-    there = {name: figures.fits for name, _, figures in models if figures.fits is not None}
-    if not there or asked.gpu is None:
+def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
+    """Return what fits on the GPU, with a row for each dtype. Several models get only their longest context."""
+    fitting = {name: figures.fits for name, _, figures in models if figures.fits is not None}
+    if not fitting or asked.gpu is None:
         return Sheet("", (), ())
-    first, rows, alone = next(iter(there.values())), [], len(models) == 1
-    for dtype in dict.fromkeys(row.dtype for fitting in there.values() for row in fitting.rows):
+    first, rows, alone = next(iter(fitting.values())), [], len(models) == 1
+    for dtype in dict.fromkeys(row.dtype for of_model in fitting.values() for row in of_model.rows):
         cells: list[str] = []
         for name, _, _ in models:
-            row = next((row for row in there[name].rows if row.dtype == dtype), None) if name in there else None
+            row = next((row for row in fitting[name].rows if row.dtype == dtype), None) if name in fitting else None
             words = [f"{number:,}" if number else _NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
-            left = _NOTHING if row is None or row.left is None else decimal(row.left, "B")
-            cells += [decimal(row.weights, "B"), *words, left] if alone and row is not None else words[:1]
+            free = _NOTHING if row is None or row.left is None else decimal_bytes(row.left)
+            cells += [decimal_bytes(row.weights), *words, free] if alone and row is not None else words[:1]
         rows.append(SheetRow(dtype, tuple(cells)))
-    own = ("weights", "longest context", f"batch of {first.context:,}", "left over")
-    columns = own if alone else tuple(name for name, *_ in models)
+    columns: tuple[str, ...] = ("weights", "longest context", f"batch of {first.context:,}", "left over")
+    columns = columns if alone else tuple(name for name, *_ in models)
     what = "What fits" if alone else "The longest context that fits"
     size, equal = _card(asked.gpu)
     title = f"{what} in a {size} card ({equal})"
@@ -347,8 +349,8 @@ def _card(nbytes: int) -> tuple[str, str]:
     """Return the size by which a card is sold, such as 24 GB, and the same in GiB and in powers of 1000."""
     gib = f"{nbytes / 2**30:.4g}"
     if float(gib) * 2**30 != nbytes:
-        return decimal(nbytes, "B"), binary_bytes(nbytes)
-    return f"{gib} GB", f"{gib} GiB = {decimal(nbytes, 'B')}"
+        return decimal_bytes(nbytes), binary_bytes(nbytes)
+    return f"{gib} GB", f"{gib} GiB = {decimal_bytes(nbytes)}"
 
 
 def _batch_note(context: int, asked: Scenario) -> str:
@@ -358,8 +360,8 @@ def _batch_note(context: int, asked: Scenario) -> str:
     return f"{note}. Left over: the memory that this batch leaves free, which is too little for one more."
 
 
-def _split(models: Sequence[_Model], asked: Scenario) -> Sheet:
-    """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
+def _split(models: Sequence[_Costed], asked: Scenario) -> Sheet:
+    """Return the memory of a model that is split over GPUs: a column for each stage, or each model's fullest GPU."""
 
     def cells(stage: Stage) -> dict[str, int]:
         return _parts(stage.weight, stage.cache, stage.activations, stage.total)
@@ -375,7 +377,7 @@ def _split(models: Sequence[_Model], asked: Scenario) -> Sheet:
         for first, last, same in [] if several else layer_ranges(map(cells, split.stages)):
             columns.append(("each GPU" if split.pp == 1 else f"stage {range_label(first, last)}", same, _bytes))
         notes += [f"{name}: {note}" if several else note for note in split.notes]
-        notes.append(f"{name if several else 'Together'}: {decimal(split.together, 'B')} of weights on all GPUs.")
+        notes.append(f"{name if several else 'Together'}: {decimal_bytes(split.together)} of weights on all GPUs.")
     notes.append("Split as in Megatron-LM (1909.08053); communication buffers are not counted.")
     gpus = f"{asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp})"
     title = f"Memory on each of {gpus}, {asked.dtype or 'bfloat16'}, {_sequences(asked.batch, models[0][2].context)}"

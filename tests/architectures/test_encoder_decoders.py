@@ -241,7 +241,7 @@ def test_a_layer_at_a_time_it_is_the_same(name: str, tmp_path: Path) -> None:
 
 def test_what_the_cache_holds_of_the_source_is_told() -> None:
     told = CliRunner().invoke(app, ["params", "t5-small", "--kv", "512"], env={"COLUMNS": "100"}).output
-    assert "of these the source's 512" in told and "6.291 MB" in told and "a source with as many tokens" in told
+    assert "of which the source's 512" in told and "6.291 MB" in told and "a source with as many tokens" in told
     costs_told = CliRunner().invoke(app, ["params", "t5-small", "--flops", "--context", "512"]).output
     assert "encoder feed-forward" in costs_told
 
