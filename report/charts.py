@@ -1,8 +1,7 @@
-"""Charts of what trees hold and cost, from their shapes: parameters side by side, the key-value cache by context."""
+"""Charts of parameters by model and of the KV cache by context, and what all charts share."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, islice
 from typing import Any
 
 from ..analysis.costs import CONTEXT, cache_bytes, stated_context, usual_context, windows
@@ -11,70 +10,74 @@ from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
 from .quantities import abbreviated, abbreviated_bytes, unbroken_percentage
 
 DASHES = ("solid", "dash", "dot")  # lines differ by more than their colour
-_APART = 3  # models that differ in size by more than this are drawn by their shares too
-_NAME = 22  # characters of a model's name on a line beside its bar
-_FROM = 128  # tokens at which the cache's lines begin
-_UNITS = {"parameters": "KMBT"}  # a billion parameters is a B, of all else it is a G
+_APART = 3  # if models differ in size by more than this factor, their shares are drawn too
+_NAME = 22  # the most characters of a model's name on a line next to its bar
+_FROM = 128  # tokens at which the lines of the cache begin
+_UNITS = {"parameters": "KMBT"}  # a billion parameters is written B, and a billion of anything else G
 _Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
+_Points = Sequence[tuple[int, int]]  # lengths in tokens, and the bytes of the cache
 
 
 def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
-    """A bar a model, of parts. what: the unit in words; shares: whether all bars are as long as one another."""
+    """Draw a bar for each model, made of its parts. `what` is the unit. With `shares`, all bars have one length."""
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
     totals = [sum(numbers.values()) for _, numbers in models]
-    with_totals = list(zip(models, totals, strict=True))
-    left = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
-    colours = {part: COLOURS[part] if part in COLOURS else next(left, 7) for part in parts}
-    units = _UNITS.get(what, "kMGT")
+    free = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
+    colours = {part: COLOURS[part] if part in COLOURS else next(free, 7) for part in parts}
+    units, rows = _UNITS.get(what, "kMGT"), list(range(len(models)))
     traces: list[dict[str, Any]] = []
-    rows = list(range(len(models)))
     for part in parts:
         bar = {"color": f"var(--c{colours[part]})", "line": {"color": "var(--ground)", "width": 1}}
         lengths, hints = [], []
-        for (name, numbers), total in with_totals:
+        for (name, numbers), total in zip(models, totals, strict=True):
             number, whole = numbers.get(part, 0), max(total, 1)
             lengths.append(number / (whole if shares else 1))
             of_all = f"{number:,} {what}<br>{unbroken_percentage(number, whole)} of {total:,}"
             hints.append(f"<b>{safe(name)}: {safe(part)}</b><br>{of_all}")
-        shown = {"name": part, "y": rows, "x": lengths, "marker": bar, "hovertext": hints, "hoverinfo": "text"}
-        traces.append({"type": "bar", "orientation": "h", **shown})
-    if len(models) > 1 and not shares:  # each bar's figure beside its end: one may be too short to be seen
+        values = {"name": part, "y": rows, "x": lengths, "marker": bar, "hovertext": hints, "hoverinfo": "text"}
+        traces.append({"type": "bar", "orientation": "h", **values})
+    if len(models) > 1 and not shares:  # the total at the end of its bar, since a bar may be too short to be seen
         words = [f" {abbreviated(total, units)}" for total in totals]
-        beside = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
+        right = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
         quiet = {"cliponaxis": False, "hoverinfo": "skip", "showlegend": False}
-        traces.append({"type": "scatter", "mode": "text", "x": totals, "y": rows, **beside, **quiet})
-    if shares:
-        scale: dict[str, Any] = {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
-    else:  # round numbers from 0, about four
-        most = max(totals)
-        step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
-        values = list(range(0, most + 1, step))
-        room = 1.02 if len(models) == 1 else 1.2  # for the figure beside the longest
-        scale = {
-            "tickvals": values,
-            "ticktext": [abbreviated(value, units) for value in values],
-            "range": [0, most * room],
-        }
-    if not summary and len(models) > 1:
-        (small, least), (large, most) = (pick(with_totals, key=lambda pair: pair[1]) for pick in (min, max))
-        summary = f"From {least:,} {what} ({small[0]}) to {most:,} ({large[0]})."
-    elif not summary:
-        part, number = max(models[0][1].items(), key=lambda item: item[1])
-        summary = f"{totals[0]:,} {what}; most are in {part}, {unbroken_percentage(number, totals[0])}."
-    axis = {"zeroline": False, "ticks": "", "tickangle": 0}
-    title_below = {"text": f"share of {what}" if shares else what, "standoff": 4}
+        traces.append({"type": "scatter", "mode": "text", "x": totals, "y": rows, **right, **quiet})
+    scale: dict[str, Any] = {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
+    if not shares:
+        scale = _round_ticks(max(totals), units, 1.02 if len(models) == 1 else 1.2)  # with room for the longest total
+    plain_axis = {"zeroline": False, "ticks": "", "tickangle": 0}
+    below = {"text": f"share of {what}" if shares else what, "standoff": 4}
     by_name = {"tickvals": rows, "ticktext": [_short_name(name) for name, _ in models], "automargin": True}
+    x = {**plain_axis, "gridcolor": "var(--line)", "title": below, **scale}
+    y = {**plain_axis, "showgrid": False, "autorange": "reversed", **by_name}
+    margin = {"t": 8, "b": 60, "l": 8, "r": 12}
+    layout = plot_layout(34 * len(models) + 84, x, y, barmode="stack", bargap=0.3, margin=margin)
     columns = (("model", False), *((part, True) for part in parts), ("total", True))
     cells = tuple(
         (name, *(f"{numbers[part]:,}" if part in numbers else "–" for part in parts), f"{total:,}")
-        for (name, numbers), total in with_totals
+        for (name, numbers), total in zip(models, totals, strict=True)
     )
-    layout: dict[str, Any] = {"height": 34 * len(models) + 84, "barmode": "stack", "bargap": 0.3, "showlegend": False}
-    layout |= {"margin": {"t": 8, "b": 60, "l": 8, "r": 12}}
-    layout["xaxis"] = {**axis, "gridcolor": "var(--line)", "title": title_below, **scale}
-    layout["yaxis"] = {**axis, "showgrid": False, "autorange": "reversed", **by_name}
     keys = [Key(f"c{colours[part]}", part) for part in parts]
-    return figure(title, summary, traces, keys, Table(f"{title} as a table", columns, cells, folded=True), layout)
+    table = Table(f"{title} as a table", columns, cells, folded=True)
+    return figure(title, summary or _bars_summary(models, totals, what), traces, keys, table, layout)
+
+
+def _round_ticks(most: int, units: str, room: float) -> dict[str, Any]:
+    """Return the ticks of an axis from 0 to `room` times `most`: about four round numbers."""
+    step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
+    values = list(range(0, most + 1, step))
+    return {
+        "tickvals": values, "ticktext": [abbreviated(value, units) for value in values], "range": [0, most * room]
+    }  # fmt: skip
+
+
+def _bars_summary(models: _Named, totals: Sequence[int], what: str) -> str:
+    if len(models) > 1:
+        (least, small), (most, large) = (
+            pick(zip(totals, models, strict=True), key=lambda pair: pair[0]) for pick in (min, max)
+        )
+        return f"From {least:,} {what} ({small[0]}) to {most:,} ({large[0]})."
+    part, number = max(models[0][1].items(), key=lambda item: item[1])
+    return f"{totals[0]:,} {what}; most are in {part}, {unbroken_percentage(number, totals[0])}."
 
 
 def line_style(index: int) -> tuple[str, str]:
@@ -101,7 +104,7 @@ def vertical_line(x: float, **style: Any) -> dict[str, Any]:
 
 
 def parameter_bars(models: _Named) -> list[Figure]:
-    """Parameters by component, and where small models would be lost beside large ones, their shares too."""
+    """Draw parameters by component, and the shares too if small models would be too short next to large ones."""
     totals = [sum(numbers.values()) for _, numbers in models]
     figures = [bars(models, title="Parameters by component", what="parameters")]
     if max(totals) > _APART * min(totals):
@@ -111,7 +114,7 @@ def parameter_bars(models: _Named) -> list[Figure]:
 
 
 def _short_name(name: str) -> str:
-    """A name beside its bar: the end of a path, its words on two lines, the middle left out of what is longer."""
+    """Return a short name: of a path the end, on two lines if it has two words, and otherwise without its middle."""
     last = plain(name).rstrip("/").rpartition("/")[2] or plain(name)
     first, _, rest = last.partition(" ")
     lines = [last] if len(last) <= _NAME or not rest else [first, rest]
@@ -122,11 +125,11 @@ def _short_name(name: str) -> str:
 def cache_chart(
     models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", *, batch: int = 1, at: Sequence[int] = ()
 ) -> Figure:
-    """Bytes of the key-value cache of `batch` sequences against their length, a line a model, both axes logarithmic.
+    """Draw the bytes of the KV cache of `batch` sequences by their length, on logarithmic axes, as a line per model.
 
-    A line ends where the context does that its model is for, or at the longest of `at`, a table of positions
-    permitting. Where a window is full, the line bends. Contexts that somebody asked for, `at`, are marked, and each has
-    a column in the table. Raises UsageError for an unknown dtype.
+    A line ends at the context of its model, or at the longest of `at`, but not beyond a table of positions. It bends
+    where a window is full. The contexts `at` are marked, and are columns of the table. Raise UsageError for an unknown
+    dtype.
     """
     names = [name for name, _ in models]
     ends, lines = [], []
@@ -139,68 +142,70 @@ def cache_chart(
         lengths = sorted({first, end, *(length for length in lengths if first <= length <= end)})
         ends.append(end)
         lines.append([(length, cache_bytes(spec, length, dtype, batch).held) for length in lengths])
-    colours = list(islice(cycle(f"c{n}" for n in range(PALETTE)), len(models)))
-    dashes = list(islice(cycle(DASHES), len(models)))
-    traces = []
+    traces, keys = [], []
     for index, (name, line) in enumerate(zip(names, lines, strict=True)):
-        # A line is wider, to be seen below those that lie on it.
-        under = min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2)
-        colour, lengths = f"var(--{colours[index]})", [length for length, _ in line]
-        marks: dict[str, Any] = {"size": [(13 if length in at else 5) + 3 * under for length in lengths]}
-        marks["symbol"] = ["diamond" if length in at else "circle" for length in lengths]
-        trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
-        trace |= {"x": lengths, "y": [nbytes for _, nbytes in line], "marker": {**marks, "color": colour}}
-        trace["line"] = {"color": colour, "dash": dashes[index], "width": 2 + 3 * under}
+        colour, dash = f"c{index % PALETTE}", DASHES[index % len(DASHES)]
+        # A line is wider if others lie on it, so that it remains visible.
+        covered = min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2)
+        lengths, paint = [length for length, _ in line], f"var(--{colour})"
+        marks: dict[str, Any] = {"size": [(13 if length in at else 5) + 3 * covered for length in lengths]}
+        marks |= {"symbol": ["diamond" if length in at else "circle" for length in lengths], "color": paint}
         hints = [
-            f"<b>{safe(name)}</b><br>{n:,} tokens<br>{abbreviated_bytes(size)} ({size:,} bytes)" for n, size in line
+            f"<b>{safe(name)}</b><br>{tokens:,} tokens<br>{abbreviated_bytes(nbytes)} ({nbytes:,} bytes)"
+            for tokens, nbytes in line
         ]
-        traces.append({**trace, "hovertext": hints})
+        trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
+        trace |= {"x": lengths, "y": [nbytes for _, nbytes in line], "marker": marks, "hovertext": hints}
+        traces.append(trace | {"line": {"color": paint, "dash": dash, "width": 2 + 3 * covered}})
+        keys.append(Key(f"line {colour} {dash}", name))
+    x = powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
+    y = _decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))
+    y |= {"automargin": True, "title": {"text": "KV cache", "standoff": 4}}
+    lengths = sorted(set(at)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
+    rows = []
+    for (name, spec), end in zip(models, ends, strict=True):
+        sizes = [abbreviated_bytes(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in lengths]
+        last = cache_bytes(spec, end, dtype, batch)
+        rows.append((name, f"{last.a_token:,} B", *sizes, f"{end:,}", abbreviated_bytes(last.held)))
+    headings = ("per token", *(f"at {n:,}" for n in lengths), "longest context", "there")
+    columns = (("model", False), *((heading, True) for heading in headings))
+    table = Table("Key-value cache as a table", columns, tuple(rows), folded=True)
+    summary = _cache_summary(models, lines, dtype, batch, at)
+    return figure("Key-value cache by context", summary, traces, keys, table, plot_layout(360, x, y))
+
+
+def _cache_summary(
+    models: Sequence[tuple[str, ModelSpec]], lines: Sequence[_Points], dtype: str, batch: int, at: Sequence[int]
+) -> str:
+    names = [name for name, _ in models]
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
-    bent = [name for name, spec in models if windows(spec)]
-    most = abbreviated_bytes(lines[largest][-1][1]).replace(" ", "\u00a0")
+    end, most = lines[largest][-1][0], abbreviated_bytes(lines[largest][-1][1]).replace(" ", "\u00a0")
     whose = "One sequence's cache" if batch == 1 else f"The cache of {batch:,} sequences"
-    summary = f"{whose} in {dtype}, up to {most} at {ends[largest]:,} tokens"
+    summary = f"{whose} in {dtype}, up to {most} at {end:,} tokens"
     summary += f" ({names[largest]})." if len(models) > 1 else "."
+    bent = [name for name, spec in models if windows(spec)]
     summary += f" A line bends where a window is full: {', '.join(bent)}." if bent else ""
-    groups: list[list[int]] = []  # of lines that lie on one another
+    groups: list[list[int]] = []
     for index, line in enumerate(lines):
         group = next((group for group in groups if _one_line(lines[group[0]], line)), None)
         groups.append([index]) if group is None else group.append(index)
-    for alike in (group for group in groups if len(group) > 1):
-        summary += f" On one line as far as each goes: {', '.join(names[index] for index in alike)}."
+    for group in groups:
+        if len(group) > 1:
+            summary += f" On one line as far as each goes: {', '.join(names[index] for index in group)}."
     unsaid = [name for name, spec in models if stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
-    summary += f" Diamonds: {' and '.join(f'{length:,}' for length in at)} tokens." if at else ""
-    across = powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
-    up = _decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))
-    up |= {"automargin": True, "title": {"text": "KV cache", "standoff": 4}}
-    layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
-    layout |= {"xaxis": across, "yaxis": up}
-    styles = (f"line {colour} {dash}" for colour, dash in zip(colours, dashes, strict=True))
-    shown = sorted(set(at)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
-    rows = []
-    for (name, spec), end in zip(models, ends, strict=True):
-        cells = [abbreviated_bytes(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in shown]
-        last = cache_bytes(spec, end, dtype, batch)
-        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", abbreviated_bytes(last.held)))
-    figures = ("per token", *(f"at {n:,}" for n in shown), "longest context", "there")
-    columns = (("model", False), *((name, True) for name in figures))
-    table = Table("Key-value cache as a table", columns, tuple(rows), folded=True)
-    return figure("Key-value cache by context", summary, traces, map(Key, styles, names), table, layout)
-
-
-_Points = Sequence[tuple[int, int]]  # tokens and bytes there
+    return summary + (f" Diamonds: {' and '.join(f'{length:,}' for length in at)} tokens." if at else "")
 
 
 def _one_line(one: _Points, other: _Points) -> bool:
-    """Whether two lines lie on one another as far as the shorter goes."""
+    """Return whether two lines are the same as far as the shorter one goes."""
     first, second = dict(one), dict(other)
     shared = first.keys() & second.keys()
     return len(shared) > 1 and all(first[length] == second[length] for length in shared)
 
 
 def powers(least: int, most: int) -> dict[str, Any]:
-    """A logarithmic axis with powers of two on it, as many as are legible, as contexts are called: 512, 8k, 128k."""
+    """Return a logarithmic axis with up to seven powers of two as its ticks: 512, 8k, 128k."""
     low, high = math.floor(math.log2(max(least, 1))), math.ceil(math.log2(max(most, 2)))
     values = [2**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 6)))]
     words = (f"{number // 1024:,}k" if number >= 1024 else str(number) for number in values)
@@ -208,7 +213,7 @@ def powers(least: int, most: int) -> dict[str, Any]:
 
 
 def _decades(least: int, most: int) -> dict[str, Any]:
-    """A logarithmic axis with bytes at 1, 2 and 5 of each power of ten, or where it spans many at 1 alone."""
+    """Return a logarithmic axis of bytes with ticks at 1, 2 and 5 of each power of ten, or only at 1 of many powers."""
     low, high = math.log10(max(least, 1)), math.log10(max(most, 2))
     powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 6)))
     values = [digit * 10**power for power in powers for digit in ((1, 2, 5) if high - low < 2 else (1,))]
@@ -218,6 +223,6 @@ def _decades(least: int, most: int) -> dict[str, Any]:
 
 
 def _logarithmic(values: Sequence[int], words: Iterable[str], low: float, high: float) -> dict[str, Any]:
-    """An axis from one power of ten to another, with words at some values."""
+    """Return an axis from 10**low to 10**high with words at some values."""
     named = {"tickvals": list(values), "ticktext": list(words), "tickangle": 0}
     return {"type": "log", "range": [low, high], **named, "gridcolor": "var(--line)", "zeroline": False, "ticks": ""}

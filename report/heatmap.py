@@ -1,8 +1,8 @@
-"""A heatmap over a model: a row a component, a column a layer, and what stands outside of layers before and after them.
+"""A heatmap of the differences between two models, with a row for each component and a column for each layer.
 
-Made for how far two models are apart at each place. Exactly 0 has a colour of its own, since no logarithm has a place
-for it, and so has what rounding explains, whatever its size. What counts as a difference is coloured by a logarithmic
-scale, from the least of the figure's own values to the largest: what is worst stands out, whatever its size.
+Components outside of layers have columns before and after the layers. Exactly 0 has its own colour, because it has no
+logarithm, and so do differences within rounding. The other differences are coloured on a logarithmic scale from the
+smallest to the largest of the figure, so that the largest stands out, whatever its size.
 """
 
 import math
@@ -13,36 +13,33 @@ from typing import Any, Literal
 from .pages import Figure, Key, Table, figure, safe
 from .quantities import compact
 
-_NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
-_TICKS = 6  # values named on the scale, at most
+_NARROWEST = 0.5  # powers of ten that the colours span at least, so that similar values look similar
+_TICKS = 6  # the most values named on the scale
 _ROW, _MARGIN, _SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
 _LABELS, _COLUMN, _NARROW = 160, 34, 18
-"""Pixels: of the components' names and their title, of a column at least with figures in it, and without."""
-_MOST_FIGURES = 16  # columns up to which the cells have figures in them
-_LONGEST = 17  # characters of a component's name on one line
-_SOME = 5  # of narrow columns every so many has its layer above it
+"""The least pixels of the components' names with their title, of a column with figures in it, and of one without."""
+_MOST_FIGURES = 16  # with more columns, the cells have no figures in them
+_LONGEST = 17  # the most characters of a component's name on one line
+_SOME = 5  # if columns are narrow, every fifth layer is named above them
 _BEFORE, _AFTER = "in", "out"
 _KINDS = {
     "zero": "exactly 0",
     "rounding": "within rounding",
     "counts": "more than rounding explains",
-    "apart": "on one side alone, or of another shape",
+    "apart": "only on one side, or of another shape",
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One place: its component in words, its layer (None outside of layers), the figure (0 or more; infinite where a
-    side is no number), lines for whoever points at it, and whether it counts as a difference. `apart` is what stands in
-    a cell that has no figure, since there is nothing to hold it against.
-    """
+    """The difference of a component at one layer."""
 
-    component: str
-    layer: int | None
-    value: float
-    told: tuple[str, ...]
-    counts: bool
-    apart: str = ""
+    component: str  # in words
+    layer: int | None  # None outside of layers
+    value: float  # 0 or more; infinite if a side has NaN or infinite values
+    lines: tuple[str, ...]  # of the hint
+    counts: bool  # whether rounding cannot explain it
+    apart: str = ""  # the text of a cell without a figure, because only one side has the component
 
     @property
     def kind(self) -> Literal["zero", "rounding", "counts", "apart"]:
@@ -61,8 +58,11 @@ def heatmap(
     marked: Cell | None = None,
     down: str = "component",
 ) -> Figure:
-    """The figure of cells in the order of computation. measure: what colours are; marked: the cell with a frame."""
-    rows: list[str] = []  # what one layer alone has stands behind what it follows there
+    """Draw cells, which are in the order of computation.
+
+    `measure` is the title of the colour scale, and `down` that of the rows. `marked` gets a frame.
+    """
+    rows: list[str] = []  # a component that only one layer has follows the component before it there
     placed: list[tuple[Cell, str]] = []
     outside, before = _BEFORE, None
     for cell in cells:
@@ -84,19 +84,19 @@ def heatmap(
         x, y = columns.index(next(column for cell, column in placed if cell is marked)), rows.index(marked.component)
         corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
         frames.append({"type": "rect", **corners, "line": {"color": "var(--mark)", "width": 3}})
-        keys.append(Key("mark", "the first place that parts"))
-    # The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest.
+        keys.append(Key("mark", "the first place that differs"))
+    # Infinite values have the colour of the largest finite value.
     logs = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
     low, high = min(logs, default=0.0), max(logs, default=0.0)
     middle, half = (low + high) / 2, max(high - low, _NARROWEST) / 2
     ends = (middle - half, middle + half)
     named = columns
-    if not written:  # where columns are narrow only some have their name above, so that names do not touch
+    if not written:  # narrow columns do not all have their name above, so that names do not touch
         some = {str(layer) for layer in layers if layer % _SOME == 0}
         some -= {*([columns[-2]] if columns[-1] == _AFTER else []), *(["0"] if columns[0] == _BEFORE else [])}
         named = [name for name in columns if name in some or name in (_BEFORE, _AFTER)]
     axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
-    # Ticks stand by name: a number would be taken for the column that is called so.
+    # Ticks are names: plotly would take a number for the index of a column.
     ordered = {"type": "category", "categoryorder": "array", "categoryarray": columns}
     across = {"side": "top", "title": {"text": "layer", "standoff": 4}, "range": [-0.5, len(columns) - 0.5]}
     below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
@@ -111,7 +111,6 @@ def heatmap(
     for kind in kinds:
         scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
         mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
-        # A value beyond all figures is as high as the largest.
         z = [
             [None if cell is None else min(math.log10(cell.value), ends[1]) if scaled else 0 for cell in line]
             for line in mine
@@ -127,7 +126,7 @@ def heatmap(
 
 
 def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
-    """The colours of what counts, and their scale: powers of ten, with 2 and 5 between them where few are."""
+    """Return the colours of differences and their scale: powers of ten, with 2 and 5 between if there are few."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / _TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
@@ -142,7 +141,7 @@ def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _folded(component: str) -> str:
-    """A name without what stands in brackets, on two lines where it is long: phones are narrow."""
+    """Return a name without its part in brackets, on two lines if it is long, since phones are narrow."""
     name = component.split(" (")[0]
     first, _, rest = name.partition(" ")
     return f"{safe(first)}<br>{safe(rest)}" if len(name) > _LONGEST and rest else safe(name)
@@ -151,4 +150,4 @@ def _folded(component: str) -> str:
 def _hover(cell: Cell) -> str:
     name, bracket, more = cell.component.partition(" (")
     where = name if cell.layer is None else f"layer {cell.layer} {name}"
-    return "<br>".join([f"<b>{safe(where)}</b>", *([safe(f"({more}")] if bracket else []), *map(safe, cell.told)])
+    return "<br>".join([f"<b>{safe(where)}</b>", *([safe(f"({more}")] if bracket else []), *map(safe, cell.lines)])

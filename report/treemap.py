@@ -1,4 +1,4 @@
-"""Parameters as nested areas: components, in them layers, in them tensors, each as large as its share."""
+"""A map of the parameters: nested areas of components, layers and tensors, whose size is their share."""
 
 import math
 import re
@@ -10,50 +10,49 @@ from typing import Any
 import msgspec
 
 from ..analysis.parameters import count
+from ..analysis.tensors import tensor_groups
 from ..components import Block, ModelSpec
 from ..components.model import walk
 from ..components.ranges import layer_ranges, range_label
 from .pages import COLOURS, Figure, Key, Table, figure, safe
-from .quantities import abbreviated, counted, unbroken_percentage
+from .quantities import abbreviated, counted, dimensions, percentage, unbroken_percentage
 
 _SMALLEST, TOGETHER = 1 / 60, 1 / 22
-"""Of the whole: what the name of a layer needs on a phone, and that of several, which are one area where each has less.
+"""The shares of the whole that the name of one layer and of several layers need on a phone. Equal layers with smaller
+shares have one area together.
 """
-_MOST_CELLS = 2500  # areas up to which each layer has its own; beyond, neighbours alike are one
+_MOST_CELLS = 2500  # if there are more areas, equal neighbouring layers share one
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor, or as many alike as a layer's experts have."""
+    """A tensor, or the equal tensors of a layer's experts."""
 
     component: str
     name: str
     shape: tuple[int, ...]
-    times: int
+    times: int  # the number of equal tensors
 
     @property
     def number(self) -> int:
         return math.prod(self.shape) * self.times
 
 
-_Cell = tuple[str, str, str, int, str, tuple[str, ...]]
-"""An area: its place, that of its parent, what it is called, its parameters, its component, and lines for whoever
-points at it.
-"""
-_Run = tuple[int, int, list[_Tensor]]  # layers alike: the first, the last, and what is in one of them
+_Area = tuple[str, str, str, int, str, tuple[str, ...]]
+"""An area: its path, its parent's path, its label, its parameters, its component, and the lines of its hint."""
+_Layers = tuple[int, int, list[_Tensor]]  # equal layers: the first, the last, and the tensors of one of them
 
 
 def treemap(name: str, spec: ModelSpec) -> Figure:
-    """Parameters by component, then layer, then tensor (of all experts): areas that open when they are chosen."""
+    """Draw the parameters by component, then by layer, then by tensor. A click opens an area."""
     by_component, total = count(spec).by_component, count(spec).total
     kinds = {block: _layer_tensors(block) for block in dict.fromkeys(spec.blocks)}
-    alike = [(first, last, kinds[block]) for first, last, block in layer_ranges(spec.blocks)]
     first_layer = msgspec.structs.replace(spec, blocks=spec.blocks[:1])
     outside = [_Tensor(p.component, p.name, p.shape, 1) for p in first_layer.parameters() if p.layer is None]
     runs = [(index, index, kinds[block]) for index, block in enumerate(spec.blocks)]
     if sum(len(tensors) for _, _, tensors in runs) > _MOST_CELLS:  # there is no room for all of them
-        runs = alike
-    cells: list[_Cell] = [("/", "", name, total, "", (counted(len(spec.blocks), "layer"),))]
+        runs = [(first, last, kinds[block]) for first, last, block in layer_ranges(spec.blocks)]
+    cells: list[_Area] = [("/", "", name, total, "", (counted(len(spec.blocks), "layer"),))]
     cells += _cells(by_component, total, outside, runs)
     places, parents, labels, values, components, _ = map(list, zip(*cells, strict=True))
     largest = max(by_component.items(), key=lambda item: item[1])
@@ -73,11 +72,11 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     trace |= {"hovertext": hints, "hoverinfo": "text", "textfont": ink, "marker": {"colors": paint, **edges}}
     trace |= {"pathbar": {"thickness": 28, "textfont": {"size": 13}}, "tiling": {"packing": "squarify", "pad": 2}}
     most = f"most are in {largest[0]}, {unbroken_percentage(largest[1], total)}"
-    summary = f"{total:,} parameters, each area as large as its share; {most}. An area opens when it is chosen;"
+    summary = f"{total:,} parameters, each area as large as its share; {most}. Click an area to open it;"
     layout = {"height": 440, "margin": {"t": 30, "b": 2, "l": 2, "r": 2}}
     layout["uniformtext"] = {"minsize": 10, "mode": "hide"}
     keys = [Key(f"c{COLOURS.get(label)}", label) for label in by_component]
-    table = _tensor_table(alike, outside, total)
+    table = _tensor_table(spec, total)
     return figure(f"Parameters of {name}", f"{summary} the bar above leads back.", [trace], keys, table, layout)
 
 
@@ -92,12 +91,12 @@ def _layer_tensors(block: Block) -> list[_Tensor]:
 
 
 def _cells(
-    by_component: Mapping[str, int], total: int, outside: Sequence[_Tensor], runs: Sequence[_Run]
-) -> Iterator[_Cell]:
-    """Every area but the whole, parents first."""
+    by_component: Mapping[str, int], total: int, outside: Sequence[_Tensor], runs: Sequence[_Layers]
+) -> Iterator[_Area]:
+    """Yield all areas within the whole, parents first."""
     for component, number in by_component.items():
         place = f"/{component}"
-        alone = [each for each in outside if each.component == component]
+        alone = [tensor for tensor in outside if tensor.component == component]
         layers = [(first, last, [t for t in tensors if t.component == component]) for first, last, tensors in runs]
         layers = [layer for layer in layers if layer[2]]
         shape = (_shape(alone[0]),) if len(alone) == 1 and not layers else ()
@@ -120,8 +119,8 @@ def _cells(
                     yield f"{below}/{t.name}", below, name, times * t.number, component, (_shape(t), *lines)
 
 
-def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:
-    """Layers that are drawn as one area, which opens: neighbours alike, as few areas as have room for a name."""
+def _together(layers: Sequence[_Layers], total: int) -> Iterator[Sequence[_Layers]]:
+    """Yield the equal neighbouring layers that share an area, so that each area has room for a name."""
     for _, group in groupby(layers, key=lambda layer: layer[2]):
         alike = list(group)
         number = len(alike)
@@ -131,27 +130,25 @@ def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:
         yield from (alike[first:last] for first, last in pairwise(ends))
 
 
-def _size(layer: _Run) -> int:
+def _size(layer: _Layers) -> int:
     first, last, tensors = layer
     return (last - first + 1) * sum(tensor.number for tensor in tensors)
 
 
 def _shape(tensor: _Tensor) -> str:
-    """4,096 × 11,008; with how many experts have one."""
-    shape = " × ".join(f"{size:,}" for size in tensor.shape)
+    """Return the shape in words: 4,096 × 11,008, or 8 experts of 4,096 × 11,008."""
+    shape = dimensions(tensor.shape)
     return shape if tensor.times == 1 else f"{tensor.times:,} experts of {shape}"
 
 
-def _tensor_table(alike: Sequence[_Run], outside: Sequence[_Tensor], total: int) -> Table:
-    """Every tensor, those alike in one row."""
-    before = [each for each in outside if each.component in ("embedding", "positions") or "embedding" in each.name]
-    listed = [(each.name, each, 1) for each in before]
-    for first, last, tensors in alike:
-        listed += [(f"blocks.{range_label(first, last)}.{each.name}", each, last - first + 1) for each in tensors]
-    listed += [(each.name, each, 1) for each in outside if each not in before]
-    rows = []
-    for name, tensor, layers in listed:
-        number = layers * tensor.number
-        rows.append((name, _shape(tensor), f"{layers:,}", f"{number:,}", unbroken_percentage(number, total)))
-    columns = (("tensor", False), ("shape", True), ("layers", True), ("parameters", True), ("share", True))
-    return Table(f"{counted(len(rows), 'kind')} of tensor as a table", columns, tuple(rows), folded=True)
+def _tensor_table(spec: ModelSpec, total: int) -> Table:
+    """Return the tensors as a table, with one row for equal tensors."""
+    rows = tuple(
+        (
+            group.name, dimensions(group.shape), f"{group.number:,}", f"{group.parameters:,}",
+            percentage(group.parameters, total),
+        )
+        for group in tensor_groups(spec)
+    )  # fmt: skip
+    columns = (("tensor", False), ("shape", True), ("number", True), ("parameters", True), ("share", True))
+    return Table(f"{counted(len(rows), 'kind')} of tensor as a table", columns, rows, folded=True)

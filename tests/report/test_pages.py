@@ -445,7 +445,7 @@ def test_verify_draws_a_picture(written: dict[str, Path]) -> None:
     if not picture.exists():
         pytest.skip("no Chromium on the PATH, or no kaleido")
     words = re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
-    assert {"layer", "in", "0", "1", "2", "out", "embedding", "head", "the first place that parts"} <= set(words)
+    assert {"layer", "in", "0", "1", "2", "out", "embedding", "head", "the first place that differs"} <= set(words)
     assert "<image" not in picture.read_text()
 
 
