@@ -1,4 +1,4 @@
-"""The tour: every command on the trained samples, and what each step proves."""
+"""The tour of `gptkit demo`: commands on the trained samples, and what they prove."""
 
 import tempfile
 from collections.abc import Callable
@@ -25,13 +25,16 @@ _SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}
 
 
 def tour(console: Console, keep: Path | None = None) -> bool:
-    """Run the tour; its checkpoints go into `keep`, or a folder that is removed afterwards. True if all proofs held."""
+    """Run the tour and return whether all proofs succeeded.
+
+    Its checkpoints are written to `keep`, by default a folder that is deleted at the end.
+    """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="gptkit-demo-") as folder:
             return tour(console, Path(folder))
     keep.mkdir(parents=True, exist_ok=True)
     say: Callable[..., None] = console.print
-    held: list[bool] = []
+    proofs: list[bool] = []
 
     def step(title: str, command: str) -> None:
         say()
@@ -39,7 +42,7 @@ def tour(console: Console, keep: Path | None = None) -> bool:
         say(f"[dim]$ {command}[/]")
 
     def prove(holds: bool, what: str) -> None:
-        held.append(holds)
+        proofs.append(holds)
         say(f"[{'green' if holds else 'red'}]{'proved' if holds else 'FAILED'}[/]: {what}")
 
     def lines(words: list[str]) -> None:
@@ -82,7 +85,7 @@ def tour(console: Console, keep: Path | None = None) -> bool:
     step("8. Prove that this changed nothing", "gptkit verify sample:gpt2 gpt2-rms")
     result = verify("sample:gpt2", swapped)
     say(verification_report(result))
-    prove(result.verdict == "equal", "the same function: what differs is less than the rounding of either side")
+    prove(result.verdict == "equal", "the same function: the logits differ by less than the rounding of either model")
 
     step("9. The naive replacement, for comparison", "gptkit swap sample:gpt2 gpt2-naive --norm rmsnorm --approximate")
     naive = swap("sample:gpt2", keep / "gpt2-naive", norm="rmsnorm", approximate=True, force=True)
@@ -93,12 +96,12 @@ def tour(console: Console, keep: Path | None = None) -> bool:
     step("10. Generate from both", "gptkit generate gpt2-rms 'ROMEO:' --temperature 0.8 --top-k 40 --seed 7")
     texts = []
     for name, model in (("the original", "sample:gpt2"), ("the swapped one", swapped)):
-        # In float32 both: in bf16 a near tie may fall the other way.
+        # Both in float32: in bf16 a near tie may be decided differently.
         texts.append("".join(generate(model, _PROMPT, 90, dtype="float32", **_SAMPLED)))  # type: ignore[arg-type]
         say(f"[bold]{name}[/]")
         say(_PROMPT + texts[-1].rstrip(), markup=False)
     prove(texts[0] == texts[1], "token for token the same text")
 
     say()
-    say(f"[bold]{sum(held)} of {len(held)} proofs held.[/]")
-    return all(held)
+    say(f"[bold]{sum(proofs)} of {len(proofs)} proofs succeeded.[/]")
+    return all(proofs)

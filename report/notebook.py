@@ -1,4 +1,4 @@
-"""What a notebook shows: values as the tables that commands print, in HTML, and progress without a terminal."""
+"""Values in a notebook, as the tables that commands print, and progress without a terminal."""
 
 import importlib
 import io
@@ -15,14 +15,14 @@ from ..terminal import printable, status
 from .quantities import decimal_bytes
 from .sheets import Sheet, SheetRow
 
-_WIDTH = 100  # characters of a line
-_OFTEN = 0.1  # seconds between two changes of a line of progress, at least
+_WIDTH = 100  # characters in a line
+_OFTEN = 0.1  # the least seconds between two changes of a line of progress
 _BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
-"""What of rich's page is wanted: no colours but those of the notebook."""
+"""The part of rich's HTML that is used. Its colours are those of the notebook."""
 
 
 def html(value: Any) -> str:
-    """A value of `display.Shown` as HTML; text in it is escaped."""
+    """Return a value of `display.Shown` as HTML, with all text escaped."""
     console = Console(file=io.StringIO(), record=True, width=_WIDTH, highlight=False, markup=False, emoji=False)
     kind = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in DRAWN)
     console.print(Group(*DRAWN[kind](value)), crop=False)
@@ -34,7 +34,7 @@ def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
     from .counts import parameter_table
 
     yield parameter_table(counts)
-    asked = next((each.figures.asked for each in counts if each.figures is not None), None)
+    asked = next((model.figures.asked for model in counts if model.figures is not None), None)
     for sheet in cost_sheets(counts, asked) if asked else ():
         yield from ("", sheet)
 
@@ -45,11 +45,11 @@ def _count(count: Any) -> Iterator[RenderableType]:
 
 
 def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:
-    """Whatever a function of `report` makes of a value: something to print, or lines."""
+    """Return a function that imports a function of `report` and applies it to a value."""
 
     def drawn(value: Any) -> Iterable[RenderableType]:
-        made = getattr(importlib.import_module(f".{module}", __package__), function)(value)
-        return map(printable, made) if isinstance(made, list) else [made]
+        result = getattr(importlib.import_module(f".{module}", __package__), function)(value)
+        return map(printable, result) if isinstance(result, list) else [result]
 
     return drawn
 
@@ -77,16 +77,16 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
 
 @contextmanager
 def progress(what: str = "working") -> Iterator[Callable[..., None]]:
-    """What the functions of gptkit take as `progress`: a line that tells how far they are.
+    """Show a line of progress, for the argument `progress` of gptkit's functions.
 
-    In a notebook the line is below the cell, in a terminal on stderr, and elsewhere there is none. It takes what any of
-    the functions calls it with: bytes done now, with or without those in all, or words.
+    In a notebook the line is below the cell, and in a terminal on stderr. Elsewhere there is none. Functions report
+    words, or the number of bytes since the last report, with or without the total.
 
-        with gptkit.progress("converting") as told:
-            gptkit.convert("sample:falcon", "falcon-local", progress=told)
+        with gptkit.progress("converting") as progress:
+            gptkit.convert("sample:falcon", "falcon-local", progress=progress)
 
     Args:
-        what: what is going on, for the line's beginning.
+        what: the first words of the line.
     """
     with _line(what) as show:
         done, last = 0, 0.0
@@ -111,7 +111,7 @@ def progress(what: str = "working") -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def _line(what: str) -> Iterator[Callable[[str], None]]:
-    """A line that changes: takes what is behind its first words."""
+    """Show a line that begins with `what`, and yield a function that replaces the rest of the line."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if not hasattr(shell, "kernel"):
         with status(what, quiet=False) as tell:

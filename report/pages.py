@@ -1,10 +1,9 @@
-"""A page: text, tables and figures in one HTML file that opens offline.
+"""HTML pages of text, tables and figures. A page is one file, and opens offline.
 
-The page asks no server for anything: plotly's script lies inside it, and a content security policy forbids requests and
-every script but the page's own two. What is on it is data (`Page` and its blocks); page.html, page.css and page.js say
-how it looks. Text is escaped by the template, since names of models and prompts are somebody else's.
-
-Colours in a figure are names, "var(--cell-high)", which page.css gives a value for light and for dark.
+A page requests nothing from a server: it contains plotly's script, and a content security policy forbids requests and
+scripts other than the page's own two. `Page` and its blocks are the content, and page.html, page.css and page.js the
+looks. The template escapes all text, because names of models and prompts are not under our control. Colours in a figure
+are names, such as "var(--cell-high)". page.css defines them for light and for dark mode.
 """
 
 import base64
@@ -25,14 +24,14 @@ from typing import Any, ClassVar
 from ..errors import UsageError
 from ..version import __version__
 
-PALETTE = 8  # page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them
+PALETTE = 8  # the colours c0 to c7 of page.css; on-c0 to on-c7 are for text on them
 COLOURS = {"attention": 0, "feed-forward": 1, "embedding": 2, "head": 3, "positions": 4, "router": 5, "norms": 6}
-"""A component has one colour wherever it is drawn."""
+"""The number of a component's colour in all figures."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Paragraphs, or a list of things of one kind."""
+    """Paragraphs, or if `listed` a bulleted list."""
 
     kind: ClassVar[str] = "lines"
     lines: tuple[str, ...]
@@ -41,7 +40,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Code:
-    """A command, to be copied."""
+    """A command to be copied."""
 
     kind: ClassVar[str] = "code"
     text: str
@@ -49,46 +48,42 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows below (heading, whether it holds figures); `lit` rows stand out in bold, and `bold` says what that means."""
+    """A table."""
 
     kind: ClassVar[str] = "table"
     caption: str
-    columns: tuple[tuple[str, bool], ...]
+    columns: tuple[tuple[str, bool], ...]  # the heading, and whether the column contains figures
     rows: tuple[tuple[str, ...], ...]
-    lit: frozenset[int] = frozenset()
+    lit: frozenset[int] = frozenset()  # the indices of bold rows
     folded: bool = False
-    bold: str = ""
+    bold: str = ""  # what bold means
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a colour means: `style` is one of page.css's: "zero", "c3"; of a line "line c3 dash" (solid, dash, dot)."""
+    """An entry of a legend."""
 
-    style: str
+    style: str  # a colour of page.css, such as "zero" or "c3", or for a line "line c3 dash" (solid, dash or dot)
     words: str
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly figure, what it shows in a sentence, and the same figures as a table, for those who cannot see it.
-
-    spec: plotly's data and layout as JSON values; width: what it needs at least, in pixels, and scrolls where a screen
-    is narrower.
-    """
+    """A plotly figure, with a summary and a table for people who cannot see it."""
 
     kind: ClassVar[str] = "figure"
     title: str
     summary: str
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # plotly's data and layout as JSON values
     height: int
-    width: int
+    width: int  # the least width in pixels; the figure scrolls on narrower screens
     keys: tuple[Key, ...]
     table: Table
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is below it, or, `beside` one another, as far as a screen is wide."""
+    """A heading with blocks below each other, or side by side."""
 
     title: str
     blocks: tuple[Lines | Code | Table | Figure, ...]
@@ -97,17 +92,18 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it. verdict: in a line that stands out; good: whether that is good news, None for neither."""
+    """A whole page."""
 
     title: str
     subtitle: str
-    verdict: str = ""
-    good: bool | None = None
+    verdict: str = ""  # a line that stands out
+    good: bool | None = None  # whether the verdict is good news; None if it is neither good nor bad
     facts: tuple[tuple[str, str], ...] = ()
     sections: tuple[Section, ...] = ()
     footer: str = f"Made by gptkit {__version__}. This page asks no server for anything."
 
     def figures(self) -> list[Figure]:
+        """Return the figures of all sections."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
 
 
@@ -121,7 +117,7 @@ def figure(
     width: int = 280,
     font_size: int = 12,
 ) -> Figure:
-    """A figure of plotly's in the page's font and colours; `layout` has its height, and what is special about it."""
+    """Return a plotly figure in the page's font and colours. `layout` has its height and other fields of plotly's."""
     import plotly.graph_objects as go
 
     clear, text = "rgba(0,0,0,0)", "var(--text)"
@@ -135,18 +131,18 @@ def figure(
 
 
 def safe(text: str) -> str:
-    """For plotly, which takes some HTML in texts, never in attributes, and knows no escaped quotes in all of them."""
+    """Escape text for plotly, which interprets some HTML in texts, but does not decode escaped quotes everywhere."""
     return html.escape(plain(text), quote=False)
 
 
 def ready(path: Path) -> None:
-    """Raise UsageError where a page could not be made or not be written at `path`: before the work, not after it."""
+    """Raise UsageError if a page cannot be made or written at `path`. Called before the work, not after it."""
     require("--html", ("jinja2", "plotly"), "html")
     writable(path, "--html")
 
 
 def require(option: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError where a package is missing that an option needs."""
+    """Raise UsageError if a package is missing that an option needs."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -157,7 +153,7 @@ def require(option: str, packages: Sequence[str], extra: str) -> None:
 
 
 def writable(path: Path, option: str) -> None:
-    """Raise UsageError where no file can be written at `path`, which the option named."""
+    """Raise UsageError if no file can be written at the option's `path`."""
     try:
         special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
         folder = path.resolve().parent
@@ -173,12 +169,12 @@ def writable(path: Path, option: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Text with control characters, and what turns the direction of writing, as escapes; a hard blank stays."""
+    """Return text with escapes for control characters and changes of the writing direction, but with hard blanks."""
     return "".join(c if c.isprintable() or c == "\u00a0" else c.encode("unicode_escape").decode() for c in text)
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     import jinja2
     from markupsafe import Markup, escape
 
@@ -186,7 +182,7 @@ def render(page: Page) -> str:
         return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     def breakable(value: object) -> Markup:
-        """Names of modules may be broken behind their dots and underscores, rather than anywhere."""
+        """Allow line breaks in names of modules after dots and underscores, rather than anywhere."""
         text = str(escape(shown(value)))
         return Markup(re.sub(r"(?<=\w)(?:(?<!\d)[._]|[._](?!\d))(?=\w)", r"\g<0><wbr>", text))  # noqa: S704 (escaped before)
 
@@ -206,18 +202,18 @@ def render(page: Page) -> str:
         page=page,
         style=Markup(own("page.css")),  # noqa: S704 (our own files, and plotly's script)
         scripts=[Markup(script) for script in scripts],  # noqa: S704
-        allowed=Markup(" ".join(f"'sha256-{each}'" for each in hashes) or "'none'"),  # noqa: S704
+        allowed=Markup(" ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"),  # noqa: S704
     )
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write the page at `path`, all of it or nothing; what is there is replaced. Raises UsageError where that fails."""
+    """Write the page at `path` as `put` does. Raise UsageError if that fails."""
     ready(path)
     put(render(page).encode("utf-8", "replace"), path)
 
 
 def put(content: bytes, path: Path) -> None:
-    """Write a file, all of it or nothing; what is there is replaced. Raises UsageError where that fails."""
+    """Write or replace a file, never a part of it. Raise UsageError if that fails."""
     target = path.resolve()  # where a link leads, not the link
     part = target.with_name(f".gptkit-{os.getpid()}.part")
     try:
@@ -231,5 +227,5 @@ def put(content: bytes, path: Path) -> None:
 
 
 def noted(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:
-    """A section of sentences, where there are any."""
+    """Return a section of sentences, if there are any."""
     return (Section(title, (Lines(tuple(notes), listed=True),)),) if notes else ()

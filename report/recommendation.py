@@ -1,4 +1,4 @@
-"""What `recommend` prints: choices with their papers, what each costs, and what the costs say to the advice."""
+"""The report of `recommend`: components with papers, their costs, and whether the costs support the advice."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from ..analysis.recommend import ComponentChoice, Recommendation
 from .quantities import counted, decimal, decimal_bytes, signed
 from .sheets import Sheet, SheetRow, Terminal, drawing, plain_table
 
-_NARROWEST = 72  # characters below which a choice is told in lines one below the other
-_BETWEEN = 2
+_NARROWEST = 72  # in a narrower terminal, a choice takes several lines
+_GAP = 2
 
 
 @drawing
 def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderResult:
-    """What rich prints."""
+    """Yield the report for the terminal."""
     spec, shape = advice.spec, advice.shape
-    off = 100 * (advice.parameters / advice.budget - 1)
+    excess = 100 * (advice.parameters / advice.budget - 1)
     contrary = any(finding.against for finding in advice.findings)
-    size = f"{advice.parameters:,} parameters, {off:+.1f}% of what was asked for"
+    size = f"{advice.parameters:,} parameters, {excess:+.1f}% compared with the budget"
     heads = f"{shape.heads} heads of {shape.head_dim}" if shape.heads > 1 else f"one head of {shape.head_dim}"
     yield Text.assemble((terminal.clean(advice.goal), "bold"), terminal.clean(f"  {size}"))
     yield terminal.note(
@@ -31,10 +31,10 @@ def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderRe
     yield Text("Components, in the order of their effect", style="bold")
     disagree = " The costs disagree: see below." if contrary else ""
     yield terminal.note(f"As usually advised for {advice.goal}: {advice.way}.{disagree}")
-    if terminal.width >= _NARROWEST:  # what, why, and where it is written, beside each other
+    if terminal.width >= _NARROWEST:
         rows = [(choice.words, choice.why, str(choice.paper or "")) for choice in advice.choices]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = plain_table(gap=_BETWEEN)
+        table = plain_table(gap=_GAP)
         table.add_column(no_wrap=True, width=widths[0], style="bold")
         table.add_column(overflow="fold")
         table.add_column(no_wrap=True, width=widths[2], style="dim")
@@ -48,16 +48,16 @@ def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderRe
             yield _item(terminal, str(choice.paper), "  ")
     yield from ("", _costs_sheet(advice), "")
     for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
-        said = [finding.words for finding in advice.findings if finding.against == against]
-        if said:
+        findings = [finding.words for finding in advice.findings if finding.against == against]
+        if findings:
             yield Text(title, style="bold")
-            yield from (_item(terminal, words) for words in said)
+            yield from (_item(terminal, words) for words in findings)
             yield ""
     yield from map(terminal.note, advice.notes)
 
 
 def _item(terminal: Terminal, words: str, before: str = "- ") -> Padding:
-    """A line that is set in where it goes on."""
+    """Return words with `before` in front, whose continued lines are indented."""
     table = plain_table(gap=0)
     table.add_column(no_wrap=True, width=len(before))
     table.add_column(overflow="fold")
@@ -66,7 +66,7 @@ def _item(terminal: Terminal, words: str, before: str = "- ") -> Padding:
 
 
 def _costs_sheet(advice: Recommendation) -> Sheet:
-    """Each choice exchanged alone in the baseline, what else there is, and both models as they are."""
+    """Return the cost of each component if it alone replaces the baseline's, and the costs of both models."""
 
     def whole(label: str, costs: Any, ruled: bool) -> SheetRow:
         cells = (f"{costs.parameters:,}", decimal_bytes(costs.held_bytes()), decimal(costs.total_flops))
@@ -86,4 +86,4 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
     notes = [f"{way} Cache in bf16; a token sees {context}."]
     notes += ["The choices in brackets were not made."] if advice.considered else []
     columns = ("parameters", f"KV at {context}", "FLOPs per token")
-    return Sheet("exchanged alone", columns, tuple(rows), tuple(notes))
+    return Sheet("The cost of each component alone", columns, tuple(rows), tuple(notes))

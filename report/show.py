@@ -1,4 +1,4 @@
-"""What `show` says of a model: its tree and the data's path through a layer, for a terminal, for a page, as JSON."""
+"""The report of `show`: a model's tree and the path of the data through a layer, also as a page and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,19 +18,19 @@ from .sheets import Terminal, drawing
 from .structure import SYMBOLS, Kind, Structure, layers_label
 from .tree import tree_json, tree_lines, tree_table
 
-_MOST_KINDS = 8  # kinds of layers that a page draws, and that a terminal tells apart in words
+_MOST_KINDS = 8  # the most kinds of layers that a page draws and that the terminal describes
 
 
 @drawing
 def model_drawing(
     terminal: Terminal, model: ModelCount, graph: Structure, kind: Kind, layer: int | None
 ) -> RenderResult:
-    """The model's name, its tree, the path through a kind of layer, and how other kinds differ."""
+    """Yield the model's name and facts, its tree, the path through a kind of layer, and how other kinds differ."""
     width, ascii_only = terminal.width, terminal.ascii_only
 
     def line(words: str, style: str = "dim") -> list[Text]:
         cleaned = plain_words("".join(c if c.isprintable() else "?" for c in words), ascii_only)
-        return [Text(each, style=style, no_wrap=True, overflow="ignore") for each in folded(cleaned, width)]
+        return [Text(part, style=style, no_wrap=True, overflow="ignore") for part in folded(cleaned, width)]
 
     yield from line(model.name, "bold")
     yield from line(" · ".join(filter(None, [model.family, *model_facts(model.spec)])))
@@ -55,7 +55,7 @@ def model_drawing(
 
 @drawing
 def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
-    """A model of an unknown family: its name, and the tree that the names of its tensors make."""
+    """Yield a model of an unknown family: its name, and a tree from the names of its tensors."""
     assert model.named is not None
     yield from named_heading(terminal, model)
     yield ""
@@ -63,15 +63,15 @@ def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
 
 
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
-    """Each kind of layer with the aspects in which kinds differ, in words; more than `MOST_KINDS` are not told."""
+    """Return the first kinds of layers, with the aspects in words in which they differ."""
     kinds = graph.kinds[:_MOST_KINDS]
-    each = [describe(graph.spec, (kind.block,)) for kind in kinds]
-    every = dict.fromkeys(aspect for words in each for aspect in words)
-    differ = [aspect for aspect in every if len({words.get(aspect, "none") for words in each}) > 1]
+    described = [describe(graph.spec, (kind.block,)) for kind in kinds]
+    aspects = dict.fromkeys(aspect for words in described for aspect in words)
+    differ = [aspect for aspect in aspects if len({words.get(aspect, "none") for words in described}) > 1]
     pairs = []
-    for kind, words in zip(kinds, each, strict=True):
+    for kind, words in zip(kinds, described, strict=True):
         line = "; ".join(f"{aspect} {words.get(aspect, 'none')}" for aspect in differ)
-        if not line:  # words do not tell it: the records' fields in which it differs from the first kind
+        if not line:  # the words are the same, so it names the fields that differ from the first kind
             fields = [path for path, _, _ in differences(kinds[0].block, kind.block)]
             line = f"another {', '.join(fields)}" if fields else "the first kind"
         pairs.append((kind, line))
@@ -79,15 +79,13 @@ def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
 
 
 def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Plain JSON values: the tree, and the path through each kind of layer as nodes and edges; of an encoder beside the
-    decoder too.
-    """
-    told = {**_told(model), "total": model.count.total, "tree": tree_json(graph), "paths": _paths(graph, kinds)}
-    return told | ({} if graph.encoder is None else {"encoder": _paths(graph.encoder, graph.encoder.kinds)})
+    """Return the tree, and the paths through these kinds of layers and those of an encoder, as plain JSON values."""
+    data = {**_head(model), "total": model.count.total, "tree": tree_json(graph), "paths": _paths(graph, kinds)}
+    return data | ({} if graph.encoder is None else {"encoder": _paths(graph.encoder, graph.encoder.kinds)})
 
 
 def _paths(graph: Structure, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
-    """The path through each kind of layer."""
+    """Return the path through each kind of layer as nodes and edges."""
     paths = []
     for kind in kinds:
         path, inside = graph.path(kind), {node.id for node in kind.nodes}
@@ -98,19 +96,19 @@ def _paths(graph: Structure, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
 
 
 def named_json(model: ModelCount) -> dict[str, Any]:
-    """The same of a model of an unknown family: no path, since names do not tell what is computed."""
+    """Return the same for a model of an unknown family. It has no path: names do not say what is computed."""
     assert model.named is not None
     tree = tree_json(model.named)
-    return {**_told(model), "by_names": model.named.source, "total": model.named.count.total, "tree": tree}
+    return {**_head(model), "by_names": model.named.source, "total": model.named.count.total, "tree": tree}
 
 
-def _told(model: ModelCount) -> dict[str, Any]:
+def _head(model: ModelCount) -> dict[str, Any]:
     data = {"schema_version": 1, "model": model.name, "family": model.family, "revision": model.revision}
     return {**data, "notes": list(model.notes)}
 
 
 def named_page(model: ModelCount) -> Page:
-    """The page of a model of an unknown family."""
+    """Return the HTML page of a model of an unknown family."""
     assert model.named is not None
     return Page(
         title=model.name,
@@ -121,7 +119,7 @@ def named_page(model: ModelCount) -> Page:
 
 
 def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Page:
-    """The page: a diagram a kind of layer, the tree, and what it is in words."""
+    """Return the HTML page: a diagram for each kind of layer, the tree, and the model in words."""
     words = describe(model.spec)
     differ = dict(kinds_differ(graph)) if len(graph.kinds) > 1 else {}
     sections = []

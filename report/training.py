@@ -1,4 +1,4 @@
-"""train, for the terminal: what is about to be trained, a row an evaluation, a bar on the way, and what came out."""
+"""The report of `train`: the settings, a line for each evaluation, a progress bar, and the result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from .quantities import counted, duration, nats
 
 
 class Watched:
-    """What a person sees of a run: lines on standard output, and a bar on standard error where somebody is looking.
-    `metrics` gets a line of JSON a step; `board` is a folder for TensorBoard. Raises UsageError where there is none.
+    """Reports a run: lines on standard output, and a progress bar on standard error if that is a terminal.
+
+    Args:
+        metrics: a file that gets a line of JSON for each step.
+        board: a folder for TensorBoard. Raises UsageError if TensorBoard is not installed.
     """
 
     def __init__(self, quiet: bool, metrics: Path | None = None, board: Path | None = None) -> None:
@@ -33,7 +36,7 @@ class Watched:
                     "Install it: pip install 'gptkit[tensorboard]'",
                 ) from error
             self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
-        self._seen, self._took = 0, 0.0  # steps, and the seconds of one, smoothed
+        self._steps, self._took = 0, 0.0  # the number of steps, and the smoothed seconds per step
 
     _file: IO[str] | None = None
     _bar: Any
@@ -41,7 +44,7 @@ class Watched:
 
     def __enter__(self) -> Watched:
         if self._path is not None:
-            try:  # a place that is none is refused now; of a pipe one end stays open, or its reader would go
+            try:  # fails now, not after the first step; a pipe stays open, so that its reader does not stop
                 self._file = self._path.open("a")
             except OSError as error:
                 raise failed("write", self._path, error) from error
@@ -55,21 +58,21 @@ class Watched:
         if self._board is not None:
             self._board.close()
         if self._file is not None:
-            with suppress(OSError):  # every line was flushed; one that could not be is told, and would be tried again
+            with suppress(OSError):  # a line that could not be flushed was reported, and close tries it again
                 self._file.close()
 
     def start(self, prepared: Prepared) -> None:
-        """Tell what begins."""
+        """Print what is trained and with which settings, and start the bar."""
         self.about = prepared
         settings = prepared.settings
         step = settings["windows"] * settings["context"]
         budget = counted(settings["steps"], "step") if settings["steps"] else duration(settings["seconds"])
-        begun = "from random weights" if prepared.from_scratch else "from its checkpoint"
+        weights = "from random weights" if prepared.from_scratch else "from its checkpoint"
         lines = [
-            f"{prepared.model}: {prepared.parameters:,} parameters, {begun}",
-            f"{budget} of {step:,} tokens, {settings['context']:,} a window; AdamW, rate {settings['rate']:.3g}",
+            f"{prepared.model}: {prepared.parameters:,} parameters, {weights}",
+            f"{budget} of {step:,} tokens, {settings['context']:,} per window; AdamW, rate {settings['rate']:.3g}",
             f"{prepared.tokens:,} tokens to train on, {prepared.held_out:,} held out",
-            f"{prepared.flops:.3g} FLOPs a step; at most {prepared.peak:.3g} a second, by {prepared.peak_by}",
+            f"{prepared.flops:.3g} FLOPs per step; at most {prepared.peak:.3g} per second, by {prepared.peak_by}",
         ]
         lines += [f"continues after step {prepared.first:,}"] if prepared.first else []
         head = f"{'step':>8}{'tokens':>14}{'loss':>9}{'held out':>10}{'rate':>11}{'tokens/s':>10}{'of peak':>9}"
@@ -84,7 +87,7 @@ class Watched:
             self._bar.start()
 
     def step(self, step: Step) -> None:
-        """Tell a step."""
+        """Record a step, and print it if it was evaluated."""
         if self._path is not None and self._file is not None:
             try:
                 self._file.write(json.dumps(step.as_json()) + "\n")
@@ -94,8 +97,8 @@ class Watched:
         for name, value in step.as_json().items() if self._board is not None else ():
             if isinstance(value, float):
                 self._board.add_scalar(name, value, step.step)
-        self._seen += 1  # the first step compiles and allocates: from the second on it is forgotten
-        self._took = step.took if self._seen <= 2 else 0.9 * self._took + 0.1 * step.took
+        self._steps += 1  # the first step compiles and allocates, and does not count
+        self._took = step.took if self._steps <= 2 else 0.9 * self._took + 0.1 * step.took
         settings = self.about.settings
         pace = settings["windows"] * settings["context"] / self._took
         share = f"{100 * self.about.flops / self._took / self.about.peak:.1f} %"
@@ -119,7 +122,7 @@ class Watched:
 
 
 def result_lines(done: Trained) -> list[str]:
-    """What came out, in lines."""
+    """Return the lines that report the result."""
     first, form = done.curve[0], "gptkit's own format" if done.to == "local" else f"Hugging Face files ({done.to[3:]})"
     before = f" ({nats(first['held_out'])} after step {first['step']:,})" if len(done.curve) > 1 else ""
     return [

@@ -1,4 +1,4 @@
-"""A model's tree: every module by its shared name, with its shape and its parameters; what is alike is told once."""
+"""A model's tree: modules by their shared names, with shapes and parameters. Equal layers and experts have one row."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,79 +19,76 @@ from .quantities import dimensions
 from .sheets import Terminal, drawing
 from .structure import Kind, Node, Structure, structure
 
-_NARROWEST = 18  # a column of words is at least so wide
+_NARROWEST = 18  # if the column of words would be narrower, the words stand below the names
 _GAP = 2  # blanks between two columns
 _Branch = dict[str, "_Branch | Shape"]
 _GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
 
 
 @dataclass(frozen=True)
-class _Row(Record):
-    """A module. depth: how many are above it; what: its shape, or what it is made of; number: its parameters, those
-    below it included; copies: so many alike, of which the rows below are one; tied: it uses another's weight;
-    layers: which it stands for; group: it has no weights of its own, and is told in words.
-    """
+class _TreeRow(Record):
+    """A row of the tree: a module."""
 
-    depth: int
+    depth: int  # the number of modules that contain it
     name: str
-    what: str
-    number: int
-    copies: int = 1
-    tied: bool = False
-    layers: tuple[int, ...] = ()
-    group: bool = False
+    what: str  # its shape, or words for a module that contains others
+    number: int  # its parameters, with those of the modules in it
+    copies: int = 1  # the number of equal modules for which it and the rows below it stand
+    tied: bool = False  # whether it uses the weight of another module
+    layers: tuple[int, ...] = ()  # the layers for which it stands
+    group: bool = False  # whether it has no weights of its own
 
     JSON = "depth name what parameters=number copies"
 
     @property
     def figures(self) -> str:
-        """The parameters in words: 4,096, or 8 × 4,096."""
+        """Return the parameters in words: 4,096, or 8 × 4,096."""
         if self.tied and not self.number:
             return "tied"
         return f"{self.copies:,} × {self.number:,}" if self.copies > 1 else f"{self.number:,}"
 
 
-def tree_rows(graph: Structure | Named) -> list[_Row]:
-    """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
+def tree_rows(graph: Structure | Named) -> list[_TreeRow]:
+    """Return the rows of the tree. The parameters of the uppermost rows, times their copies, sum to the total."""
     if isinstance(graph, Named):
         return list(_branch("", _nested(graph.parameters), 0))
-    ends = [[_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)]
-    rows, pooler = [*ends[0], *_beside(graph), *_blocks(graph), *ends[1]], graph.spec.pooler
-    if pooler is not None:  # which makes nothing of each token, so that no operation of theirs is it
+    ends = [[_row(node) for node in nodes if node.weights or node.tied] for nodes in (graph.before, graph.after)]
+    rows, pooler = [*ends[0], *_outside(graph), *_blocks(graph), *ends[1]], graph.spec.pooler
+    if pooler is not None:  # it is no operation on every token, and therefore not in the graph
         matrix, bias = pooler.shapes().values()
-        rows.append(_Row(0, "pooler.dense", f"[{dimensions(matrix)}] + bias", math.prod(matrix) + math.prod(bias)))
+        rows.append(_TreeRow(0, "pooler.dense", f"[{dimensions(matrix)}] + bias", math.prod(matrix) + math.prod(bias)))
     return rows
 
 
-def _beside(graph: Structure) -> Iterator[_Row]:
-    """What no operation of the stack's own has: its encoder, and the table of biases of distances."""
+def _outside(graph: Structure) -> Iterator[_TreeRow]:
+    """Yield what is outside of the stack of layers: the encoder, and the table of relative position biases."""
     if graph.encoder is not None:
         inside = tree_rows(graph.encoder)
-        yield _Row(0, "encoder", "reads the source", _total(inside).number, group=True)
+        yield _TreeRow(0, "encoder", "reads the source", _total(inside).number, group=True)
         yield from (replace(row, depth=row.depth + 1) for row in inside)
     if (table := graph.spec.relative_bias) is not None:
         (shape,) = table.shapes().values()
-        yield _Row(0, "relative_bias", f"[{dimensions(shape)}]", math.prod(shape))
+        yield _TreeRow(0, "relative_bias", f"[{dimensions(shape)}]", math.prod(shape))
 
 
-def _total(rows: Iterable[_Row]) -> _Row:
-    return _Row(0, "total", "", sum(row.number * row.copies for row in rows if not row.depth))
+def _total(rows: Iterable[_TreeRow]) -> _TreeRow:
+    return _TreeRow(0, "total", "", sum(row.number * row.copies for row in rows if not row.depth))
 
 
 def _nested(parameters: Iterable[Parameter]) -> _Branch:
-    """Names as a tree of their parts; a tensor has a dot before its last part, so that a module may be called alike."""
+    """Return names as a tree of their parts. A tensor's last part has a dot, since a module may have the same name."""
     root: _Branch = {}
-    for each in parameters:
-        *path, last = each.name.split(".")
+    for parameter in parameters:
+        *path, last = parameter.name.split(".")
         at = root
         for part in path:
             at = at.setdefault(part, {})  # type: ignore[assignment]
-        at[f".{last}"] = each.shape
+        at[f".{last}"] = parameter.shape
     return root
 
 
-def _branch(label: str, branch: _Branch, depth: int) -> Iterator[_Row]:
-    """What lies below a part of names: what numbers alone tell apart is told once."""
+def _branch(label: str, branch: _Branch, depth: int) -> Iterator[_TreeRow]:
+    """Yield the rows below a part of names. Equal modules that differ only in their number have one row."""
     while len(branch) == 1:
         ((part, below),) = branch.items()
         if not isinstance(below, dict) or part.isdecimal():
@@ -103,17 +100,17 @@ def _branch(label: str, branch: _Branch, depth: int) -> Iterator[_Row]:
             alike.setdefault(repr(below), (below, []))[1].append(int(part))
     single = sum(map(len, (numbers for _, numbers in alike.values()))) == len(branch)
     if label and len(branch) > 1 and not single:
-        yield _Row(depth, label, "", _size(branch), group=True)
+        yield _TreeRow(depth, label, "", _size(branch), group=True)
         label, depth = "", depth + 1
     prefix = f"{label}." if label else ""
     for part, below in branch.items():
         if not isinstance(below, dict):
-            yield _Row(depth, prefix + part[1:], f"[{dimensions(below)}]", math.prod(below))
+            yield _TreeRow(depth, prefix + part[1:], f"[{dimensions(below)}]", math.prod(below))
         elif not part.isdecimal():
             yield from _branch(prefix + part, below, depth)
     for below, numbers in alike.values():
         what = f"{len(numbers):,} alike, each" if len(numbers) > 1 else ""
-        yield _Row(depth, f"{prefix}{_numbered(sorted(numbers))}", what, _size(below), len(numbers))
+        yield _TreeRow(depth, f"{prefix}{_numbered(sorted(numbers))}", what, _size(below), len(numbers))
         for part, inside in below.items():
             yield from _branch("", {part: inside}, depth + 1)
 
@@ -123,24 +120,24 @@ def _size(branch: _Branch) -> int:
 
 
 def _numbered(numbers: Sequence[int]) -> str:
-    """Rising numbers in short: 0–35; 5; 0, 2, 4, …"""
+    """Return ascending numbers in short: 0–35; 5; 0, 2, 4, …"""
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return range_label(numbers[0], numbers[-1])
     return some_of(numbers, 3, ", …")
 
 
-def _row(node: Node, depth: int = 0, name: str = "") -> _Row:
+def _row(node: Node, depth: int = 0, name: str = "") -> _TreeRow:
     weights = dict(node.weights)
     what = f"the {node.tied}'s" if node.tied else f"[{dimensions(next(iter(weights.values())))}]"
     if isinstance(node.operation, Norm):
         what = f"{node.operation.kind.partition(',')[0]} {what}"
     bias = " + bias" if "bias" in weights else ""
-    return _Row(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)
+    return _TreeRow(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)
 
 
-def _blocks(graph: Structure) -> Iterator[_Row]:
-    """Of each kind of layer its modules; kinds that differ in none of them (in a window, say) are one."""
-    by_shapes: dict[tuple[_Row, ...], tuple[list[int], list[_Row]]] = {}
+def _blocks(graph: Structure) -> Iterator[_TreeRow]:
+    """Yield the modules of each kind of layer. Kinds with equal modules (other windows, for instance) are one."""
+    by_shapes: dict[tuple[_TreeRow, ...], tuple[list[int], list[_TreeRow]]] = {}
     for kind in graph.kinds:
         rows = list(_modules(graph, kind))
         shapes = tuple(replace(row, what="") if row.group else row for row in rows)
@@ -152,48 +149,49 @@ def _blocks(graph: Structure) -> Iterator[_Row]:
         number = sum(row.number for row in rows if row.depth == 1)
         what = f"{len(layers):,} {alike}, each" if len(layers) > 1 else ""
         layers.sort()
-        yield _Row(0, f"blocks.{_numbered(layers)}", what, number, len(layers), layers=tuple(layers))
+        yield _TreeRow(0, f"blocks.{_numbered(layers)}", what, number, len(layers), layers=tuple(layers))
         yield from rows
 
 
-def _modules(graph: Structure, kind: Kind) -> Iterator[_Row]:
-    """Below a layer's row: modules with weights, under those that have others (attention, one of the experts)."""
+def _modules(graph: Structure, kind: Kind) -> Iterator[_TreeRow]:
+    """Yield the modules with weights in a layer, below the modules that contain them (attention, an expert)."""
     words = describe(graph.spec, (kind.block,))
     groups: set[str] = set()
     nodes = [node for node in kind.nodes if node.weights]
-    first = list(dict.fromkeys(node.id.partition(".")[0] for node in nodes))  # whose others may come behind those of it
-    for node in sorted(nodes, key=lambda node: first.index(node.id.partition(".")[0])):
+    # The nodes of one module need not follow each other, so they are sorted by the first appearance of the module.
+    modules = list(dict.fromkeys(node.id.partition(".")[0] for node in nodes))
+    for node in sorted(nodes, key=lambda node: modules.index(node.id.partition(".")[0])):
         parts = node.id.split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])
             if path in groups:
                 continue
             groups.add(path)
-            inside = [each for each in kind.nodes if each.id.startswith(f"{path}.")]
-            number, copies = sum(each.parameters for each in inside), max(each.copies for each in inside)
+            inside = [other for other in kind.nodes if other.id.startswith(f"{path}.")]
+            number, copies = sum(other.parameters for other in inside), max(other.copies for other in inside)
             if path.endswith("experts"):
-                yield _Row(depth, f"experts.{range_label(0, copies - 1)}", "each", number // copies, copies)
+                yield _TreeRow(depth, f"experts.{range_label(0, copies - 1)}", "each", number // copies, copies)
             else:
-                yield _Row(depth, path, words.get(path.replace("_", "-"), ""), number, group=True)
+                yield _TreeRow(depth, path, words.get(path.replace("_", "-"), ""), number, group=True)
         yield _row(node, len(parts), parts[-1])
 
 
 @drawing
 def tree_drawing(terminal: Terminal, model: Structure | ModelSpec) -> Iterator[Text]:
-    """The tree as wide as the page."""
+    """Return the lines of the tree in the width of the terminal."""
     graph = model if isinstance(model, Structure) else structure(model)
     return tree_lines(graph, terminal.width, terminal.ascii_only)
 
 
 def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -> Iterator[Text]:
-    """A row a module in columns, or what it is stands below its name. Words are folded, figures never."""
+    """Yield the lines of the tree. Words are folded or stand below the names if they do not fit; figures do not."""
 
     def words(text: str) -> str:
         return "".join(_GUIDES.get(letter, letter) for letter in text) if ascii_only else text
 
     rows = tree_rows(graph)
     rows.append(_total(rows))
-    leads: list[str] = []  # the lines that lead to each row
+    leads: list[str] = []  # the lines to the left of each row
     open_at: set[int] = set()
     for row in reversed(rows):
         open_at = {depth for depth in open_at if depth <= row.depth}
@@ -228,7 +226,7 @@ def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -
 
 
 def tree_table(graph: Structure | Named) -> Table:
-    """The same on a page; what is in a block has its name there."""
+    """Return the tree as a table of a page, with whole names."""
     rows, above = [], [""]
     tree = tree_rows(graph)
     for row in [*tree, _total(tree)]:
@@ -239,5 +237,5 @@ def tree_table(graph: Structure | Named) -> Table:
 
 
 def tree_json(graph: Structure | Named) -> list[dict[str, Any]]:
-    """The same as plain JSON values."""
+    """Return the tree as plain JSON values."""
     return [row.as_json() | ({"layers": list(row.layers)} if row.layers else {}) for row in tree_rows(graph)]

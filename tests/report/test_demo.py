@@ -43,7 +43,7 @@ def test_every_proof_holds(toured: tuple[bool, str, Path]) -> None:
     proofs = text.count("proved: ")
     assert held and proofs >= 8
     assert "FAILED" not in text
-    assert f"{proofs} of {proofs} proofs held." in text
+    assert f"{proofs} of {proofs} proofs succeeded." in text
     assert text.count("\n$ gptkit ") == 10
 
 
@@ -73,7 +73,7 @@ def test_a_proof_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     text = out.getvalue()
     assert "FAILED: every logit has the same bits" in text
     assert "DIFFERENT" in text
-    assert "proofs held." in text and "proved: token for token the same text" in text
+    assert "proofs succeeded." in text and "proved: token for token the same text" in text
 
 
 # --- the report of a verification -------------------------------------------------------------------------------------
