@@ -193,8 +193,9 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
 
 
 def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
-    """Return the table with other defaults, by the names of the fields."""
-    return {**fields, **{name: fields[name]._replace(default=value) for name, value in defaults.items()}}
+    """Return the table with other defaults. A keyword is the name of a field, or its first role ("layers")."""
+    names = {field.role.split()[0]: name for name, field in fields.items()} | {name: name for name in fields}
+    return {**fields, **{names[key]: fields[names[key]]._replace(default=value) for key, value in defaults.items()}}
 
 
 def without(table: Mapping[str, _Value], *names: str) -> dict[str, _Value]:
@@ -243,6 +244,11 @@ USUAL: Fields = {
     "tie_word_embeddings": Field("tied", False),
 }
 """The fields of LlamaConfig, which most config classes have."""
+
+
+def llama_fields(**defaults: Any) -> dict[str, Field]:
+    """Return the fields of LlamaConfig with other defaults, whose keywords are those of `with_defaults`."""
+    return with_defaults(USUAL, **defaults)
 
 
 BIASED = dict.fromkeys(

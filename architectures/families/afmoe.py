@@ -8,22 +8,13 @@ Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import AROUND, ATTENTION_BIAS, Field, llama_fields
 from ..lenses import after, sliding, turned_in_windows
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=200192,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_attention_heads=16,
-            head_dim=128,
-            max_position_embeddings=16384,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=200192, hidden=2048, intermediate=6144, heads=16, head_dim=128, context=16384, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "mup_enabled": Field("embedding.multiplier", False, ConfigReader.boolean, lambda factor: factor != 1),
         "moe_intermediate_size": Field("expert_size", 1408),

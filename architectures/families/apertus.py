@@ -7,14 +7,12 @@ Source: transformers models/apertus/{configuration,modeling}_apertus.py, activat
 from ...components import FeedForward
 from ..base import Leaf, leaves_of
 from ..decoder import Decoder
-from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, choice, with_defaults
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, choice, llama_fields
 from ..layout import NUMBER
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
 
-_FIELDS = with_defaults(
-    USUAL, vocab_size=131072, intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5
-)
+_FIELDS = llama_fields(vocab=131072, intermediate=14336, context=65536, eps=1e-5)
 _DECODER = Decoder(
     {
         **_FIELDS,

@@ -5,19 +5,12 @@ Source: transformers models/arcee/{configuration,modeling}_arcee.py.
 
 from ...components import FeedForward
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..usual import LEAVES
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            hidden_size=2560,
-            intermediate_size=18432,
-            hidden_act="relu2",
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(hidden=2560, intermediate=18432, activation="relu2", context=4096, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,
     },

@@ -6,7 +6,7 @@ checkpoint with a vision tower the language model is read; what stands beside it
 
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, USUAL, Field, choice, with_defaults
+from ..fields import ATTENTION_BIAS, Field, choice, llama_fields
 from ..layout import Layout
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T, shared_expert
 from .gpt_oss import EXPERT, MLP, both
@@ -16,7 +16,7 @@ _SILU = {"silu": "silu", "swish": "silu"}
 
 _DECODER = Decoder(
     {
-        **with_defaults(USUAL, intermediate_size=4096),
+        **llama_fields(intermediate=4096),
         "hidden_act": choice("activation", "silu", _SILU),
         "attention_bias": ATTENTION_BIAS,
         "moe_num_experts": Field("mixture.experts", 8),

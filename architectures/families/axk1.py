@@ -17,13 +17,7 @@ from ..usual import CORRECTION, ROTARY_BUFFERS, ROUTED, STACKED, B, T, mixed_lea
 from . import deepseek_v3
 
 _NORM = T + "post_mlp_layernorm"
-_FIELDS = with_defaults(
-    deepseek_v3.DECODER.fields,
-    vocab_size=163840,
-    num_attention_heads=64,
-    n_routed_experts=192,
-    max_position_embeddings=32768,
-)
+_FIELDS = with_defaults(deepseek_v3.DECODER.fields, vocab=163840, heads=64, n_routed_experts=192, context=32768)
 
 
 _DECODER = replace(

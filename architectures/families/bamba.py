@@ -12,7 +12,7 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..draws import Config, Random, Sizes, some_of
-from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..lenses import Lens, one_of
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, draw_mamba2, mamba2_leaves, read_mamba2, written_by
@@ -55,14 +55,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=128000,
-            intermediate_size=14336,
-            num_key_value_heads=8,
-            max_position_embeddings=262144,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=128000, intermediate=14336, kv_heads=8, context=262144, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,
     },

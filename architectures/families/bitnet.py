@@ -8,22 +8,13 @@ from ...components import RMSNorm
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=128256,
-            hidden_size=2560,
-            intermediate_size=6912,
-            num_hidden_layers=30,
-            num_attention_heads=20,
-            hidden_act="relu2",
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=128256, hidden=2560, intermediate=6912, layers=30, heads=20, activation="relu2", eps=1e-5),
         "num_key_value_heads": Field("kv_heads", 5, ConfigReader.optional_integer),  # null: as many as heads
         "attention_bias": ATTENTION_BIAS,
     },

@@ -6,21 +6,12 @@ Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, PRE, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, PRE, Field, llama_fields
 from ..layout import Layout
 from ..rope import RotaryKind
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 
-_FIELDS = with_defaults(
-    USUAL,
-    vocab_size=256000,
-    hidden_size=8192,
-    intermediate_size=22528,
-    num_hidden_layers=40,
-    num_attention_heads=64,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
+_FIELDS = llama_fields(vocab=256000, hidden=8192, intermediate=22528, layers=40, heads=64, context=8192, tied=True)
 FIXED = {"norm.bias": False, "norm.cast": "float32", "block.parallel": True, "block.sums": "stream first"}
 ROTARY = RotaryKind(500_000.0, pairs="adjacent", rounding="tables")
 

@@ -5,7 +5,7 @@ none are given.
 """
 
 from ..decoder import Decoder
-from ..fields import MLP_BIAS, USUAL, with_defaults
+from ..fields import MLP_BIAS, llama_fields
 from ..lenses import sliding
 from ..rope import RotaryKind
 from ..usual import LEAVES
@@ -21,17 +21,16 @@ _ROPE = {
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=128256,
-            hidden_size=6144,
-            intermediate_size=21504,
-            num_hidden_layers=64,
-            num_attention_heads=48,
-            num_key_value_heads=8,
+        **llama_fields(
+            vocab=128256,
+            hidden=6144,
+            intermediate=21504,
+            layers=64,
+            heads=48,
+            kv_heads=8,
             head_dim=128,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
+            context=131072,
+            eps=1e-5,
         ),
         "mlp_bias": MLP_BIAS,
     },

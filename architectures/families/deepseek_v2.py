@@ -48,7 +48,7 @@ _DECODER = LatentDecoder(
     {
         **with_defaults(
             {name: field for name, field in FIELDS.items() if name not in _GROUPS},
-            vocab_size=102400,
+            vocab=102400,
             n_routed_experts=64,
             n_shared_experts=2,
             moe_intermediate_size=1407,

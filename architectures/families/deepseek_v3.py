@@ -22,15 +22,7 @@ FIELDS = {
 }
 
 DECODER = LatentDecoder(
-    with_defaults(
-        FIELDS,
-        vocab_size=129280,
-        hidden_size=7168,
-        intermediate_size=18432,
-        num_hidden_layers=61,
-        num_attention_heads=128,
-        max_position_embeddings=4096,
-    ),
+    with_defaults(FIELDS, vocab=129280, hidden=7168, intermediate=18432, layers=61, heads=128, context=4096),
     fixed=SIGMOID_ROUTER,
     kv_heads=128,
     tables=True,

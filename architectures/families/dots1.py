@@ -5,13 +5,13 @@ own, which every file states.
 """
 
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields, with_defaults
 from ..lenses import after, windows_above
 from .glm4_moe import LEAVES
 
 _DECODER = Decoder(
     {
-        **with_defaults(USUAL, vocab_size=152064, hidden_size=4608, intermediate_size=10944, num_hidden_layers=62),
+        **llama_fields(vocab=152064, hidden=4608, intermediate=10944, layers=62),
         "attention_bias": ATTENTION_BIAS,
         "moe_intermediate_size": Field("expert_size", 1408),
         "n_shared_experts": Field("shared_experts", None),

@@ -4,24 +4,23 @@ Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
 """
 
 from ..decoder import Decoder
-from ..fields import USUAL, Field, with_defaults
+from ..fields import Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
 DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=103424,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=18,
-            num_attention_heads=16,
-            num_key_value_heads=2,
+        **llama_fields(
+            vocab=103424,
+            hidden=1024,
+            intermediate=3072,
+            layers=18,
+            heads=16,
+            kv_heads=2,
             head_dim=128,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
+            context=131072,
+            eps=1e-5,
+            tied=True,
         ),
         "use_bias": Field(
             "attention.qkv_bias attention.output_bias feed_forward.up_bias feed_forward.down_bias", False

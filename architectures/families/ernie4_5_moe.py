@@ -49,13 +49,7 @@ _BIAS = ernie4_5.DECODER.fields["use_bias"]
 _DECODER = Decoder(
     {
         **with_defaults(
-            ernie4_5.DECODER.fields,
-            hidden_size=2560,
-            intermediate_size=12288,
-            num_hidden_layers=28,
-            num_attention_heads=20,
-            num_key_value_heads=4,
-            head_dim=None,
+            ernie4_5.DECODER.fields, hidden=2560, intermediate=12288, layers=28, heads=20, kv_heads=4, head_dim=None
         ),
         "use_bias": _BIAS._replace(role=f"{_BIAS.role} head.bias"),
         "moe_intermediate_size": Field("expert_size", 1536),

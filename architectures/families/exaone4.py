@@ -10,7 +10,7 @@ from typing import Any
 from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import OUTPUT_NORMS, USUAL, with_defaults
+from ..fields import OUTPUT_NORMS, llama_fields
 from ..lenses import Lens, draw_windows, sliding, turned_in_windows, write_windows
 from ..usual import OUTPUT_NORM_LEAVES
 
@@ -40,7 +40,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 EXAONE_WINDOWS = Lens(_layers, _written, draw_windows)
 
 _DECODER = Decoder(
-    with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
+    llama_fields(vocab=102400, intermediate=16384, kv_heads=32, eps=1e-5),
     norms=OUTPUT_NORMS,
     head_norms="same",
     layers=EXAONE_WINDOWS,

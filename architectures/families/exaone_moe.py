@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..base import Stacked
 from ..decoder import Decoder, Mixtures
-from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields, with_defaults
 from ..lenses import by_type
 from ..usual import CORRECTION, ROUTED, STACKED, T, mixed_leaves, shared_expert
 from .exaone4 import EXAONE_WINDOWS
@@ -21,7 +21,7 @@ _LEAVES = tuple(  # where transformers' own name stands
 
 _DECODER = Decoder(
     {
-        **with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
+        **llama_fields(vocab=102400, intermediate=16384, kv_heads=32, eps=1e-5),
         "moe_intermediate_size": Field("expert_size", 1024),
         "num_shared_experts": Field("shared_experts", 1),
         "num_experts": Field("mixture.experts", 64),

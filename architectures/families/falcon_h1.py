@@ -13,7 +13,7 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..draws import Config, Random, divisor, sometimes
-from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, Field, llama_fields
 from ..obstacles import of_kind
 from ..recurrences import draw_mamba2, mamba2_leaves, mamba2_sizes, write_mamba2
 from ..usual import ATTENTION, EMBEDDING, ROTARY_BUFFERS, T
@@ -94,9 +94,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL, vocab_size=128000, intermediate_size=14336, max_position_embeddings=8192, rms_norm_eps=1e-5
-        ),
+        **llama_fields(vocab=128000, intermediate=14336, context=8192, eps=1e-5),
         "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,

@@ -4,13 +4,13 @@ Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 """
 
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, ROUNDED_ROUTER, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, ROUNDED_ROUTER, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import OUTPUT_NORM_LEAVES, ROUTED, mixed_leaves
 
 _DECODER = Decoder(
     {
-        **with_defaults(USUAL, vocab_size=100352, max_position_embeddings=4096),
+        **llama_fields(vocab=100352, context=4096),
         "attention_bias": ATTENTION_BIAS,
         "num_experts": Field("mixture.experts", 7),
         "num_experts_per_tok": Field("mixture.top_k", 5),

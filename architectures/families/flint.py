@@ -14,14 +14,7 @@ from . import qwen2
 
 _FIELDS = {
     **with_defaults(
-        qwen2.FIELDS,
-        vocab_size=150144,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=49,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=262144,
+        qwen2.FIELDS, vocab=150144, hidden=2048, intermediate=6144, layers=49, kv_heads=4, head_dim=128, context=262144
     ),
     "attention_bias": ATTENTION_BIAS,
     "moe_intermediate_size": Field("expert_size", 512),

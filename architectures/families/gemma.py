@@ -9,22 +9,21 @@ from typing import Any
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..draws import among
-from ..fields import ACTIVATIONS, ATTENTION_BIAS, USUAL, Field, choice, with_defaults, without
+from ..fields import ACTIVATIONS, ATTENTION_BIAS, Field, choice, llama_fields, with_defaults, without
 from ..usual import LEAVES
 
 FIELDS = {
-    **with_defaults(
-        USUAL,
-        vocab_size=256000,
-        hidden_size=3072,
-        intermediate_size=24576,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=16,
+    **llama_fields(
+        vocab=256000,
+        hidden=3072,
+        intermediate=24576,
+        layers=28,
+        heads=16,
+        kv_heads=16,
         head_dim=256,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        hidden_act="gelu_pytorch_tanh",
+        context=8192,
+        tied=True,
+        activation="gelu_pytorch_tanh",
     ),
     "attention_bias": ATTENTION_BIAS,
 }
@@ -39,11 +38,11 @@ FIXED: dict[str, Any] = {
 LATER_FIELDS = {
     **with_defaults(
         {"hidden_activation" if name == "hidden_act" else name: each for name, each in FIELDS.items()},
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden=2304,
+        intermediate=9216,
+        layers=26,
+        heads=8,
+        kv_heads=4,
     ),
     "query_pre_attn_scalar": Field(
         "attention.scale",

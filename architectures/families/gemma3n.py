@@ -44,15 +44,7 @@ def _read_width(config: ConfigReader, name: str, default: int) -> int:
 
 
 _KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
-_FIELDS = with_defaults(
-    FIELDS,
-    vocab_size=262400,
-    hidden_size=2048,
-    intermediate_size=16384,
-    num_hidden_layers=35,
-    num_key_value_heads=2,
-    max_position_embeddings=32768,
-)
+_FIELDS = with_defaults(FIELDS, vocab=262400, hidden=2048, intermediate=16384, layers=35, kv_heads=2, context=32768)
 _FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_width)
 _FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(
     read=ConfigReader.number, draw=among(0.5, 3.0, 30.0)

@@ -41,24 +41,22 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FIELDS = {
     **with_defaults(
         {"hidden_activation" if name == "hidden_act" else name: each for name, each in USUAL.items()},
-        vocab_size=256000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        vocab=256000,
+        hidden=2304,
+        intermediate=9216,
+        layers=26,
+        heads=8,
+        kv_heads=4,
         head_dim=256,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        hidden_activation="gelu_pytorch_tanh",
+        context=8192,
+        tied=True,
+        activation="gelu_pytorch_tanh",
     ),
     "attention_bias": ATTENTION_BIAS,
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
 }
 """The fields of Gemma 3n, with its defaults or those of Gemma 2."""
-_FIELDS = with_defaults(
-    FIELDS, vocab_size=262144, num_hidden_layers=30, max_position_embeddings=131072, final_logit_softcapping=None
-)
+_FIELDS = with_defaults(FIELDS, vocab=262144, layers=30, context=131072, final_logit_softcapping=None)
 _KINDS = {
     FULL: RotaryKind(
         1e6, "", usual={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, scaled=False

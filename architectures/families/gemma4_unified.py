@@ -28,7 +28,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 _DECODER = replace(
     gemma4.DECODER,
-    fields=with_defaults(gemma4.DECODER.fields, max_position_embeddings=262144),
+    fields=with_defaults(gemma4.DECODER.fields, context=262144),
     layers=Lens(partial(gemma4.layers, width=1024), _written, gemma4.draw_layers),
 )
 

@@ -6,21 +6,14 @@ Source: transformers models/glm/{configuration,modeling}_glm.py.
 
 from ..base import Leaf, leaves_of
 from ..decoder import Decoder
-from ..fields import USUAL, Field, with_defaults
+from ..fields import Field, llama_fields
 from ..layout import Layout
 from ..rope import PART, RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
 FIELDS = {
-    **with_defaults(
-        USUAL,
-        vocab_size=151552,
-        intermediate_size=13696,
-        num_hidden_layers=40,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1.5625e-7,
+    **llama_fields(
+        vocab=151552, intermediate=13696, layers=40, kv_heads=2, head_dim=128, context=131072, eps=1.5625e-7
     ),
     "attention_bias": Field("attention.qkv_bias", True),
 }

@@ -7,23 +7,14 @@ are left out there too.
 
 from ..base import BEHIND
 from ..decoder import Decoder, Mixtures
-from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields
 from ..lenses import after
 from ..rope import PART, RotaryKind
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=151552,
-            intermediate_size=10944,
-            num_hidden_layers=46,
-            num_attention_heads=96,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=151552, intermediate=10944, layers=46, heads=96, kv_heads=8, context=131072, eps=1e-5),
         "attention_bias": Field("attention.qkv_bias", False),
         "use_qk_norm": Field("head_norms", False),
         "moe_intermediate_size": Field("expert_size", 1408),

@@ -9,23 +9,14 @@ from typing import Any
 
 from ..base import Leaf, leaves_of
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..layout import Layout
 from ..lenses import sliding
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
-_FIELDS = with_defaults(
-    USUAL,
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
+_FIELDS = llama_fields(
+    vocab=201088, hidden=2880, intermediate=2880, layers=36, heads=64, kv_heads=8, head_dim=64, context=131072, eps=1e-5
 )
 _YARN = {
     "rope_type": "yarn",

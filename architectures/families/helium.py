@@ -6,23 +6,22 @@ Source: transformers models/helium/{configuration,modeling}_helium.py.
 import math
 
 from ..decoder import Decoder
-from ..fields import MLP_BIAS, USUAL, Field, with_defaults
+from ..fields import MLP_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=48000,
-            hidden_size=2560,
-            intermediate_size=7040,
-            num_hidden_layers=24,
-            num_attention_heads=20,
-            num_key_value_heads=20,
+        **llama_fields(
+            vocab=48000,
+            hidden=2560,
+            intermediate=7040,
+            layers=24,
+            heads=20,
+            kv_heads=20,
             head_dim=128,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-8,
+            context=4096,
+            eps=1e-8,
         ),
         "attention_bias": Field("attention.qkv_bias", False),
         "mlp_bias": MLP_BIAS,

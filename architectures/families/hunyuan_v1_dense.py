@@ -5,11 +5,11 @@ Source: transformers models/hunyuan_v1_dense/{configuration,modeling}_hunyuan_v1
 
 from ..base import leaves_of
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, USUAL, with_defaults
+from ..fields import ATTENTION_BIAS, llama_fields
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
-FIELDS = {**with_defaults(USUAL, vocab_size=290943, rms_norm_eps=1e-5), "attention_bias": ATTENTION_BIAS}
+FIELDS = {**llama_fields(vocab=290943, eps=1e-5), "attention_bias": ATTENTION_BIAS}
 ROTARY = RotaryKind(alpha=True)
 FIXED = {"attention.norm_order": "after"}
 _DECODER = Decoder(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)

@@ -7,7 +7,7 @@ fp32 and rounded once, as every sum of two numbers is.
 
 from ..base import BEHIND, Stacked
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, MLP_BIAS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, SIGMOID_ROUTER, Field, llama_fields
 from ..lenses import by_type
 from ..rope import RotaryKind
 from ..usual import STACKED, B, T, mixed_leaves, shared_expert
@@ -22,16 +22,8 @@ _MODULES = {
 }
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=120832,
-            intermediate_size=13312,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
+        **llama_fields(
+            vocab=120832, intermediate=13312, layers=80, heads=64, kv_heads=8, head_dim=128, context=131072, eps=1e-5
         ),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,

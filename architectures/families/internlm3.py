@@ -7,7 +7,7 @@ from ...components import Attention, ModelSpec
 from ...errors import CannotExpress
 from ..decoder import Decoder
 from ..draws import Config, Random
-from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..obstacles import of_kind
 from ..usual import LEAVES
 
@@ -25,16 +25,7 @@ def _written(spec: ModelSpec) -> dict[str, bool]:
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=128512,
-            intermediate_size=10240,
-            num_hidden_layers=48,
-            num_key_value_heads=2,
-            head_dim=128,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=128512, intermediate=10240, layers=48, kv_heads=2, head_dim=128, context=32768, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,
     },

@@ -11,15 +11,15 @@ from . import llama
 _DECODER = Decoder(
     with_defaults(
         llama.DECODER.fields,
-        vocab_size=76800,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=80,
-        num_attention_heads=40,
-        num_key_value_heads=8,
+        vocab=76800,
+        hidden=5120,
+        intermediate=27648,
+        layers=80,
+        heads=40,
+        kv_heads=8,
         head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
+        context=131072,
+        eps=1e-5,
     ),
     whole_heads=True,
 )

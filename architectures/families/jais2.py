@@ -5,18 +5,10 @@ Source: transformers models/jais2/{configuration,modeling}_jais2.py.
 
 from ...components import FeedForward, LayerNorm
 from ..decoder import Decoder
-from ..fields import USUAL, Field, with_defaults
+from ..fields import Field, llama_fields
 from ..usual import LEAVES
 
-_FIELDS = with_defaults(
-    USUAL,
-    vocab_size=150272,
-    hidden_size=3328,
-    intermediate_size=26624,
-    num_attention_heads=26,
-    hidden_act="relu2",
-    max_position_embeddings=8192,
-)
+_FIELDS = llama_fields(vocab=150272, hidden=3328, intermediate=26624, heads=26, activation="relu2", context=8192)
 _DECODER = Decoder(
     {
         **{"layer_norm_eps" if name == "rms_norm_eps" else name: field for name, field in _FIELDS.items()},

@@ -13,7 +13,7 @@ from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..draws import Config, Random, Sizes, sometimes
-from ..fields import USUAL, Field, draw_fields, read_fields, size, with_defaults, write_fields
+from ..fields import Field, draw_fields, llama_fields, read_fields, size, write_fields
 from ..lenses import Lens, sparse_layers
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, mamba_leaves, multiple_of_hidden, norms_of, step_rank, width_of
@@ -97,7 +97,7 @@ def _draw_sparse(chosen: Random, _: Sizes) -> Config:
 
 _DECODER = Decoder(
     {
-        **with_defaults(USUAL, vocab_size=65536, intermediate_size=14336, max_position_embeddings=262144),
+        **llama_fields(vocab=65536, intermediate=14336, context=262144),
         "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),
         "num_experts": Field("mixture.experts", 16),
         "num_experts_per_tok": Field("mixture.top_k", 2),

@@ -66,14 +66,7 @@ FIELDS = {
     **{name: each for name, each in USUAL.items() if name not in ("hidden_act", "rms_norm_eps", "head_dim")},
     "norm_eps": Field("eps", 1e-5),
 }
-FIELDS = with_defaults(
-    FIELDS,
-    vocab_size=65536,
-    hidden_size=2560,
-    num_key_value_heads=8,
-    max_position_embeddings=128_000,
-    tie_word_embeddings=True,
-)
+FIELDS = with_defaults(FIELDS, vocab=65536, hidden=2560, kv_heads=8, context=128_000, tied=True)
 ROPE = RotaryKind(1e6)
 
 

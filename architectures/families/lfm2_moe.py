@@ -24,7 +24,7 @@ def _convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[Short
 
 _DECODER = Decoder(
     {
-        **with_defaults(lfm2.FIELDS, hidden_size=2048),
+        **with_defaults(lfm2.FIELDS, hidden=2048),
         "intermediate_size": Field("intermediate", 7168),
         "head_dim": USUAL["head_dim"],
         "moe_intermediate_size": Field("expert_size", 1792),

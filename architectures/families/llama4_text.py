@@ -15,7 +15,7 @@ from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, some_of, sometimes
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..layout import Layout
 from ..lenses import Lens, sparse_layers
 from ..obstacles import of_kind
@@ -96,16 +96,8 @@ def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=202048,
-            hidden_size=5120,
-            num_hidden_layers=48,
-            num_attention_heads=40,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
+        **llama_fields(
+            vocab=202048, hidden=5120, layers=48, heads=40, kv_heads=8, head_dim=128, context=131072, eps=1e-5
         ),
         "intermediate_size": Field("expert_size shared_size", 8192),
         "intermediate_size_mlp": Field("intermediate", 16384),

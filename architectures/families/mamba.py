@@ -23,7 +23,7 @@ def _channels(config: ConfigReader) -> int:
     return config.integer("intermediate_size")
 
 
-_TREE = with_defaults(ALONE, vocab_size=50280, hidden_size=768, num_hidden_layers=32)
+_TREE = with_defaults(ALONE, vocab=50280, hidden=768, layers=32)
 _MIXER = {
     "state_size": size("state_size", 16),
     "time_step_rank": step_rank(768),

@@ -23,7 +23,7 @@ from ..recurrences import (
 )
 from ..usual import B
 
-_TREE = with_defaults(ALONE, vocab_size=32768, hidden_size=4096, num_hidden_layers=64, tie_word_embeddings=False)
+_TREE = with_defaults(ALONE, vocab=32768, hidden=4096, layers=64, tied=False)
 _MIXER = {
     "num_heads": Field("heads", 128),
     "head_dim": Field("head_dim", 64),

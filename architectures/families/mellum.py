@@ -6,22 +6,13 @@ out there too.
 """
 
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, llama_fields
 from ..lenses import by_type, sliding, turned_by_kind
 from ..rope import RotaryKind
 from ..usual import ROUTED, mixed_leaves
 
 _FIELDS = {
-    **with_defaults(
-        USUAL,
-        vocab_size=98304,
-        hidden_size=2304,
-        intermediate_size=7168,
-        num_hidden_layers=28,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=131072,
-    ),
+    **llama_fields(vocab=98304, hidden=2304, intermediate=7168, layers=28, kv_heads=4, head_dim=128, context=131072),
     "attention_bias": ATTENTION_BIAS,
     "moe_intermediate_size": Field("expert_size", 896),
     "num_experts": Field("mixture.experts", 64),

@@ -6,7 +6,7 @@ Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. I
 
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import Decoder, Mixtures
-from ..fields import USUAL, Field, with_defaults
+from ..fields import Field, llama_fields
 from ..rope import PART, RotaryKind
 from ..usual import ATTENTION, B, T
 from . import mixtral
@@ -14,16 +14,8 @@ from .mixtral import MOE
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=200064,
-            hidden_size=3072,
-            intermediate_size=1536,
-            num_hidden_layers=62,
-            num_attention_heads=48,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=196608,
+        **llama_fields(
+            vocab=200064, hidden=3072, intermediate=1536, layers=62, heads=48, kv_heads=8, head_dim=128, context=196608
         ),
         "num_local_experts": Field("mixture.experts", 256),
         "num_experts_per_tok": Field("mixture.top_k", 8),

@@ -50,13 +50,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str
 
 
 _FIELDS = with_defaults(
-    mistral.FIELDS,
-    vocab_size=131072,
-    num_hidden_layers=34,
-    head_dim=128,
-    max_position_embeddings=262144,
-    rms_norm_eps=1e-5,
-    sliding_window=None,
+    mistral.FIELDS, vocab=131072, layers=34, head_dim=128, context=262144, eps=1e-5, sliding_window=None
 )
 _DECODER = Decoder(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_layers))
 

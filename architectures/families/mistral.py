@@ -5,13 +5,10 @@ null means none.
 """
 
 from ..decoder import Decoder
-from ..fields import USUAL, WINDOW, with_defaults
+from ..fields import WINDOW, llama_fields
 from ..usual import LEAVES
 
-FIELDS = {
-    **with_defaults(USUAL, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
-    "sliding_window": WINDOW,
-}
+FIELDS = {**llama_fields(intermediate=14336, kv_heads=8, context=131072), "sliding_window": WINDOW}
 _DECODER = Decoder(FIELDS)
 
 _MISTRAL = _DECODER.architecture(

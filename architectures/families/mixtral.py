@@ -7,15 +7,13 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 
 from ..base import Leaf, Stacked
 from ..decoder import Decoder, Mixtures
-from ..fields import USUAL, WINDOW, Field, with_defaults
+from ..fields import WINDOW, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import B, T
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
-        ),
+        **llama_fields(intermediate=14336, kv_heads=8, context=131072, eps=1e-5),
         "sliding_window": WINDOW._replace(default=None),
         "num_local_experts": Field("mixture.experts", 8),
         "num_experts_per_tok": Field("mixture.top_k", 2),

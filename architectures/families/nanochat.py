@@ -8,21 +8,13 @@ from ...components import FeedForward
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, B, T
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=50304,
-            hidden_size=768,
-            intermediate_size=8192,
-            num_hidden_layers=12,
-            num_attention_heads=6,
-            hidden_act="relu2",
-        ),
+        **llama_fields(vocab=50304, hidden=768, intermediate=8192, layers=12, heads=6, activation="relu2"),
         "final_logit_softcapping": Field("head.cap", 15.0, ConfigReader.optional_number),
         "attention_bias": ATTENTION_BIAS,
     },

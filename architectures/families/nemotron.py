@@ -6,19 +6,11 @@ Source: transformers models/nemotron/{configuration,modeling}_nemotron.py.
 
 from ...components import FeedForward, LayerNorm
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, Field, llama_fields
 from ..rope import PART, RotaryKind
 from ..usual import LEAVES
 
-_FIELDS = with_defaults(
-    USUAL,
-    vocab_size=256000,
-    hidden_size=6144,
-    intermediate_size=24576,
-    num_attention_heads=48,
-    hidden_act="relu2",
-    max_position_embeddings=4096,
-)
+_FIELDS = llama_fields(vocab=256000, hidden=6144, intermediate=24576, heads=48, activation="relu2", context=4096)
 _DECODER = Decoder(
     {
         **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},

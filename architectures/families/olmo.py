@@ -6,11 +6,11 @@ Source: transformers models/olmo/{configuration,modeling}_olmo.py.
 from ...components import LayerNorm
 from ..config import ConfigReader
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
-FIELDS = {**with_defaults(USUAL, vocab_size=50304), "attention_bias": ATTENTION_BIAS}
+FIELDS = {**llama_fields(vocab=50304), "attention_bias": ATTENTION_BIAS}
 
 _DECODER = Decoder(
     {

@@ -5,11 +5,11 @@ Source: transformers models/olmo2/{configuration,modeling}_olmo2.py.
 """
 
 from ..decoder import Decoder
-from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, USUAL, with_defaults
+from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, llama_fields
 from ..rope import RotaryKind
 from ..usual import OUTPUT_NORM_LEAVES
 
-FIELDS = {**with_defaults(USUAL, vocab_size=50304, rms_norm_eps=1e-5), "attention_bias": ATTENTION_BIAS}
+FIELDS = {**llama_fields(vocab=50304, eps=1e-5), "attention_bias": ATTENTION_BIAS}
 FIXED = {"norm.cast": "after_weight"}
 
 _DECODER = Decoder(FIELDS, norms=OUTPUT_NORMS, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result"))

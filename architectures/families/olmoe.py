@@ -7,21 +7,12 @@ norms, which are as wide as the hidden size says: it has no heads of another wid
 
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
-from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, USUAL, Field, with_defaults
+from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, llama_fields
 from ..usual import ROUTED, mixed_leaves
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=50304,
-            hidden_size=2048,
-            intermediate_size=2048,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=50304, hidden=2048, intermediate=2048, layers=16, heads=16, context=4096, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
         "num_experts": Field("mixture.experts", 64),

@@ -9,7 +9,7 @@ from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..draws import Config, Random
-from ..fields import USUAL, Field, with_defaults
+from ..fields import Field, llama_fields
 from ..layout import Layout
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, ENDS, NORMS, B, T
@@ -20,14 +20,7 @@ _GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=32064,
-            hidden_size=3072,
-            intermediate_size=8192,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=32064, hidden=3072, intermediate=8192, context=4096, eps=1e-5),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
     },
     fixed={"attention.fused": True, "attention.fused_rows": "by part", "feed_forward.fused": True},

@@ -16,7 +16,7 @@ from ..base import Leaf, Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import Decoder, Mixtures
 from ..draws import Config, Random, sometimes
-from ..fields import ATTENTION_BIAS, USUAL, Field, with_defaults, without
+from ..fields import ATTENTION_BIAS, Field, llama_fields, without
 from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind, read_rotary
@@ -55,14 +55,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=32064,
-            intermediate_size=6400,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        **llama_fields(vocab=32064, intermediate=6400, kv_heads=8, context=131072, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "lm_head_bias": Field("head.bias", False),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),

@@ -4,13 +4,11 @@ Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 """
 
 from ..decoder import Decoder
-from ..fields import USUAL, with_defaults
+from ..fields import llama_fields
 from ..lenses import windows_above
 from ..usual import LEAVES
 
-FIELDS = with_defaults(
-    USUAL, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
-)
+FIELDS = llama_fields(vocab=151936, intermediate=22016, kv_heads=32, context=32768)
 
 
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.

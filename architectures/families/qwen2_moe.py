@@ -18,9 +18,7 @@ from ..lenses import Lens, by_step, draw_windows, write_windows_above
 from ..usual import ROUTED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
-FIELDS = with_defaults(
-    qwen2.FIELDS, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16
-)
+FIELDS = with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=24, heads=16)
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -51,7 +49,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
 
 _DECODER = Decoder(
     {
-        **with_defaults(FIELDS, num_key_value_heads=16),
+        **with_defaults(FIELDS, kv_heads=16),
         "qkv_bias": Field("attention.qkv_bias", True),
         "moe_intermediate_size": Field("expert_size", 1408),
         "shared_expert_intermediate_size": Field("shared_size", 5632),

@@ -11,20 +11,12 @@ from typing import Any
 from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import Decoder
-from ..fields import USUAL, with_defaults
+from ..fields import llama_fields
 from ..recurrences import DELTA, DELTA_REST, GATED, GATED_BIAS, PARTLY, QUERIES_AND_GATE, SPLIT_PROJECTIONS, delta_nets
 from ..usual import EMBEDDING, ROTARY_BUFFERS
 
 FIELDS = {
-    **with_defaults(
-        USUAL,
-        vocab_size=248320,
-        intermediate_size=12288,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        max_position_embeddings=32768,
-    ),
+    **llama_fields(vocab=248320, intermediate=12288, heads=16, kv_heads=4, head_dim=256, context=32768),
     "attention_bias": GATED_BIAS,
 }
 _DECODER = Decoder(FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=delta_nets("by part"))

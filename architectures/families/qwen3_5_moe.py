@@ -25,7 +25,7 @@ _FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "inter
 
 _DECODER = Decoder(
     {
-        **with_defaults(_FIELDS, hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2),
+        **with_defaults(_FIELDS, hidden=2048, layers=40, kv_heads=2),
         "moe_intermediate_size": Field("expert_size", 512),
         "shared_expert_intermediate_size": Field("shared_size", 512),
         "num_experts": Field("mixture.experts", 256),

@@ -11,9 +11,7 @@ from . import qwen2
 
 DECODER = Decoder(
     {
-        **with_defaults(
-            qwen2.FIELDS, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4
-        ),
+        **with_defaults(qwen2.FIELDS, hidden=2048, intermediate=6144, layers=24, kv_heads=4),
         "attention_bias": ATTENTION_BIAS,
         "use_sliding_window": Field("own.windows", False, of=lambda spec: spec.blocks[0].attention.window is not None),
         "sliding_window": WINDOW,

@@ -29,15 +29,7 @@ LINEAR = "linear_attention"
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            qwen2.FIELDS,
-            hidden_size=2048,
-            intermediate_size=5632,
-            num_hidden_layers=48,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            head_dim=256,
-        ),
+        **with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=48, heads=16, kv_heads=2, head_dim=256),
         "attention_bias": GATED_BIAS,
         "moe_intermediate_size": Field("expert_size", 512),
         "shared_expert_intermediate_size": Field("shared_size", 512),

@@ -101,11 +101,11 @@ _DECODER = Decoder(
     {
         **with_defaults(
             {name: each for name, each in USUAL.items() if name not in ("hidden_act", "max_position_embeddings")},
-            vocab_size=256000,
-            hidden_size=2560,
-            num_hidden_layers=26,
-            num_attention_heads=10,
-            tie_word_embeddings=True,
+            vocab=256000,
+            hidden=2560,
+            layers=26,
+            heads=10,
+            tied=True,
         ),
         "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units, draw=among(2, 7, 33, 64)),
         "hidden_activation": Field("activation", "gelu_pytorch_tanh"),

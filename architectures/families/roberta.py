@@ -25,7 +25,7 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
     before the rest, which decides the order of tensors in files.
     """
     encoder = Encoder(
-        with_defaults(BERT_FIELDS, vocab_size=vocab),
+        with_defaults(BERT_FIELDS, vocab=vocab),
         masked=(f"{hf_name}ForMaskedLM",),
         pooled=True,
         transform=lambda _: {"activation": "gelu"},

@@ -4,21 +4,12 @@ Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 """
 
 from ..decoder import Decoder
-from ..fields import MLP_BIAS, USUAL, Field, with_defaults
+from ..fields import MLP_BIAS, Field, llama_fields
 from ..usual import LEAVES
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=155136,
-            intermediate_size=27648,
-            num_hidden_layers=64,
-            num_attention_heads=80,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=524288,
-        ),
+        **llama_fields(vocab=155136, intermediate=27648, layers=64, heads=80, kv_heads=8, head_dim=128, context=524288),
         "attention_bias": Field("attention.qkv_bias", True),
         "attention_out_bias": Field("attention.output_bias", False),
         "mlp_bias": MLP_BIAS,

@@ -10,7 +10,7 @@ from ...components import Attention, ModelSpec
 from ..config import ConfigReader
 from ..decoder import Decoder
 from ..draws import Config, Random, Sizes, kind_by_layer, sometimes
-from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL, with_defaults
+from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..lenses import Lens, draw_windows
 from ..obstacles import of_kind
 from ..rope import RotaryKind
@@ -57,16 +57,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
 
 _DECODER = Decoder(
     {
-        **with_defaults(
-            USUAL,
-            vocab_size=128256,
-            hidden_size=2048,
-            num_hidden_layers=36,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            max_position_embeddings=32768,
-            tie_word_embeddings=True,
-        ),
+        **llama_fields(vocab=128256, hidden=2048, layers=36, heads=16, kv_heads=4, context=32768, tied=True),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,
     },

@@ -4,20 +4,11 @@ Source: transformers models/solar_open/{configuration,modeling}_solar_open.py.
 """
 
 from ..decoder import Decoder, Mixtures
-from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields
 from ..rope import RotaryKind
 from .glm4_moe import LEAVES
 
-_FIELDS = with_defaults(
-    USUAL,
-    vocab_size=196608,
-    num_hidden_layers=48,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-)
+_FIELDS = llama_fields(vocab=196608, layers=48, heads=64, kv_heads=8, head_dim=128, context=131072, eps=1e-5)
 
 _DECODER = Decoder(
     {

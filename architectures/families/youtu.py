@@ -13,15 +13,7 @@ from ..fields import with_defaults
 from ..latent import LATENT_FIELDS, LATENT_LEAVES, MADE, LatentDecoder
 
 _DECODER = LatentDecoder(
-    with_defaults(
-        LATENT_FIELDS,
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_attention_heads=16,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-    ),
+    with_defaults(LATENT_FIELDS, vocab=128256, hidden=2048, intermediate=6144, heads=16, context=131072, tied=True),
     kv_heads=16,
     tables=True,
 )
