@@ -42,17 +42,23 @@ GPT2_ALIASES = {
 }
 
 
-OF_GPT2 = {
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), "training only"),
-    "n_ctx": "an old copy of n_positions",
-    **SUMMARIES,
-}
+OF_GPT2 = {"n_ctx": "an old copy of n_positions", **SUMMARIES}
 """Fields of GPT-2's config class that others took over, and that change nothing."""
 
+_TRAINING = (
+    "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop decoder_layerdrop dropout"
+    " dropout_rate embd_pdrop emb_pdrop embed_dropout embedding_dropout encoder_layerdrop gradient_checkpointing"
+    " hidden_dropout hidden_dropout_prob init_std initializer_factor initializer_range layerdrop mlp_dropout"
+    " resid_dropout resid_pdrop residual_dropout router_aux_loss_coef"
+)
+"""Config fields that only matter in training."""
 COMMON_IRRELEVANT: dict[str, str] = {
+    **dict.fromkeys(_TRAINING.split(), "training only"),
+    "num_logits_to_keep": "for which tokens of a prompt logits are computed",
+    "output_router_logits": "output format",
+    "task_specific_params": "generation",
     "_name_or_path": "where the file came from",
     "architectures": "the class to build; used to choose the family",
-    "attention_dropout": "training only",
     "auto_map": "points at remote code, which gptkit never runs",
     "bos_token_id": "generation",
     "chunk_size_feed_forward": "computes the same in slices",
@@ -60,10 +66,7 @@ COMMON_IRRELEVANT: dict[str, str] = {
     "dtype": "the stored dtype; read by the loader",
     "eos_token_id": "generation",
     "finetuning_task": "a label",
-    "gradient_checkpointing": "training only",
-    "hidden_dropout": "training only",
     "id2label": "classification heads",
-    "initializer_range": "training only",
     "keys_to_ignore_at_inference": "output format",
     "label2id": "classification heads",
     "model_type": "used to choose the family",

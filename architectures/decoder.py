@@ -36,7 +36,7 @@ from .fields import Field as Field  # which definitions of users import from her
 from .lenses import ALL_LAYERS, Lens
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, draw_rotary, read_rotary, write_rotary
-from .usual import OF_ROUTERS, ROTARY_BUFFERS, STACKED
+from .usual import ROTARY_BUFFERS, STACKED
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Decoder:
         """Return the family of these trees.
 
         Unless `more` states them, the stacked parameters and the buffers of old files are those that most families
-        have. Fields about routers are irrelevant in every family of mixtures.
+        have.
         """
         stored = {leaf.checkpoint for leaf in leaves}
         longest = {"context": TABLE} if more.get("bounded") else {}
@@ -119,8 +119,6 @@ class Decoder:
             "dropped": () if more.get("prefix") else ROTARY_BUFFERS,
             "stacked": STACKED if stored.issuperset(name for each in STACKED for name in each.checkpoint) else (),
         }
-        if self.mixtures is not None:
-            more["irrelevant"] = {**OF_ROUTERS, **more.get("irrelevant", {})}
         return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:

@@ -32,7 +32,6 @@ BERT_FIELDS: Fields = {
 """The fields of BertConfig, which most config classes of encoders have."""
 
 OF_BERT: dict[str, str | None] = {
-    **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "training only"),
     **dict.fromkeys(
         (
             "directionality",

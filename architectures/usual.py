@@ -44,9 +44,6 @@ STACKED = (
     Stacked(T + "mlp.experts.down_proj", (T + "mlp.experts.{expert}.down_proj.weight",)),
 )
 
-OF_ROUTERS = {"output_router_logits": "output format", "router_aux_loss_coef": "training only"}
-"""Config fields about routers that change nothing that is computed."""
-
 
 def shared_expert(name: str) -> dict[str, str]:
     """The modules of a shared expert of that name."""

@@ -89,9 +89,5 @@ _BAMBA = _DECODER.architecture(
     kinds=_DECODER.kinds | {Mamba2},
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     stated={"attn_layer_indices": [9, 18, 27]},
-    irrelevant={
-        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
-        "z_loss_coefficient": "a loss in training",
-        "layers_block_type": "made of attn_layer_indices",
-    },
+    irrelevant={"z_loss_coefficient": "a loss in training", "layers_block_type": "made of attn_layer_indices"},
 )

@@ -114,13 +114,7 @@ OF_BART: dict[str, Any] = {
     "carried": {"unused": ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")},
     "dropped": ("model.encoder.version", "model.decoder.version"),
     "prefix": "model.",
-    "irrelevant": {
-        **GENERATION,
-        **dict.fromkeys(
-            ("activation_dropout", "decoder_layerdrop", "dropout", "encoder_layerdrop", "init_std"), "training only"
-        ),
-        "architectures": None,
-    },
+    "irrelevant": {**GENERATION, "architectures": None},
 }
 """Fields of `Architecture` that BART's kin share."""
 

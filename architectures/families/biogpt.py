@@ -46,11 +46,5 @@ _BIOGPT = _DECODER.architecture(
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     prefix="biogpt.",
     head="output_projection.weight",
-    irrelevant={
-        "activation_dropout": "training only",
-        "attention_probs_dropout_prob": "training only",
-        "hidden_dropout_prob": "training only",
-        "layer_norm_eps": "not read by transformers",
-        "layerdrop": "training only",
-    },
+    irrelevant={"layer_norm_eps": "not read by transformers"},
 )

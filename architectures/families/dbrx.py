@@ -149,9 +149,6 @@ _DBRX = _DECODER.architecture(
     prefix="transformer.",
     stated={"attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0}},
     irrelevant={
-        "attn_pdrop": "training only",
-        "resid_pdrop": "training only",
-        "emb_pdrop": "training only",
         "moe_jitter_eps": "training only",
         "moe_loss_weight": "training only",
         "num_key_value_heads": "transformers' copy of a field of attn_config",

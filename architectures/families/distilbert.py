@@ -58,7 +58,7 @@ DISTILBERT = _ENCODER.architecture(
     carried={"tasks": ("pre_classifier.", "vocab_", *TASKS), "unused": (_EMBEDDINGS + "position_ids",)},
     irrelevant={
         **OF_BERT,
-        **dict.fromkeys(("dropout", "qa_dropout", "seq_classif_dropout"), "training only"),
+        **dict.fromkeys(("qa_dropout", "seq_classif_dropout"), "training only"),
         "sinusoidal_pos_embds": "how training begins: the table is stored",
         "output_past": "generation",
         "tie_weights_": "a note of its authors' code",

@@ -141,5 +141,4 @@ _FALCON_H1 = _DECODER.architecture(
     draw=_draw,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     dropped=(*ROTARY_BUFFERS, T + "mamba.mup_vector"),
-    irrelevant={"num_logits_to_keep": "for which tokens of a prompt logits are computed"},
 )

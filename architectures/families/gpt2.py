@@ -114,5 +114,5 @@ GPT2 = _DECODER.architecture(
         for old, new in (("gamma", "weight"), ("beta", "bias"))
     ),
     dropped=(_T + "attn.bias", _T + "attn.masked_bias"),
-    irrelevant={**OF_GPT2, "task_specific_params": "generation"},
+    irrelevant={**OF_GPT2},
 )

@@ -70,7 +70,6 @@ _GPT_BIGCODE = _DECODER.architecture(
         "pre_allocate_kv_cache": "not read by transformers",
         "scale_attention_softmax_in_fp32": "transformers ignores this field and always does it",
         "num_key_value_heads": "transformers makes this field from multi_query",
-        "task_specific_params": "generation",
         "validate_runner_input": "not read by transformers",
     },
 )

@@ -108,13 +108,7 @@ _GPT_NEO = _DECODER.architecture(
     config_aliases={"num_layers": ("num_hidden_layers",), "num_heads": ("num_attention_heads",)},
     prefix="transformer.",
     dropped=tuple(_T + "attn.attention." + name for name in ("bias", "masked_bias")),
-    irrelevant={
-        "embed_dropout": "training only",
-        "resid_dropout": "training only",
-        **SUMMARIES,
-        "task_specific_params": "generation",
-        "tokenizer_class": "tokenizer",
-    },
+    irrelevant={**SUMMARIES, "tokenizer_class": "tokenizer"},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for gpt_neo",
 )

@@ -82,7 +82,6 @@ GPTJ_IRRELEVANT = {
     **OF_GPT2,
     "rotary": "not read by transformers",
     "scale_attn_weights": "transformers ignores this field and always does it",
-    "task_specific_params": "generation",
 }
 
 _GPTJ = DECODER.architecture(

@@ -139,7 +139,6 @@ _JAMBA = _DECODER.architecture(
     irrelevant={
         **dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan"), "which kernels compute it"),
         **dict.fromkeys(("layers_block_type", "layers_num_experts"), "made of periods and offsets"),
-        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
     },
     refused={
         "mamba_inner_layernorms": ((True, None), "transformers ignores this field and always normalises dt, B and C")

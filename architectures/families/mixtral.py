@@ -54,9 +54,5 @@ _MIXTRAL = _DECODER.architecture(
     released="2023-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     config_aliases={"num_local_experts": ("num_experts",)},
-    irrelevant={
-        "output_router_logits": "output format",
-        "router_aux_loss_coef": "training only",
-        "router_jitter_noise": "training only",
-    },
+    irrelevant={"router_jitter_noise": "training only"},
 )

@@ -141,9 +141,7 @@ FEED_FORWARD = (
 )
 
 IRRELEVANT = {
-    **dict.fromkeys(
-        ("embedding_dropout", "mlp_dropout", "initializer_cutoff_factor", "sparse_pred_ignore_index"), "training only"
-    ),
+    **dict.fromkeys(("initializer_cutoff_factor", "sparse_pred_ignore_index"), "training only"),
     **dict.fromkeys(("cls_token_id", "sep_token_id"), "tokenizer"),
     "classifier_pooling": "classification heads",
     "deterministic_flash_attn": "which kernel computes gradients",

@@ -259,8 +259,6 @@ _NEMOTRON_H = Architecture(
             "extra layers after the last one that draft tokens (multi-token prediction)",
         ),
         **dict.fromkeys(("n_shared_experts", "moe_shared_expert_overlap"), "not read by transformers: there is one"),
-        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
-        "hidden_dropout": "training only",
         "output_router_logits": "training only",
     },
     refused={

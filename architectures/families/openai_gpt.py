@@ -66,7 +66,6 @@ _OPENAI_GPT = _DECODER.architecture(
         **OF_GPT2,
         "n_special": "vocab_size already includes these tokens",
         "predict_special_tokens": "not read by transformers",
-        "task_specific_params": "generation",
     },
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for openai-gpt",

@@ -95,11 +95,5 @@ _OPT = _DECODER.architecture(
     ),
     released="2022-05",
     token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
-    irrelevant={
-        "activation_dropout": "training only",
-        "dropout": "training only",
-        "init_std": "training only",
-        "layerdrop": "training only",
-        "prefix": "tokenizer",
-    },
+    irrelevant={"prefix": "tokenizer"},
 )

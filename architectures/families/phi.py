@@ -49,10 +49,5 @@ _MODULES = {
 }
 
 _PHI = _DECODER.architecture(
-    "phi",
-    "PhiForCausalLM",
-    leaves_of(_MODULES),
-    released="2023-06",
-    token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
+    "phi", "PhiForCausalLM", leaves_of(_MODULES), released="2023-06", token_ids={"bos_token_id": 1, "eos_token_id": 2}
 )

@@ -56,5 +56,4 @@ _PHI3 = _DECODER.architecture(
     draw=_draw,
     kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),
     token_ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-    irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
 )

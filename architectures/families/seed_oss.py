@@ -22,5 +22,4 @@ _SEED_OSS = _DECODER.architecture(
     LEAVES,
     released="2025-08",
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
-    irrelevant={"residual_dropout": "training only"},
 )

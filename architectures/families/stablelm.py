@@ -43,10 +43,5 @@ _HEAD_NORMS = tuple(
 _LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *_HEAD_NORMS, *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
 
 _STABLELM = _DECODER.architecture(
-    "stablelm",
-    "StableLmForCausalLM",
-    _LEAVES,
-    released="2023-04",
-    token_ids={"bos_token_id": 0, "eos_token_id": 0},
-    irrelevant={"hidden_dropout": "training only"},
+    "stablelm", "StableLmForCausalLM", _LEAVES, released="2023-04", token_ids={"bos_token_id": 0, "eos_token_id": 0}
 )

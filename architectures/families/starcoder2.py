@@ -38,5 +38,4 @@ _STARCODER2 = _DECODER.architecture(
     _LEAVES,
     released="2024-02",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    irrelevant={"residual_dropout": "training only", "embedding_dropout": "training only"},
 )

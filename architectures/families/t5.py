@@ -169,11 +169,6 @@ T5 = Architecture(
             "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
         )
     },
-    irrelevant={
-        **GENERATION,
-        "dropout_rate": "training only",
-        "initializer_factor": "training only",
-        "output_past": "output format",
-    },
+    irrelevant={**GENERATION, "output_past": "output format"},
     refused=OF_BOTH,
 )

@@ -278,7 +278,6 @@ _ZAMBA2 = Architecture(
         **dict.fromkeys(("use_mamba_kernels", "use_mem_eff_path"), "which kernels compute it"),
         **dict.fromkeys(("kv_channels", "num_query_groups"), "not read by transformers' model"),
         "use_conv_bias": "not read by transformers' model: convolutions have one",
-        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
     },
     refused={
         "tie_word_embeddings": (

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, named
 from gptkit.architectures.base import TOKEN_IDS
 from gptkit.architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
+from gptkit.architectures.draws import placed
 from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import CannotExpress, ConfigError, GptkitError, UnknownFamily
 from gptkit.modules.positions import inverse_frequencies
@@ -253,10 +254,10 @@ def test_what_is_refused_says_why(family):
     architecture = ARCHITECTURES[family]
     for name, (harmless, reason) in architecture.refusals.items():
         for value in harmless:
-            spec_of({**REPRESENTATIVES[family].config, name: value})
+            spec_of({**REPRESENTATIVES[family].config, **placed({name: value})})
         for value in (each for each in (True, {"bits": 4}, "yes", [1]) if each not in harmless):
             with pytest.raises(ConfigError) as caught:
-                spec_of({**REPRESENTATIVES[family].config, name: value})
+                spec_of({**REPRESENTATIVES[family].config, **placed({name: value})})
             assert name in str(caught.value)
             assert reason in str(caught.value)
 
