@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import answer, progress_bar, say, status
-from .base import JSON, QUIET, Pictures, argument, command, flag, option
+from .base import JSON, QUIET, ForTree, Pictures, argument, command, flag, option
 
 
 @command(
@@ -33,13 +33,7 @@ def ablate(
         "Continue an interrupted ablation. Repeat the command with this option. Finished runs are not repeated.",
     ),
     force: bool = flag("--force", "Discard all runs in OUT, and start again."),
-    offline: bool = flag(
-        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
-    ),
-    allow_pickle: bool = flag(
-        "--allow-pickle",
-        "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from them.",
-    ),
+    opening: ForTree,
     drawn: Pictures,
     json: bool = JSON,
     quiet: bool = QUIET,
@@ -59,7 +53,7 @@ def ablate(
         def ended(name: str, tokens: int, result: Result) -> None:
             say([run_line(name, tokens, result)], silent)
 
-        where: dict[str, Any] = {"device": device, "offline": offline, "allow_pickle": allow_pickle}
+        where: dict[str, Any] = {"device": device, **opening}
         hooks: dict[str, Any] = {"tell": tell, "ended": ended, "progress": advance}
         table = run(plan, out, data=data or (), resume=resume, force=force, **where, **hooks)
     answer(json, table.as_json, lambda: ablation_report(table), quiet)

@@ -5,11 +5,132 @@ from typing import Any
 
 from ..errors import UsageError
 from ..terminal import answer, progress_bar
-from .base import JSON, QUIET, argument, command, flag, option
+from .base import JSON, QUIET, ForTree, argument, command, flag, option
 from .completion import complete_model, one_of
 from .train import amounts, told_once
 
 _HOW = "How to train"
+
+
+_CHANGED = argument(
+    "CHANGED", "The changed checkpoint to train, such as a folder written by gptkit swap.", complete=complete_model
+)
+_OUT = argument(
+    "OUT",
+    "The folder to write the trained model to. The folder OUT.healing gets the checkpoints and "
+    "measurements of the training runs.",
+)
+_TEACHER = option(
+    "--teacher MODEL",
+    "The original model that CHANGED was made from, such as sample:gpt2. CHANGED is trained to make the "
+    "same predictions.",
+    default=...,
+)
+_DATA = option(
+    "--data FILE", "The training text: a text file (repeatable), or one folder written by gptkit tokenize.", default=...
+)
+_BUDGET = option(
+    "--tokens N",
+    "The number of tokens that each run trains on, such as 400k or 1M. The default is the number of "
+    "tokens in the text, but at least 20k and at most 400k.",
+)
+_TIME = option("--time TIME", "Train each run for this long instead of a number of tokens: 90s, 10m or 1.5h.")
+_TRAINED = option(
+    "--train WHAT",
+    "The parameters to train: all, changed (only those that the swap changed), norms, or lora:RANK (an "
+    "update of low rank for every matrix, such as lora:8).",
+    default="all",
+)
+_LOCAL = option(
+    "SHARE",
+    "The share of each run's tokens or time for a first phase, such as 0.25. In this phase, every "
+    "changed layer learns to give the same output as the teacher's layer for the same input. Try it if "
+    "the swap changed whole layers and the model became much worse. The default is 0, without this "
+    "phase.",
+    default=0.0,
+    min=0,
+    max=0.99,
+)
+_HIDDEN = option(
+    "WEIGHT",
+    "The weight of a second loss, such as 1: the mean squared distance between the hidden states of "
+    "CHANGED and of the teacher after every layer. The default is 0, without this loss.",
+    default=0.0,
+    min=0,
+)
+_SEEDS = option(
+    "N",
+    "The number of times that each run is repeated, with a different order of the text every time. With "
+    "3, for example, the results show the spread between seeds.",
+    default=1,
+    min=1,
+)
+_BESIDE = option(
+    "--beside/--alone",
+    "Also train two models for comparison: the control (the original on the same text) and the floor "
+    "(CHANGED with random weights). --alone skips both.",
+    default=True,
+)
+_BATCH = option(
+    "N",
+    "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
+    "fewer if the training is short.",
+    _HOW,
+)
+_CONTEXT = option(
+    "N",
+    "The number of tokens per window (training sequence), such as 512. The default is the models' "
+    "context, but at most 1,024.",
+    _HOW,
+)
+_LR = option(
+    "RATE",
+    "The highest learning rate of AdamW for CHANGED, such as 1e-4. By default, gptkit estimates it from "
+    "the KL divergence between CHANGED and the teacher, and tests it in short trials.",
+    _HOW,
+    min=0,
+)
+_PATIENCE = option(
+    "N",
+    "End a run early after N evaluations without an improvement. The default, 0, never ends a run early.",
+    _HOW,
+    default=0,
+    min=0,
+)
+_HELD_OUT = option(
+    "SHARE | FILE",
+    "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
+    "0.05, or another text file.",
+    _HOW,
+    default="0.05",
+)
+_DTYPE = option(
+    "float32 | bfloat16",
+    "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
+    _HOW,
+    complete=one_of(("float32", "bfloat16")),
+)
+_DEVICE = option(
+    "NAME",
+    "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
+    _HOW,
+)
+_EVERY = option(
+    "STEPS",
+    "Evaluate the model and save a checkpoint every STEPS steps. By default, gptkit chooses STEPS so "
+    "that evaluations take about 5 % of the time.",
+    min=1,
+)
+_TO = option(
+    "--as FORMAT",
+    "The format to write: local (gptkit's own), hf (Hugging Face files of the model's own family), "
+    "hf:FAMILY (such as hf:llama) or hf:auto (the first family that supports the model). The default is "
+    "Hugging Face files if a family supports the model, and otherwise local.",
+    _HOW,
+)
+_RESUME = flag(
+    "--resume", "Continue an interrupted command from its last checkpoints. Repeat the command with this option."
+)
 
 
 @command(
@@ -17,140 +138,32 @@ _HOW = "How to train"
     "gptkit heal changed out --teacher org/name --data tokens --time 5m --seeds 3",
 )
 def heal(
-    changed: str = argument(
-        "CHANGED", "The changed checkpoint to train, such as a folder written by gptkit swap.", complete=complete_model
-    ),
-    out: Path = argument(
-        "OUT",
-        "The folder to write the trained model to. The folder OUT.healing gets the checkpoints and "
-        "measurements of the training runs.",
-    ),
+    changed: str = _CHANGED,
+    out: Path = _OUT,
     *,
-    teacher: str = option(
-        "--teacher MODEL",
-        "The original model that CHANGED was made from, such as sample:gpt2. CHANGED is trained to make the "
-        "same predictions.",
-        default=...,
-    ),
-    data: list[str] = option(
-        "--data FILE",
-        "The training text: a text file (repeatable), or one folder written by gptkit tokenize.",
-        default=...,
-    ),
-    budget: str | None = option(
-        "--tokens N",
-        "The number of tokens that each run trains on, such as 400k or 1M. The default is the number of "
-        "tokens in the text, but at least 20k and at most 400k.",
-    ),
-    time: str | None = option(
-        "--time TIME", "Train each run for this long instead of a number of tokens: 90s, 10m or 1.5h."
-    ),
-    trained: str = option(
-        "--train WHAT",
-        "The parameters to train: all, changed (only those that the swap changed), norms, or lora:RANK (an "
-        "update of low rank for every matrix, such as lora:8).",
-        default="all",
-    ),
-    local: float = option(
-        "SHARE",
-        "The share of each run's tokens or time for a first phase, such as 0.25. In this phase, every "
-        "changed layer learns to give the same output as the teacher's layer for the same input. Try it if "
-        "the swap changed whole layers and the model became much worse. The default is 0, without this "
-        "phase.",
-        default=0.0,
-        min=0,
-        max=0.99,
-    ),
-    hidden: float = option(
-        "WEIGHT",
-        "The weight of a second loss, such as 1: the mean squared distance between the hidden states of "
-        "CHANGED and of the teacher after every layer. The default is 0, without this loss.",
-        default=0.0,
-        min=0,
-    ),
-    seeds: int = option(
-        "N",
-        "The number of times that each run is repeated, with a different order of the text every time. With "
-        "3, for example, the results show the spread between seeds.",
-        default=1,
-        min=1,
-    ),
-    beside: bool = option(
-        "--beside/--alone",
-        "Also train two models for comparison: the control (the original on the same text) and the floor "
-        "(CHANGED with random weights). --alone skips both.",
-        default=True,
-    ),
-    batch: str | None = option(
-        "N",
-        "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
-        "fewer if the training is short.",
-        _HOW,
-    ),
-    context: str | None = option(
-        "N",
-        "The number of tokens per window (training sequence), such as 512. The default is the models' "
-        "context, but at most 1,024.",
-        _HOW,
-    ),
-    lr: float | None = option(
-        "RATE",
-        "The highest learning rate of AdamW for CHANGED, such as 1e-4. By default, gptkit estimates it from "
-        "the KL divergence between CHANGED and the teacher, and tests it in short trials.",
-        _HOW,
-        min=0,
-    ),
-    patience: int = option(
-        "N",
-        "End a run early after N evaluations without an improvement. The default, 0, never ends a run early.",
-        _HOW,
-        default=0,
-        min=0,
-    ),
-    held_out: str = option(
-        "SHARE | FILE",
-        "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
-        "0.05, or another text file.",
-        _HOW,
-        default="0.05",
-    ),
+    teacher: str = _TEACHER,
+    data: list[str] = _DATA,
+    budget: str | None = _BUDGET,
+    time: str | None = _TIME,
+    trained: str = _TRAINED,
+    local: float = _LOCAL,
+    hidden: float = _HIDDEN,
+    seeds: int = _SEEDS,
+    beside: bool = _BESIDE,
+    batch: str | None = _BATCH,
+    context: str | None = _CONTEXT,
+    lr: float | None = _LR,
+    patience: int = _PATIENCE,
+    held_out: str = _HELD_OUT,
     seed: int = option("N", "The seed of the first run. It determines the order of the text.", _HOW, default=0, min=0),
-    dtype: str | None = option(
-        "float32 | bfloat16",
-        "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
-        _HOW,
-        complete=one_of(("float32", "bfloat16")),
-    ),
+    dtype: str | None = _DTYPE,
     compiled: bool = flag("--compile", "Compile the models with torch.compile, which makes long runs faster.", _HOW),
-    device: str | None = option(
-        "NAME",
-        "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
-        _HOW,
-    ),
-    every: int | None = option(
-        "STEPS",
-        "Evaluate the model and save a checkpoint every STEPS steps. By default, gptkit chooses STEPS so "
-        "that evaluations take about 5 % of the time.",
-        min=1,
-    ),
-    to: str | None = option(
-        "--as FORMAT",
-        "The format to write: local (gptkit's own), hf (Hugging Face files of the model's own family), "
-        "hf:FAMILY (such as hf:llama) or hf:auto (the first family that supports the model). The default is "
-        "Hugging Face files if a family supports the model, and otherwise local.",
-        _HOW,
-    ),
-    resume: bool = flag(
-        "--resume", "Continue an interrupted command from its last checkpoints. Repeat the command with this option."
-    ),
+    device: str | None = _DEVICE,
+    every: int | None = _EVERY,
+    to: str | None = _TO,
+    resume: bool = _RESUME,
     force: bool = flag("--force", "Replace the folder OUT if it exists, and discard an interrupted run."),
-    offline: bool = flag(
-        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
-    ),
-    allow_pickle: bool = flag(
-        "--allow-pickle",
-        "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from them.",
-    ),
+    opening: ForTree,
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -175,7 +188,6 @@ def heal(
         "compiled": compiled,
     }
     where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force, "to": to}
-    opening: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     silent = quiet or json or not leads()
     watched = Healing(silent)
     with told_once(), progress_bar("tokenizing", silent) as advance:

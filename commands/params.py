@@ -12,6 +12,96 @@ from .completion import FLOATS, one_of
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
 
+_DTYPE = option(
+    "DTYPE",
+    "Add the size of the weights in bytes in this dtype: float32, bfloat16, float8, int8, int4, nf4, or "
+    "a GGUF type such as q8_0, q4_k_m or q4_0. --memory and --gpu also use it.",
+    WEIGHTS,
+    complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
+)
+_EXPLAIN = flag(
+    "--explain", "Show how the total number of parameters follows from the sizes in the config, as a formula.", WEIGHTS
+)
+_STORED = flag(
+    "--stored",
+    "Add the dtypes and bytes of the tensors in the weight files. gptkit reads only the headers of the files.",
+    WEIGHTS,
+)
+_KV = option(
+    "--kv TOKENS",
+    "Add the size of the KV cache at these context lengths, in tokens: 8192, or several such as 2k,128k (1k is 1,024).",
+    COSTS,
+)
+_KV_DTYPE = option(
+    "DTYPE",
+    "The dtype of the KV cache, such as float32. The default is the dtype of the activations, which is "
+    "bfloat16 unless --dtype is float32 or float16.",
+    COSTS,
+)
+_FLOPS = flag(
+    "--flops", "Add the FLOPs to generate a token, to process a whole prompt (prefill), and of a training step.", COSTS
+)
+_CONTEXT = option(
+    "TOKENS",
+    "The number of tokens per sequence for --flops, --memory, --tp and --pp, such as 8k. The default is "
+    "the model's context. With --gpu: the sequence length for which the largest batch is reported, by "
+    "default 8,192 or the model's context if that is shorter.",
+    COSTS,
+)
+_BATCH = option(
+    "N",
+    "The number of sequences in a batch, for --kv, --flops, --memory, --tp and --pp. With --gpu: the "
+    "batch for which the longest context is reported.",
+    COSTS,
+    default=1,
+)
+_GPU = option(
+    "--gpu SIZE",
+    "Report for several dtypes the longest context and the largest batch that fit in a GPU with this "
+    "much memory, such as 24GB. For GPUs, GB means GiB (powers of 1024), because GPU memory is sold in "
+    "them.",
+    COSTS,
+)
+_TP = option(
+    "--tp N",
+    "Report the memory per GPU if N GPUs share every layer (tensor parallelism).",
+    COSTS,
+    default=1,
+    show_default=False,
+)
+_PP = option(
+    "--pp N",
+    "Report the memory per GPU if the layers are divided into N pipeline stages.",
+    COSTS,
+    default=1,
+    show_default=False,
+)
+_FSDP = option(
+    "--fsdp N",
+    "With --memory: report the training memory per process if N processes shard weights, gradients and "
+    "optimizer states (FSDP).",
+    COSTS,
+    default=1,
+    show_default=False,
+)
+_SWAP = option(
+    "OPTION=VALUE",
+    "Also count each model after this change, an option of gptkit swap with its value, such as "
+    "attention=gqa:4. Repeatable.",
+    SWAPS,
+)
+_RECIPE = option(
+    "NAME | FILE",
+    "Also count each model after the changes of a recipe: a TOML file, or a name from gptkit swaps --recipes.",
+    SWAPS,
+)
+_CSV = flag(
+    "--csv",
+    "Print CSV instead of text, with a row per component, layer or tensor (see --by). With costs, such "
+    "as --kv, it has a row per model.",
+)
+
+
 @command(
     "gptkit params qwen3-8b",
     "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b",
@@ -26,101 +116,23 @@ def params(  # noqa: C901
     models: list[str] = MODELS,
     by: str = base.by_option(WEIGHTS),
     by_layer: bool = flag("--by-layer", "", hidden=True),
-    dtype: str | None = option(
-        "DTYPE",
-        "Add the size of the weights in bytes in this dtype: float32, bfloat16, float8, int8, int4, nf4, or "
-        "a GGUF type such as q8_0, q4_k_m or q4_0. --memory and --gpu also use it.",
-        WEIGHTS,
-        complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
-    ),
-    explain: bool = flag(
-        "--explain",
-        "Show how the total number of parameters follows from the sizes in the config, as a formula.",
-        WEIGHTS,
-    ),
-    stored: bool = flag(
-        "--stored",
-        "Add the dtypes and bytes of the tensors in the weight files. gptkit reads only the headers of the files.",
-        WEIGHTS,
-    ),
-    kv: list[str] | None = option(
-        "--kv TOKENS",
-        "Add the size of the KV cache at these context lengths, in tokens: 8192, or several such as 2k,128k "
-        "(1k is 1,024).",
-        COSTS,
-    ),
-    kv_dtype: str | None = option(
-        "DTYPE",
-        "The dtype of the KV cache, such as float32. The default is the dtype of the activations, which is "
-        "bfloat16 unless --dtype is float32 or float16.",
-        COSTS,
-    ),
-    flops: bool = flag(
-        "--flops",
-        "Add the FLOPs to generate a token, to process a whole prompt (prefill), and of a training step.",
-        COSTS,
-    ),
+    dtype: str | None = _DTYPE,
+    explain: bool = _EXPLAIN,
+    stored: bool = _STORED,
+    kv: list[str] | None = _KV,
+    kv_dtype: str | None = _KV_DTYPE,
+    flops: bool = _FLOPS,
     memory: bool = flag("--memory", "Add the memory for inference, and for training with Adam.", COSTS),
-    context: str | None = option(
-        "TOKENS",
-        "The number of tokens per sequence for --flops, --memory, --tp and --pp, such as 8k. The default is "
-        "the model's context. With --gpu: the sequence length for which the largest batch is reported, by "
-        "default 8,192 or the model's context if that is shorter.",
-        COSTS,
-    ),
-    batch: int = option(
-        "N",
-        "The number of sequences in a batch, for --kv, --flops, --memory, --tp and --pp. With --gpu: the "
-        "batch for which the longest context is reported.",
-        COSTS,
-        default=1,
-    ),
-    gpu: str | None = option(
-        "--gpu SIZE",
-        "Report for several dtypes the longest context and the largest batch that fit in a GPU with this "
-        "much memory, such as 24GB. For GPUs, GB means GiB (powers of 1024), because GPU memory is sold in "
-        "them.",
-        COSTS,
-    ),
-    tp: int = option(
-        "--tp N",
-        "Report the memory per GPU if N GPUs share every layer (tensor parallelism).",
-        COSTS,
-        default=1,
-        show_default=False,
-    ),
-    pp: int = option(
-        "--pp N",
-        "Report the memory per GPU if the layers are divided into N pipeline stages.",
-        COSTS,
-        default=1,
-        show_default=False,
-    ),
-    fsdp: int = option(
-        "--fsdp N",
-        "With --memory: report the training memory per process if N processes shard weights, gradients and "
-        "optimizer states (FSDP).",
-        COSTS,
-        default=1,
-        show_default=False,
-    ),
-    swap: list[str] | None = option(
-        "OPTION=VALUE",
-        "Also count each model after this change, an option of gptkit swap with its value, such as "
-        "attention=gqa:4. Repeatable.",
-        SWAPS,
-    ),
-    recipe: str | None = option(
-        "NAME | FILE",
-        "Also count each model after the changes of a recipe: a TOML file, or a name from gptkit swaps --recipes.",
-        SWAPS,
-    ),
+    context: str | None = _CONTEXT,
+    batch: int = _BATCH,
+    gpu: str | None = _GPU,
+    tp: int = _TP,
+    pp: int = _PP,
+    fsdp: int = _FSDP,
+    swap: list[str] | None = _SWAP,
+    recipe: str | None = _RECIPE,
     json: bool = JSON,
-    csv: bool = flag(
-        "--csv",
-        "Print CSV instead of text, with a row per component, layer or tensor (see --by). With costs, such "
-        "as --kv, it has a row per model.",
-    ),
+    csv: bool = _CSV,
     *,
     drawn: Pictures,
     opening: ForTree,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..terminal import progress_bar, say
-from .base import MODEL, QUIET, argument, command, flag, option, tokens
+from .base import MODEL, QUIET, ForTree, argument, command, flag, option, tokens
 from .completion import one_of
 
 _HOW = "How to train"
@@ -48,6 +48,102 @@ def told_once() -> Iterator[None]:
         raise Elsewhere(error.message, error.exit_code) from error
 
 
+_OUT = argument(
+    "OUT",
+    "The folder to write the trained model to. The folder OUT.training gets the checkpoints and "
+    "measurements of the run.",
+)
+_DATA = option(
+    "--data FILE", "The training text: a text file (repeatable), or one folder written by gptkit tokenize.", default=...
+)
+_BUDGET = option(
+    "--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9. Give either --tokens or --time."
+)
+_BATCH = option(
+    "N",
+    "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
+    "fewer if the training is short.",
+    _HOW,
+)
+_CONTEXT = option(
+    "N",
+    "The number of tokens per window (training sequence), such as 512. The default is the model's "
+    "context, but at most 1,024.",
+    _HOW,
+)
+_LR = option(
+    "RATE", "The highest learning rate of AdamW, such as 3e-4. The default depends on the model's size.", _HOW, min=0
+)
+_WARMUP = option(
+    "SHARE",
+    "The share of the training (its tokens or time) during which the learning rate rises to its highest value.",
+    _HOW,
+    default=0.05,
+    min=0,
+)
+_DECAY = option(
+    "NUMBER",
+    "The weight decay of AdamW. It applies only to matrices, not to norms and biases.",
+    _HOW,
+    default=0.1,
+    min=0,
+)
+_ACCUMULATE = option(
+    "N",
+    "Compute the gradient of each step in N parts, one after another (gradient accumulation). This needs less memory.",
+    _HOW,
+    default=1,
+    min=1,
+)
+_HELD_OUT = option(
+    "SHARE | FILE",
+    "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
+    "0.05, or another text file.",
+    _HOW,
+    default="0.05",
+)
+_TOKENIZER = option(
+    "MODEL",
+    "The tokenizer for text files: a model such as sample:gpt2, a tokenizer.json file, or bytes (one "
+    "token per byte). The default is the model's own.",
+    _HOW,
+)
+_NO_DOCUMENT_MASK = flag(
+    "--no-document-mask",
+    "Let tokens attend to other documents in the same window. By default, a mask prevents this.",
+    _HOW,
+)
+_SEED = option("N", "The seed of the random weights and of the order of the training windows.", _HOW, default=0, min=0)
+_DTYPE = option(
+    "float32 | bfloat16",
+    "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
+    _HOW,
+    complete=one_of(("float32", "bfloat16")),
+)
+_DEVICE = option(
+    "NAME",
+    "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
+    _HOW,
+)
+_EVERY = option(
+    "STEPS",
+    "Evaluate the model and save a checkpoint every STEPS steps, such as 100. The default is ten times "
+    "per run, but at least every 500 steps.",
+    min=1,
+)
+_METRICS = option(
+    "FILE", "Also write the measurements to this file, such as metrics.jsonl, with one JSON object per line."
+)
+_TENSORBOARD = option(
+    "--tensorboard FOLDER", "Also write the measurements to this folder, in the format of TensorBoard."
+)
+_RESUME = flag(
+    "--resume",
+    "Continue an interrupted run from its last checkpoint. Repeat the command with this option. If the "
+    "run stopped because its loss became NaN or infinite, you may change --lr and --clip.",
+)
+
+
 @command(
     "gptkit train tiny.json tiny --data play.txt --tokens 1M",
     "gptkit train sample:gpt2 tuned --data play-tokens --tokens 200k --lr 3e-4",
@@ -55,122 +151,33 @@ def told_once() -> Iterator[None]:
 )
 def train(
     model: str = MODEL,
-    out: Path = argument(
-        "OUT",
-        "The folder to write the trained model to. The folder OUT.training gets the checkpoints and "
-        "measurements of the run.",
-    ),
+    out: Path = _OUT,
     *,
-    data: list[str] = option(
-        "--data FILE",
-        "The training text: a text file (repeatable), or one folder written by gptkit tokenize.",
-        default=...,
-    ),
-    budget: str | None = option(
-        "--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9. Give either --tokens or --time."
-    ),
+    data: list[str] = _DATA,
+    budget: str | None = _BUDGET,
     time: str | None = option("--time TIME", "Train for this long instead of a number of tokens: 90s, 10m or 1.5h."),
-    batch: str | None = option(
-        "N",
-        "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
-        "fewer if the training is short.",
-        _HOW,
-    ),
-    context: str | None = option(
-        "N",
-        "The number of tokens per window (training sequence), such as 512. The default is the model's "
-        "context, but at most 1,024.",
-        _HOW,
-    ),
-    lr: float | None = option(
-        "RATE",
-        "The highest learning rate of AdamW, such as 3e-4. The default depends on the model's size.",
-        _HOW,
-        min=0,
-    ),
-    warmup: float = option(
-        "SHARE",
-        "The share of the training (its tokens or time) during which the learning rate rises to its highest value.",
-        _HOW,
-        default=0.05,
-        min=0,
-    ),
-    decay: float = option(
-        "NUMBER",
-        "The weight decay of AdamW. It applies only to matrices, not to norms and biases.",
-        _HOW,
-        default=0.1,
-        min=0,
-    ),
+    batch: str | None = _BATCH,
+    context: str | None = _CONTEXT,
+    lr: float | None = _LR,
+    warmup: float = _WARMUP,
+    decay: float = _DECAY,
     clip: float = option("NORM", "Clip the gradient to this norm. 0 means no clipping.", _HOW, default=1.0, min=0),
-    accumulate: int = option(
-        "N",
-        "Compute the gradient of each step in N parts, one after another (gradient accumulation). This "
-        "needs less memory.",
-        _HOW,
-        default=1,
-        min=1,
-    ),
-    held_out: str = option(
-        "SHARE | FILE",
-        "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
-        "0.05, or another text file.",
-        _HOW,
-        default="0.05",
-    ),
-    tokenizer: str | None = option(
-        "MODEL",
-        "The tokenizer for text files: a model such as sample:gpt2, a tokenizer.json file, or bytes (one "
-        "token per byte). The default is the model's own.",
-        _HOW,
-    ),
-    no_document_mask: bool = flag(
-        "--no-document-mask",
-        "Let tokens attend to other documents in the same window. By default, a mask prevents this.",
-        _HOW,
-    ),
+    accumulate: int = _ACCUMULATE,
+    held_out: str = _HELD_OUT,
+    tokenizer: str | None = _TOKENIZER,
+    no_document_mask: bool = _NO_DOCUMENT_MASK,
     random: bool = flag("--random", "Start from random weights, even if MODEL has weights.", _HOW),
-    seed: int = option(
-        "N", "The seed of the random weights and of the order of the training windows.", _HOW, default=0, min=0
-    ),
-    dtype: str | None = option(
-        "float32 | bfloat16",
-        "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
-        _HOW,
-        complete=one_of(("float32", "bfloat16")),
-    ),
+    seed: int = _SEED,
+    dtype: str | None = _DTYPE,
     compiled: bool = flag("--compile", "Compile the model with torch.compile, which makes long runs faster.", _HOW),
-    device: str | None = option(
-        "NAME",
-        "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
-        _HOW,
-    ),
-    every: int | None = option(
-        "STEPS",
-        "Evaluate the model and save a checkpoint every STEPS steps, such as 100. The default is ten times "
-        "per run, but at least every 500 steps.",
-        min=1,
-    ),
+    device: str | None = _DEVICE,
+    every: int | None = _EVERY,
     sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation, such as 'ROMEO:'."),
-    metrics: Path | None = option(
-        "FILE", "Also write the measurements to this file, such as metrics.jsonl, with one JSON object per line."
-    ),
-    tensorboard: Path | None = option(
-        "--tensorboard FOLDER", "Also write the measurements to this folder, in the format of TensorBoard."
-    ),
-    resume: bool = flag(
-        "--resume",
-        "Continue an interrupted run from its last checkpoint. Repeat the command with this option. If the "
-        "run stopped because its loss became NaN or infinite, you may change --lr and --clip.",
-    ),
+    metrics: Path | None = _METRICS,
+    tensorboard: Path | None = _TENSORBOARD,
+    resume: bool = _RESUME,
     force: bool = flag("--force", "Replace the folder OUT if it exists, and discard an interrupted run."),
-    offline: bool = flag(
-        "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
-    ),
-    allow_pickle: bool = flag(
-        "--allow-pickle",
-        "Also read pickle files, such as .bin files written by torch.save. gptkit reads only weights from them.",
-    ),
+    opening: ForTree,
     quiet: bool = QUIET,
 ) -> None:
     """Train a model on texts, from random weights or from a checkpoint."""
@@ -184,7 +191,7 @@ def train(
     options |= {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
     options |= {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}
     options |= {"device": device, "sample": sample, "resume": resume, "force": force}
-    options |= {"offline": offline, "allow_pickle": allow_pickle}
+    options |= opening
     quiet = quiet or not leads()
     watching = Watched(quiet, metrics if leads() else None, tensorboard if leads() else None)
     with told_once(), progress_bar("tokenizing", quiet) as advance, watching as watched:

@@ -15,59 +15,65 @@ if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
 
 
+_LOCAL = argument(
+    "LOCAL",
+    "The checkpoint that gptkit loads, such as a converted copy of MODEL. transformers loads MODEL. The "
+    "default is MODEL itself.",
+    None,
+)
+_DTYPE = option("DTYPE", "The dtype in which both transformers and gptkit compute the logits.", default="float32")
+_ATTENTION = option(
+    "sdpa | eager",
+    "The attention implementation that both transformers and gptkit use. The default is the first one "
+    "that transformers computes correctly for the model.",
+)
+_PROMPT = option("TEXT", "Also compare the logits on this text, such as 'To be or not to be'. Repeatable.")
+_LONG = flag(
+    "--long",
+    "Also test sequences longer than 1,024 tokens, if the model has an attention window or RoPE scaling "
+    "that acts only there.",
+)
+_UP_TO = option(
+    "--up-to TOKENS",
+    "The length in tokens of the longest sequence that you will use, such as 4096. gptkit ignores "
+    "differences that appear only in longer sequences.",
+)
+_MUTATIONS = option(
+    "--mutations/--no-mutations",
+    "Test the comparison: make mistakes in the model on purpose, and count those that the comparison "
+    "detects. By default, gptkit does this in the model itself up to 50M parameters, and for larger "
+    "models in a small copy with random weights.",
+)
+_AGAINST = option(
+    "MODULE:CALLABLE",
+    "Compare MODEL with your own PyTorch implementation. MODULE:CALLABLE, such as my_port:build, names "
+    "a function that returns a torch.nn.Module.",
+)
+_DAMAGE = option(
+    "--damage/--no-damage",
+    "Report how much worse LOCAL predicts than MODEL, by position, layer and component. Use it for two "
+    "different models, such as before and after a swap.",
+)
+_STREAM = flag("--stream", "Load and compute one layer at a time. Use it for models that are larger than memory.")
+
+
 @command("gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)")
 def verify(
     model: str = MODEL,
-    local: str | None = argument(
-        "LOCAL",
-        "The checkpoint that gptkit loads, such as a converted copy of MODEL. transformers loads MODEL. The "
-        "default is MODEL itself.",
-        None,
-    ),
+    local: str | None = _LOCAL,
     *,
-    dtype: str = option(
-        "DTYPE", "The dtype in which both transformers and gptkit compute the logits.", default="float32"
-    ),
-    attention: str | None = option(
-        "sdpa | eager",
-        "The attention implementation that both transformers and gptkit use. The default is the first one "
-        "that transformers computes correctly for the model.",
-    ),
-    prompt: list[str] | None = option(
-        "TEXT", "Also compare the logits on this text, such as 'To be or not to be'. Repeatable."
-    ),
-    long: bool = flag(
-        "--long",
-        "Also test sequences longer than 1,024 tokens, if the model has an attention window or RoPE scaling "
-        "that acts only there.",
-    ),
-    up_to: str | None = option(
-        "--up-to TOKENS",
-        "The length in tokens of the longest sequence that you will use, such as 4096. gptkit ignores "
-        "differences that appear only in longer sequences.",
-    ),
-    mutations: bool | None = option(
-        "--mutations/--no-mutations",
-        "Test the comparison: make mistakes in the model on purpose, and count those that the comparison "
-        "detects. By default, gptkit does this in the model itself up to 50M parameters, and for larger "
-        "models in a small copy with random weights.",
-    ),
-    against: str | None = option(
-        "MODULE:CALLABLE",
-        "Compare MODEL with your own PyTorch implementation. MODULE:CALLABLE, such as my_port:build, names "
-        "a function that returns a torch.nn.Module.",
-    ),
+    dtype: str = _DTYPE,
+    attention: str | None = _ATTENTION,
+    prompt: list[str] | None = _PROMPT,
+    long: bool = _LONG,
+    up_to: str | None = _UP_TO,
+    mutations: bool | None = _MUTATIONS,
+    against: str | None = _AGAINST,
     card: Path | None = option("FILE", "Write the checks and their results to FILE.json and FILE.md."),
     drawn: HeatMap,
-    damage: bool | None = option(
-        "--damage/--no-damage",
-        "Report how much worse LOCAL predicts than MODEL, by position, layer and component. Use it for two "
-        "different models, such as before and after a swap.",
-    ),
+    damage: bool | None = _DAMAGE,
     text: Path | None = option("FILE", "Also measure the perplexity on this text file. Samples have a default text."),
-    stream: bool = flag(
-        "--stream", "Load and compute one layer at a time. Use it for models that are larger than memory."
-    ),
+    stream: bool = _STREAM,
     json: bool = JSON,
     opening: ForWeights,
     quiet: bool = QUIET,
