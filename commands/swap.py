@@ -41,6 +41,67 @@ class _SwapCommand(Command):
         return found + general
 
 
+_RECIPE = option(
+    "FILE",
+    "Make the changes of a recipe: a TOML file, a name from gptkit swaps --recipes, or a folder written "
+    "by gptkit swap.",
+    _HOW,
+)
+_BLOCKS = option(
+    "LAYERS",
+    "Change only these layers, such as 3-7 or 0,2,4- (4- means from layer 4 to the last one). The first "
+    "layer is 0. The default is all layers.",
+    _HOW,
+)
+_APPROXIMATE = flag(
+    "--approximate",
+    "Replace components in the simplest way, even if an exact replacement or one fitted on a text "
+    "exists, and even if the model becomes much worse.",
+    _HOW,
+)
+_CALIBRATE = option(
+    "FILE",
+    "A text file with some pages of plain text. gptkit fits weights to it, and measures the effect on "
+    "its last part. The default for samples is a text that comes with gptkit; other models have no "
+    "default.",
+    _HOW,
+)
+_CALIBRATE_TOKENS = option(
+    "N",
+    "The number of tokens to fit weights on, such as 8192. By default, gptkit tries 2,048 tokens, and "
+    "then more as long as the result improves.",
+    _HOW,
+    min=1,
+)
+_TO = option(
+    "--as FORMAT",
+    "The format to write: local (gptkit's own, the default), hf (Hugging Face files of the model's own "
+    "family), hf:FAMILY (such as hf:llama), or auto (Hugging Face files of the first family that "
+    "supports the result).",
+    _HOW,
+)
+_DTYPE = option(
+    "DTYPE",
+    "The dtype, such as bfloat16, in which gptkit stores the tensors that the swap computes, or with "
+    "--as hf all tensors. The output names the default dtype and the reason for it.",
+    _HOW,
+)
+_MEASURE_STEPS = flag(
+    "--measure-steps",
+    "Also measure the effect of every single change, if there are several. This is the default for "
+    "models of up to 50M parameters.",
+)
+_REPORT = option(
+    "--report --html FILE",
+    "Write a report on how much the change raises the loss, by position, layer and component, to "
+    "FILE.html and FILE.json.",
+)
+_RESUME = flag(
+    "--resume",
+    "Continue an interrupted command whose recipe ends with healing (training). Repeat the command with this option.",
+)
+
+
 @command(
     "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm",
     "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern",
@@ -51,67 +112,17 @@ def swap(
     model: str = MODEL,
     out: Path = argument("OUT", "The folder to write the changed model to."),
     *,
-    recipe: str | None = option(
-        "FILE",
-        "Make the changes of a recipe: a TOML file, a name from gptkit swaps --recipes, or a folder written "
-        "by gptkit swap.",
-        _HOW,
-    ),
-    blocks: str | None = option(
-        "LAYERS",
-        "Change only these layers, such as 3-7 or 0,2,4- (4- means from layer 4 to the last one). The first "
-        "layer is 0. The default is all layers.",
-        _HOW,
-    ),
-    approximate: bool = flag(
-        "--approximate",
-        "Replace components in the simplest way, even if an exact replacement or one fitted on a text "
-        "exists, and even if the model becomes much worse.",
-        _HOW,
-    ),
-    calibrate: str | None = option(
-        "FILE",
-        "A text file with some pages of plain text. gptkit fits weights to it, and measures the effect on "
-        "its last part. The default for samples is a text that comes with gptkit; other models have no "
-        "default.",
-        _HOW,
-    ),
-    calibrate_tokens: int | None = option(
-        "N",
-        "The number of tokens to fit weights on, such as 8192. By default, gptkit tries 2,048 tokens, and "
-        "then more as long as the result improves.",
-        _HOW,
-        min=1,
-    ),
-    to: str | None = option(
-        "--as FORMAT",
-        "The format to write: local (gptkit's own, the default), hf (Hugging Face files of the model's own "
-        "family), hf:FAMILY (such as hf:llama), or auto (Hugging Face files of the first family that "
-        "supports the result).",
-        _HOW,
-    ),
-    dtype: str | None = option(
-        "DTYPE",
-        "The dtype, such as bfloat16, in which gptkit stores the tensors that the swap computes, or with "
-        "--as hf all tensors. The output names the default dtype and the reason for it.",
-        _HOW,
-    ),
+    recipe: str | None = _RECIPE,
+    blocks: str | None = _BLOCKS,
+    approximate: bool = _APPROXIMATE,
+    calibrate: str | None = _CALIBRATE,
+    calibrate_tokens: int | None = _CALIBRATE_TOKENS,
+    to: str | None = _TO,
+    dtype: str | None = _DTYPE,
     no_measure: bool = flag("--no-measure", "Skip the comparison of the logits before and after the change."),
-    measure_steps: bool = flag(
-        "--measure-steps",
-        "Also measure the effect of every single change, if there are several. This is the default for "
-        "models of up to 50M parameters.",
-    ),
-    report: Path | None = option(
-        "--report --html FILE",
-        "Write a report on how much the change raises the loss, by position, layer and component, to "
-        "FILE.html and FILE.json.",
-    ),
-    resume: bool = flag(
-        "--resume",
-        "Continue an interrupted command whose recipe ends with healing (training). Repeat the command with "
-        "this option.",
-    ),
+    measure_steps: bool = _MEASURE_STEPS,
+    report: Path | None = _REPORT,
+    resume: bool = _RESUME,
     force: bool = FORCE,
     dry_run: bool = flag("--dry-run", "Show the resulting architecture and its costs, and write nothing."),
     opening: ForWeights,
