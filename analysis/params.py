@@ -1,6 +1,6 @@
 """The `params` command: counts a model's parameters from its name or config, without weights or torch.
 
-Presets need no network. Stored dtypes and bytes come from the headers of the weight files, a few kilobytes per
+Presets need no network. StoredTensors dtypes and bytes come from the headers of the weight files, a few kilobytes per
 repository.
 """
 
@@ -46,7 +46,7 @@ class StoredTensor(Record):
 
 
 @dataclass(frozen=True)
-class Stored(Record):
+class StoredTensors(Record):
     """The contents of a checkpoint's weight files: the names of the files, and the tensors in their order."""
 
     JSON = "bytes=nbytes files dtypes tensors"
@@ -84,7 +84,7 @@ class ModelCount(Shown):
     revision: str | None = None
     """The commit on the hub, if the model comes from there."""
     notes: tuple[str, ...] = ()
-    stored: Stored | None = None
+    stored: StoredTensors | None = None
     """The contents of the weight files, if the user asked for them."""
     figures: CostFigures | None = None
     """The costs, if the user asked for them."""
@@ -265,7 +265,7 @@ def with_figures(counts: Sequence[ModelCount], asked: Scenario) -> list[ModelCou
     return models
 
 
-def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Outline, Stored]:
+def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Outline, StoredTensors]:
     """Return the tree and the contents of the weight files, from their headers alone."""
     from ..converter.checkpoint import open_checkpoint, weight_headers_of  # here, because it imports numpy
 
@@ -281,7 +281,7 @@ def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Ou
         for dtype, nbytes in (checkpoint.stored_of(leaf),)
     )
     tree = Outline(checkpoint.spec, checkpoint.origin, revision=checkpoint.revision, notes=tuple(checkpoint.notes))
-    return tree, Stored(tuple(path.name for path in checkpoint.files), tensors)
+    return tree, StoredTensors(tuple(path.name for path in checkpoint.files), tensors)
 
 
 def _with_cache(model: ModelCount, asked: Scenario) -> ModelCount:
@@ -296,8 +296,8 @@ def _with_cache(model: ModelCount, asked: Scenario) -> ModelCount:
     return replace(model, named=replace(model.named, cache=sizes))
 
 
-def _stored_files(files: "WeightFiles") -> Stored:
+def _stored_files(files: "WeightFiles") -> StoredTensors:
     """Return the contents of the weight files, with the tensors' own names."""
     headers = files.tensors.items()
     tensors = (StoredTensor(name, header.dtype, header.shape, header.nbytes) for name, header in headers)
-    return Stored(tuple(path.name for path in files.files), tuple(tensors))
+    return StoredTensors(tuple(path.name for path in files.files), tuple(tensors))

@@ -15,7 +15,7 @@ from ..components import Component, ModelSpec
 from ..errors import UnknownFamily, shown
 from .base import BoundLeaf
 from .gguf_architecture import GgufArchitecture
-from .gguf_facts import Facts, Value
+from .gguf_facts import GgufFacts, Value
 from .gguf_table import GGUF
 from .obstacles import first_of
 
@@ -29,7 +29,7 @@ def gguf_rows(name: object) -> list[GgufArchitecture]:
     return found
 
 
-def gguf_architecture(facts: Facts) -> GgufArchitecture:
+def gguf_architecture(facts: GgufFacts) -> GgufArchitecture:
     """The family of a file. Raises UnknownFamily."""
     found = gguf_rows(facts.name)
     return next((row for row in found if row.fits(facts)), found[-1])

@@ -14,13 +14,13 @@ from ..components import Attention, Component, ModelSpec, Norm, Rotary
 from ..errors import CannotExpress, ConfigError, shown
 from . import ARCHITECTURES, Architecture
 from .base import BoundLeaf, Leaf, bind
-from .gguf_facts import Facts, Value, fp32
+from .gguf_facts import GgufFacts, Value, fp32
 from .gguf_rope import read_scaling, refitted, rope_tensors, write_rope
 from .layout import Shape
 from .obstacles import Kinds, of_kind
 from .rope import USUAL_ROTARY, RotaryKind, write_rotary
 
-Made = Callable[[Facts], Any]  # what makes a field of config.json of a file, where no key says it
+Made = Callable[[GgufFacts], Any]  # what makes a field of config.json of a file, where no key says it
 
 _Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
 
@@ -122,14 +122,14 @@ class GgufArchitecture:
 
     # --- metadata -> config.json ---
 
-    def fits(self, facts: Facts) -> bool:
+    def fits(self, facts: GgufFacts) -> bool:
         """Whether a file of this name is of this family."""
         fixed = {key: value for key, value in self.always.items() if isinstance(value, int)}
         return all(facts.raw(key) is not None for key in self.told) and all(
             facts.raw(key) in (None, value) for key, value in fixed.items()
         )
 
-    def read(self, facts: Facts) -> dict[str, Any]:
+    def read(self, facts: GgufFacts) -> dict[str, Any]:
         """The fields of a config.json. Raises ConfigError: the metadata say what this family is not."""
         if "expert_count" not in self.fields and facts.raw("expert_count") not in (None, 0):
             raise facts.fail(
@@ -159,7 +159,7 @@ class GgufArchitecture:
                 raise facts.fail(key, stated, shown(wanted))
         return found
 
-    def _read_windows(self, facts: Facts, every: int | None) -> dict[str, Any]:
+    def _read_windows(self, facts: GgufFacts, every: int | None) -> dict[str, Any]:
         """Each layer's, by the pattern that a file states or llama.cpp assumes."""
         layers, pattern = facts.layers, facts.raw(PATTERN)
         width = facts.value(WINDOW, *((None,) if self.unwindowed or every == 0 else ()))
@@ -175,7 +175,7 @@ class GgufArchitecture:
         types = ["sliding_attention" if each else "full_attention" for each in sliding]
         return {"sliding_window": width, "layer_types": types}
 
-    def _read_rotary(self, facts: Facts, width: int | None) -> dict[str, Any]:
+    def _read_rotary(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
         """What config.json says of positions, `width` that of a head."""
         assert self.rotary is not None
         dim = facts.integer("rope.dimension_count", width)
@@ -232,11 +232,11 @@ class GgufArchitecture:
         shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
         shapes |= {name: (len(values),) for name, values in extras.items()}
         stored = {key: fp32(value) if isinstance(value, float) else value for key, value in self.metadata(spec).items()}
-        found, _ = self.spec_of(Facts(self.name, stored, shapes, lambda name: tuple(map(fp32, extras[name]))))
+        found, _ = self.spec_of(GgufFacts(self.name, stored, shapes, lambda name: tuple(map(fp32, extras[name]))))
         back: ModelSpec = _as_before(spec, _as_stored(spec), found)
         return back
 
-    def spec_of(self, facts: Facts) -> tuple[ModelSpec, dict[str, Any]]:
+    def spec_of(self, facts: GgufFacts) -> tuple[ModelSpec, dict[str, Any]]:
         """The tree of a file of this family, and its config.json, in which no field of the tree is missing. Raises
         ConfigError.
         """

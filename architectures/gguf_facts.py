@@ -15,7 +15,7 @@ _DRAFTS = "nextn_predict_layers"
 
 
 @dataclass(frozen=True)
-class Facts:
+class GgufFacts:
     """A header's contents.
 
     name: general.architecture, the prefix of the keys that its methods take without it.

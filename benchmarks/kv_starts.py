@@ -24,7 +24,7 @@ from torch import Tensor
 import gptkit
 from gptkit.components import Attention, Rotary
 from gptkit.modules import Decoder
-from gptkit.surgery.base import Stored
+from gptkit.surgery.base import StoredModel
 from gptkit.surgery.fits.calibration import TOKENS, Calibration, read_text
 from gptkit.surgery.fits.regression import Moment, augment, balanced, fit_keys, fit_values
 from gptkit.training.heal import heal
@@ -81,7 +81,7 @@ def covariances(model: str, text: Path | None, tokens: int) -> Iterator[Tensor]:
     """Of what comes to each layer's attention on the text, with a 1 for the biases."""
     opened = gptkit.open_checkpoint(model)
     calibration = Calibration(read_text(opened, text, tokens), opened.spec)
-    for layer in calibration.walk(Stored(opened)):
+    for layer in calibration.walk(StoredModel(opened)):
         x = layer.run("attention_norm")[1]["attention_norm"][1]
         yield Moment.of(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)).covariance
 

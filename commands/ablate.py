@@ -42,12 +42,12 @@ def ablate(
     from ..report.ablation import ablation_page, ablation_report, run_line
     from ..training.ablate import Result
     from ..training.ablate import ablate as run
-    from ..training.loop import Step
+    from ..training.loop import TrainingStep
 
     silent = quiet or json
     with progress_bar("tokenizing", silent) as advance, status("preparing", silent) as show:
 
-        def tell(name: str, seed: int, step: Step) -> None:
+        def tell(name: str, seed: int, step: TrainingStep) -> None:
             show(f"{name}, seed {seed}: step {step.step:,}, loss {step.loss:.3f}")
 
         def ended(name: str, tokens: int, result: Result) -> None:

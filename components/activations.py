@@ -3,7 +3,7 @@
 from math import expm1, log
 from typing import Literal, NamedTuple
 
-__all__ = ["FACTS", "LEARNT", "Activation", "Facts", "function_of"]
+__all__ = ["FACTS", "LEARNT", "Activation", "ActivationFacts", "function_of"]
 
 Activation = Literal[
     "gelu",
@@ -31,7 +31,7 @@ Activation = Literal[
 """The formulas are in `modules.layers`, what is to be known of each in `FACTS`."""
 
 
-class Facts(NamedTuple):
+class ActivationFacts(NamedTuple):
     """What is to be known of an activation.
 
     words: for tables. gated: what a gated feed-forward with it is called (Shazeer 2002.05202). function: the activation
@@ -45,28 +45,28 @@ class Facts(NamedTuple):
     zero: bool = True
 
 
-FACTS: dict[Activation, Facts] = {
-    "gelu": Facts("GELU", "GEGLU"),
-    "gelu_python": Facts("GELU", "GEGLU", "gelu"),
-    "gelu_tanh": Facts("GELU (tanh)", "GEGLU"),
-    "gelu_new": Facts("GELU (tanh)", "GEGLU", "gelu_tanh"),
-    "gelu_bloom": Facts("GELU (tanh)", "GEGLU", "gelu_tanh"),
-    "gelu_fast": Facts("GELU (tanh)", "GEGLU", "gelu_tanh"),
-    "gelu_10": Facts("GELU (clipped)"),
-    "quick_gelu": Facts("GELU (sigmoid)"),
-    "silu": Facts("SiLU", "SwiGLU"),
-    "mish": Facts("Mish"),
-    "hardswish": Facts("hard swish"),
-    "relu": Facts("ReLU", "ReGLU"),
-    "relu2": Facts("ReLU²"),
-    "relu6": Facts("ReLU6"),
-    "leaky_relu": Facts("leaky ReLU"),
-    "sigmoid": Facts("sigmoid", "GLU", zero=False),
-    "tanh": Facts("tanh"),
-    "laplace": Facts("Laplace", zero=False),
-    "sqrtsoftplus": Facts("√softplus", zero=False),
-    "linear": Facts("linear", "bilinear"),
-    "xielu": Facts("xIELU"),
+FACTS: dict[Activation, ActivationFacts] = {
+    "gelu": ActivationFacts("GELU", "GEGLU"),
+    "gelu_python": ActivationFacts("GELU", "GEGLU", "gelu"),
+    "gelu_tanh": ActivationFacts("GELU (tanh)", "GEGLU"),
+    "gelu_new": ActivationFacts("GELU (tanh)", "GEGLU", "gelu_tanh"),
+    "gelu_bloom": ActivationFacts("GELU (tanh)", "GEGLU", "gelu_tanh"),
+    "gelu_fast": ActivationFacts("GELU (tanh)", "GEGLU", "gelu_tanh"),
+    "gelu_10": ActivationFacts("GELU (clipped)"),
+    "quick_gelu": ActivationFacts("GELU (sigmoid)"),
+    "silu": ActivationFacts("SiLU", "SwiGLU"),
+    "mish": ActivationFacts("Mish"),
+    "hardswish": ActivationFacts("hard swish"),
+    "relu": ActivationFacts("ReLU", "ReGLU"),
+    "relu2": ActivationFacts("ReLU²"),
+    "relu6": ActivationFacts("ReLU6"),
+    "leaky_relu": ActivationFacts("leaky ReLU"),
+    "sigmoid": ActivationFacts("sigmoid", "GLU", zero=False),
+    "tanh": ActivationFacts("tanh"),
+    "laplace": ActivationFacts("Laplace", zero=False),
+    "sqrtsoftplus": ActivationFacts("√softplus", zero=False),
+    "linear": ActivationFacts("linear", "bilinear"),
+    "xielu": ActivationFacts("xIELU"),
 }
 
 LEARNT: dict[Activation, dict[str, float]] = {

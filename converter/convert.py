@@ -33,7 +33,7 @@ from .targets import target as parsed
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
 from .weights import Stored, own_leaves
-from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, plan
+from .write import DEFAULT_SHARD_BYTES, FolderPlan, as_it_was, plan
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Conversion(Shown):
     source: Checkpoint
     target: Path
     to: str
-    plan: Plan
+    plan: FolderPlan
     memory: int
     transferred: Transferred | None = None
 
@@ -78,7 +78,7 @@ def plan_output(
     homes: Mapping[str, Path] | None = None,
     carried: Mapping[str, Sequence[BoundLeaf]] | None = None,
     in_fp8: bool = False,
-) -> Plan:
+) -> FolderPlan:
     """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
     tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
     GB; `carried` go along, by their group; `in_fp8`: matrices of layers are quantised. Raises CannotExpress; UsageError
@@ -118,7 +118,7 @@ def plan_output(
     for each in (leaves, merged) if max_shard_bytes is None and not in_fp8 else ():
         again = as_it_was(each, dtypes, origin.files, canonical)
         if again is not None:
-            return Plan(again[0], {**small, **again[1]}, tuple(beside))
+            return FolderPlan(again[0], {**small, **again[1]}, tuple(beside))
     if whole:
         apart = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
         theirs = {leaf.checkpoint for leaf in apart}
@@ -183,7 +183,7 @@ def _hf_config(
 
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
-) -> Plan:
+) -> FolderPlan:
     """The plan for a checkpoint, every tensor as `dtype` (see `convert`) or as it is; raises as `plan_output`."""
     to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:
@@ -307,7 +307,7 @@ def convert(
         source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
-            planned = Plan((replace(planned.shards[0], name=target.name),), {}, ())  # and nothing beside it
+            planned = FolderPlan((replace(planned.shards[0], name=target.name),), {}, ())  # and nothing beside it
         conversion = Conversion(source, target, str(form), planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
             return conversion

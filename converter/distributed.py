@@ -32,7 +32,7 @@ from .manifest import FileRecord
 from .publish import Staging
 from .threads import available_cores
 from .transfer import StoppedError, Transferred, transfer
-from .write import Plan, Shard, prepare
+from .write import FolderPlan, Shard, prepare
 
 _FOREVER = timedelta(days=30)
 """How long a message may take to come: a conversion. That the other side is gone is known without it."""
@@ -60,7 +60,7 @@ class _Alone:
     def staging(self, target: Path, force: bool) -> Staging:
         return Staging(target, force)
 
-    def transfer(self, plan: Plan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
+    def transfer(self, plan: FolderPlan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
         return transfer(plan, source, staging, **options)
 
 
@@ -225,7 +225,7 @@ class _Team(_Alone):
         if self.stop.is_set():
             raise Elsewhere("another process of this run failed; its own message says why")
 
-    def carry(self, plan: Plan, source: TensorFiles, staging: Staging, options: dict[str, Any]) -> Transferred:
+    def carry(self, plan: FolderPlan, source: TensorFiles, staging: Staging, options: dict[str, Any]) -> Transferred:
         """Transfer this rank's share. Raises as `transfer`, and Elsewhere where the run failed meanwhile."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
         options["workers"] = options.get("workers") or max(1, available_cores() // here)
@@ -262,7 +262,7 @@ class _Team(_Alone):
         raise Elsewhere(f"rank {verdict.rank}: {verdict.message}", verdict.code) from error
 
 
-def _digest(plan: Plan, source: TensorFiles) -> str:
+def _digest(plan: FolderPlan, source: TensorFiles) -> str:
     """What must be the same for all ranks."""
     return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
@@ -275,7 +275,7 @@ class _Host(_Team):
         self.quiet: dict[int, Transferred | _Verdict | None] = {}  # what the ranks said that write nothing any more
         super().__init__(*about)
 
-    def transfer(self, plan: Plan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
+    def transfer(self, plan: FolderPlan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
         progress: Callable[[int], None] = options.pop("progress", None) or (lambda nbytes: None)
         mutex, sizes = threading.Lock(), {shard.name: shard.nbytes for shard in plan.shards}
 
@@ -368,7 +368,7 @@ class _Guest(_Team):
         assert self.offer is not None
         return self.offer
 
-    def transfer(self, plan: Plan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
+    def transfer(self, plan: FolderPlan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
         if self.opened()[2] != _digest(plan, source):
             hint = "Give every process the same checkpoint, options and version of gptkit."
             raise GptkitError(f"rank {self.rank} and rank 0 see different files in {source.reference}", hint)

@@ -27,7 +27,7 @@ from .manifest import FileRecord
 from .publish import Staging
 from .threads import available_cores
 from .weights import PIECE
-from .write import Output, Plan, Shard, prepare, writer
+from .write import FolderPlan, Output, Shard, prepare, writer
 
 IN_FLIGHT = 128 * 2**20  # bytes of tensors held at once by all workers together, unless a single job needs more
 
@@ -158,7 +158,7 @@ class Transferred:
             getattr(self, name).update(getattr(other, name))
 
 
-def jobs_of(plan: Plan, source: TensorFiles) -> list[_TransferJob]:
+def jobs_of(plan: FolderPlan, source: TensorFiles) -> list[_TransferJob]:
     """The plan's work in the order in which the source's tensors lie."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
@@ -215,7 +215,7 @@ def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> in
 
 
 def transfer(
-    plan: Plan,
+    plan: FolderPlan,
     source: TensorFiles,
     staging: Staging,
     *,

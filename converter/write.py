@@ -83,7 +83,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FolderPlan:
     """Everything that will be in a folder: weights by shard, small files by their bytes, files copied as they are."""
 
     shards: tuple[Shard, ...]
@@ -135,7 +135,7 @@ def plan(
     homes: Mapping[str, Path] | None = None,
     otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
     unwritten: int = 0,
-) -> Plan:
+) -> FolderPlan:
     """Plan safetensors files for leaves; `dtypes` has the dtype of every shared tensor. `homes` maps tensors to source
     files, and the plan has as many files. Without it, files are split as in transformers'
     split_state_dict_into_shards_factory. A leaf of several shared tensors gets the widest dtype. `otherwise` has the
@@ -167,7 +167,7 @@ def plan(
             filled += nbytes
         groups += [group] if group else []
     if (count := len(groups)) == 1:
-        return Plan((_lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
+        return FolderPlan((_lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
     shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
         "metadata": {
@@ -177,7 +177,7 @@ def plan(
         "weight_map": {output.leaf.checkpoint: shard.name for shard in shards for output in shard.outputs},
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    return Plan(shards, {**texts, INDEX: text.encode()}, tuple(companions))
+    return FolderPlan(shards, {**texts, INDEX: text.encode()}, tuple(companions))
 
 
 def as_it_was(
@@ -218,7 +218,7 @@ def as_it_was(
     return (tuple(shards), index) if complete and (len(shards) == 1 or index) else None
 
 
-def prepare(plan: Plan, staging: Staging) -> None:
+def prepare(plan: FolderPlan, staging: Staging) -> None:
     """Write everything except weights into an open staging folder. Raises GptkitError if the disk is too small."""
     unfinished_bytes = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
     staging.require_space(unfinished_bytes + plan.nbytes - sum(shard.size for shard in plan.shards))
@@ -246,7 +246,7 @@ def writer(shard: Shard, staging: Staging) -> BlockFile:
 
 
 def execute(
-    plan: Plan,
+    plan: FolderPlan,
     tensors: Iterable[tuple[str, np.ndarray, str]],
     staging: Staging,
     progress: Callable[[int], None] | None = None,

@@ -41,7 +41,7 @@ from .context import Context, Encoded
 from .layers import ACTIVATIONS, Linear, capped
 from .positions import sinusoids
 from .registry import build_module
-from .streams import Scaling
+from .streams import Multiplier
 
 
 class EmbeddingModule(nn.Module):
@@ -202,7 +202,7 @@ class BlockModule(nn.Module):
                     self.add_module(name, build_module(part, kernel))
                 elif isinstance(part, Norm | LowRankResidual):
                     self.add_module(name, build_module(part))
-        self.scale = None if spec.scale is None else Scaling()
+        self.scale = None if spec.scale is None else Multiplier()
         self.altup = None if spec.altup is None else build_module(spec.altup)
 
     def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from ..converter.targets import FOLDERS, Target, target
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
 from ..converter.weights import Stored, Weights
-from ..converter.write import Plan
+from ..converter.write import FolderPlan
 from ..errors import InvalidInput, UsageError
 from ..version import __version__
 from .decoder import Decoder
@@ -93,7 +93,7 @@ def _planned(
     dtype: torch.dtype | str | None,
     max_shard_bytes: int | None = None,
     record: dict[str, Any] | None = None,
-) -> tuple[Checkpoint, Target, Plan]:
+) -> tuple[Checkpoint, Target, FolderPlan]:
     """What is written of a model, as what, and how."""
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     source, to = adapted(_in_memory(model, stored, record), to)

@@ -11,7 +11,7 @@ _LEAST = 1e-5
 """A stream's mean square counts as no less where it is made as long as another."""
 
 
-class Scaling(nn.Module):
+class Multiplier(nn.Module):
     """x times a weight: of one number, which training leaves as it is, or of one a column."""
 
     def __init__(self, size: int = 1, trained: bool = False) -> None:
@@ -58,7 +58,7 @@ class _AlternatingUpdatesModule(nn.Module):
         self.router = Linear(spec.hidden_size, spec.count, False)
         self.prediction = Linear(spec.count, spec.count**2, False)
         self.correction = Linear(spec.count, spec.count, False)
-        self.scale = Scaling(spec.hidden_size, trained=True)
+        self.scale = Multiplier(spec.hidden_size, trained=True)
 
     def _routed(self, x: Tensor) -> Tensor:
         """A token's numbers (B, T, streams)."""

@@ -228,7 +228,7 @@ def verify(
     more, unread = rows_to_probe(source, target, rows, batches, required=required, long=long, up_to=up_to)
     batches, limited = batches + more, limited + unread
     with sides(source, target, stream) as both:
-        run, reached = _Run(both, path, wanted, notes, say), Reached()
+        run, reached = _VerifyRun(both, path, wanted, notes, say), Reached()
         batches, reference, candidate = run.logits(batches, reached)
         limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
         _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
@@ -295,7 +295,7 @@ def _options(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _VerifyRun:
     """Both models, and the attention path and the dtype in which `verify` runs them."""
 
     both: Sides

@@ -24,7 +24,7 @@ MOST_DRAWN = 12  # models whose layers a page draws
 
 
 @dataclass(frozen=True)
-class _Line:
+class _ComparedLine:
     """A row as it is shown: its label, a cell a model, whether it is one that differs, and whether it is a cost."""
 
     label: str
@@ -33,11 +33,11 @@ class _Line:
     cost: bool = False
 
 
-def _lines(comparison: Comparison, rows: Sequence[AspectRow]) -> list[_Line]:
-    return [*(_Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
+def _lines(comparison: Comparison, rows: Sequence[AspectRow]) -> list[_ComparedLine]:
+    return [*(_ComparedLine(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
 
 
-def _cost_lines(comparison: Comparison) -> list[_Line]:
+def _cost_lines(comparison: Comparison) -> list[_ComparedLine]:
     """The costs, as they are written: parameters to the last one, the rest in four digits."""
     lines = []
     for name, figures in comparison.costs().items():
@@ -49,7 +49,7 @@ def _cost_lines(comparison: Comparison) -> list[_Line]:
             else decimal_bytes
         )
         cells = tuple("–" if figure is None else words(figure) for figure in figures)
-        lines.append(_Line(name, cells, len(set(figures)) > 1, True))
+        lines.append(_ComparedLine(name, cells, len(set(figures)) > 1, True))
     return lines
 
 
@@ -79,7 +79,7 @@ def comparison_table(
     yield from map(terminal.note, comparison.told)
 
 
-def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_Line]) -> Grid | None:
+def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> Grid | None:
     """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
     first = max(len(line.label) for line in shown) + len(_MARK) + 1
@@ -100,7 +100,7 @@ def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_Lin
     return table
 
 
-def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequence[_Line]) -> RenderResult:
+def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> RenderResult:
     """An aspect, and below it each value with the models that have it."""
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:

@@ -5,7 +5,7 @@ from rich.text import Text
 
 from ..terminal import say
 from ..training.heal import Healed
-from ..training.loop import Step
+from ..training.loop import TrainingStep
 from ..training.runs import Held, Outcome
 from .quantities import counted, duration
 from .sheets import Sheet, SheetRow, Terminal, drawing
@@ -27,7 +27,7 @@ class Healing:
         ]
         say(lines, self.quiet)
 
-    def step(self, name: str, step: Step) -> None:
+    def step(self, name: str, step: TrainingStep) -> None:
         """Print a step of a run if it was evaluated."""
         if step.held_out is not None:
             row = f"{name:<20}{step.step:>8,}{step.loss:>10.4f}{step.held_out:>10.4f}{duration(step.seconds):>9}"

@@ -12,7 +12,7 @@ from typing import IO, Any
 from ..converter.files import failed
 from ..errors import UsageError
 from ..terminal import printable, say
-from ..training.loop import Step
+from ..training.loop import TrainingStep
 from ..training.train import Prepared, Trained
 from .quantities import counted, duration, nats
 
@@ -86,7 +86,7 @@ class Watched:
             self._task = self._bar.add_task("", total=1.0)
             self._bar.start()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: TrainingStep) -> None:
         """Record a step, and print it if it was evaluated."""
         if self._path is not None and self._file is not None:
             try:

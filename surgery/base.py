@@ -61,7 +61,7 @@ class Model(Tree, Protocol):
         ...
 
 
-class Stored:
+class StoredModel:
     """A model whose tensors come from an opened checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -137,7 +137,7 @@ def origin_of(model: Model) -> tuple[Origin, bool]:
     """Return the origin of a model, and whether the files in its folder are its own, unlike those near a GGUF."""
     while isinstance(model, SwappedModel):
         model = model.before
-    if not isinstance(model, Stored):
+    if not isinstance(model, StoredModel):
         return Origin(), True
     return model.checkpoint.origin, model.checkpoint.format in ("hf", "local", "dcp")
 

@@ -20,7 +20,7 @@ from ..converter.convert import families_of, main_dtype
 from ..converter.dtypes import widest
 from ..converter.targets import FOLDERS, Target, target
 from ..errors import MissingComponent, UsageError
-from .base import Filled, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, Tensor, weakest
+from .base import Filled, Guarantee, Model, Promise, StoredModel, Swapped, SwappedModel, Tensor, weakest
 from .choice import Tried, choose, may_choose, reasons
 from .fits.calibration import TOKENS, Calibration, CalibrationText, NoText, read_text
 from .options import spelled
@@ -131,7 +131,7 @@ def chain(
             "nothing to swap",
             f"Name a swap, such as --norm rmsnorm. The options are {', '.join(map(spelled, options()))}",
         )
-    models: list[Model] = [Stored(source)]
+    models: list[Model] = [StoredModel(source)]
     results, done = list[Swapped](), list[Step]()
     companions: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}
     companions["allow_pickle"] = allow_pickle

@@ -11,7 +11,7 @@ from ..converter.dtypes import HF_NAMES
 from ..errors import GptkitError, InvalidInput, SwapRefused
 from ..parity.probe import SMALL
 from ..parity.verify import require_finite_weights, verify
-from .base import Exactly, Stored
+from .base import Exactly, StoredModel
 from .chain import Chain, chain
 from .fits.calibration import CalibrationText
 from .measure import Measurement, measure
@@ -42,7 +42,7 @@ def measured_from_files(
 
     Raises GptkitError if the chain is called exact and is not, and InvalidInput for logits that are not finite.
     """
-    written = Stored(open_checkpoint(folder))
+    written = StoredModel(open_checkpoint(folder))
     measurement = measure(done.against, written, promise=done.promise, text=text)
     if not all(math.isfinite(value) for value in (*measurement.maximum.values(), measurement.kl)):
         require_finite_weights(source)  # raises an error about the weights, if they are not finite

@@ -20,7 +20,7 @@ from .registry import Step, Swap, all_swaps, apply
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
-    from .base import Promise, Stored, Swapped
+    from .base import Promise, StoredModel, Swapped
     from .fits.calibration import Calibration
 
 _Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
@@ -89,10 +89,10 @@ def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
 
 def listing(source: Checkpoint) -> Listing:
     """Try every swap on an opened checkpoint. Raises InvalidInput if weights are not finite."""
-    from .base import Stored
+    from .base import StoredModel
     from .fits.calibration import Calibration, read_text
 
-    model, before, entries = Stored(source), costs(source.spec), []
+    model, before, entries = StoredModel(source), costs(source.spec), []
     text: Calibration | None = None
     unfit: GptkitError | None = None  # the reason why fits are impossible
     try:  # a sample has a text of its own; other models need one from the user
@@ -114,7 +114,7 @@ def listing(source: Checkpoint) -> Listing:
 
 
 def _tried(
-    model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
+    model: StoredModel, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
 ) -> Listed:
     """Return the entry of a swap that is possible. Without a text for its fit, the entry has only the costs.
 

@@ -20,13 +20,13 @@ from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, Target, target
 from ..converter.threads import as_before, suit
-from ..converter.write import Plan, execute
+from ..converter.write import FolderPlan, execute
 from ..display import Shown
 from ..errors import UsageError
 from ..parity.damage import Damage, damage
 from ..parity.probe import SMALL
 from ..version import __version__
-from .base import Guarantee, Model, Moved, Stored
+from .base import Guarantee, Model, Moved, StoredModel
 from .chain import Chain, chain, leaving
 from .fits.calibration import CalibrationText, read_text
 from .guarantee import measured_from_files, plain_form, require_transformers, steps_alone
@@ -48,7 +48,7 @@ class SwapResult(Shown):
     """The measured guarantee. None for a dry run, and if the call asked not to measure."""
     parameters: tuple[int, int]
     """The total numbers of parameters before and after."""
-    plan: Plan
+    plan: FolderPlan
     published: bool
     each: tuple[Measurement, ...] = ()
     """The cost of every step alone. Empty if that was not measured."""
@@ -339,7 +339,7 @@ def _plan(
     records: Sequence[Mapping[str, Any]],
     family: Architecture | None,
     stored: str | None,
-) -> Plan:
+) -> FolderPlan:
     """Plan every file of the output. Hugging Face files store all tensors in the dtype `stored` if it is given."""
     to, whole = ("local", None) if family is None else (f"hf:{family.name}", stored)
     last = done.models[-1]
@@ -375,7 +375,7 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
     suit(done.spec)
     return damage(
         done.against,
-        Stored(open_checkpoint(result.target)),
+        StoredModel(open_checkpoint(result.target)),
         text=text,
         tokens=done.promise.tokens,
         most=done.promise.length,

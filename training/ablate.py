@@ -32,7 +32,7 @@ from ..surgery.recipe import in_messages
 from ..surgery.swap import swap
 from .data import Progress, TokenFile, open_tokens, paths_of
 from .heal import heal
-from .loop import Step, usual_rate
+from .loop import TrainingStep, usual_rate
 from .parallel import group
 from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
 from .state import METRICS, put, remove_empty
@@ -144,7 +144,7 @@ def ablate(
     force: bool = False,
     offline: bool = False,
     allow_pickle: bool = False,
-    tell: Callable[[str, int, Step], None] = lambda name, seed, step: None,
+    tell: Callable[[str, int, TrainingStep], None] = lambda name, seed, step: None,
     ended: Callable[[str, int, Result], None] = lambda name, tokens, result: None,
     progress: Progress | None = None,
 ) -> Ablation:
@@ -285,7 +285,7 @@ class _Runs:
     data: TokenFile
     settings: dict[str, Any]
     opening: dict[str, Any]
-    tell: Callable[[str, int, Step], None]
+    tell: Callable[[str, int, TrainingStep], None]
 
     @property
     def read(self) -> str:

@@ -35,7 +35,7 @@ from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
 from .data import SAMPLE, Progress, TokenFile, paths_of, require_tokenizer
-from .loop import Settings, Step, usual_rate
+from .loop import Settings, TrainingStep, usual_rate
 from .parallel import group
 from .rates import FILE
 from .runs import Held, Outcome, Runs, stores_in
@@ -145,7 +145,7 @@ def heal(  # noqa: C901
     offline: bool = False,
     allow_pickle: bool = False,
     on_start: Callable[[str, Held, Held], None] = lambda trained, original, start: None,
-    tell: Callable[[str, Step], None] = lambda what, step: None,
+    tell: Callable[[str, TrainingStep], None] = lambda what, step: None,
     progress: Progress | None = None,
 ) -> Healed:
     """Train a changed model to answer as the original, and write it as a checkpoint; beside it a control and a floor.

@@ -103,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Step(Record):
+class TrainingStep(Record):
     """A step: loss in nats a target, the gradient's norm before it was cut, seconds since the run began, and what the
     step itself took of them; where it was evaluated, the loss on the held-out text too, and a sample; of the last step
     of a run that is averaged, the loss of the average.
@@ -199,7 +199,7 @@ def fit(  # noqa: C901
     keep_best: bool = False,
     begun: float | None = None,
     sample: Callable[[Decoder], str] | None = None,
-    tell: Callable[[Step], None] = lambda step: None,
+    tell: Callable[[TrainingStep], None] = lambda step: None,
     goes_on: Callable[[Run], bool] = lambda run: True,
 ) -> Run:
     """Train a model in place, from the last checkpoint in `store` where there is one.
@@ -270,7 +270,7 @@ def fit(  # noqa: C901
         rhythm.evaluated(time.monotonic() - start)
         return found
 
-    def note(told: Step) -> None:  # what tells may write too, and fail in the first process alone
+    def note(told: TrainingStep) -> None:  # what tells may write too, and fail in the first process alone
         append(metrics, json.dumps(told.as_json()) + "\n")
         tell(told)
 
@@ -307,7 +307,7 @@ def fit(  # noqa: C901
                     averaged = evaluate()
             text = sample(model) if sample is not None and evaluated else None
             tokens = run.step * settings.windows * settings.context
-            told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, averaged, text)
+            told = TrainingStep(run.step, tokens, run.seconds, took, value, rate, norm, lost, averaged, text)
             if lost is not None:
                 entry = {"step": run.step, "tokens": tokens, "loss": value, "held_out": lost, "averaged": averaged}
                 run.curve.append(entry)

@@ -19,7 +19,7 @@ _MOST_METRICS = 2**30  # bytes; a step takes 150
 _ANEW = "Start again with --force."
 
 
-class Evaluation(msgspec.Struct, forbid_unknown_fields=True):
+class EvaluationRecord(msgspec.Struct, forbid_unknown_fields=True):
     """One evaluation on the held-out text: an entry of a run's curve."""
 
     step: int
@@ -34,7 +34,7 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
 
     step: int
     seconds: float
-    curve: list[Evaluation]
+    curve: list[EvaluationRecord]
     threads: int
 
 
@@ -86,7 +86,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
         ) from error
     lines = _lines(metrics, found.step, tokens)
     evaluated = [
-        Evaluation(line.step, line.tokens, line.loss, line.held_out, line.averaged)
+        EvaluationRecord(line.step, line.tokens, line.loss, line.held_out, line.averaged)
         for line in lines
         if line.held_out is not None
     ]

@@ -19,7 +19,7 @@ from ..errors import NoNumber
 from ..modules import Decoder
 from .data import NOWHERE, TokenFile, Windows
 from .distillation import Answers, block_local, distilled, divergence
-from .loop import Abandoned, Batch, Loss, Run, Settings, Step, fit, lost, next_token
+from .loop import Abandoned, Batch, Loss, Run, Settings, TrainingStep, fit, lost, next_token
 from .parallel import Group
 from .rates import TRIAL, Notes, Trial, Tried, first_guess, next_run, trial_steps
 from .state import RUN, Store
@@ -107,7 +107,7 @@ class Runs:
     about: Mapping[str, Any]
     resume: bool
     force: bool
-    tell: Callable[[str, Step], None]
+    tell: Callable[[str, TrainingStep], None]
 
     def __post_init__(self) -> None:
         asked = {**self.about, **msgspec.to_builtins(self.settings), "rate": self.rate}

@@ -44,7 +44,7 @@ from .data import (
     require_tokenizer,
     tokenize,
 )
-from .loop import Settings, Step, fit, usual_rate
+from .loop import Settings, TrainingStep, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, beside, make, remove_empty, remove_unbegun, require_free
 
@@ -143,7 +143,7 @@ def train(
     offline: bool = False,
     allow_pickle: bool = False,
     on_start: Callable[[Prepared], None] = lambda prepared: None,
-    tell: Callable[[Step], None] = lambda step: None,
+    tell: Callable[[TrainingStep], None] = lambda step: None,
     progress: Progress | None = None,
 ) -> Trained:
     """Train a model and write it as a checkpoint folder: Hugging Face files of the family that has its tree, else

@@ -21,7 +21,7 @@ from ..targets import FORMATS
 if TYPE_CHECKING:
     from ..tree import Origin
     from ..weights import Checkpoint, Weights
-    from ..write import Plan
+    from ..write import FolderPlan
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Format(Protocol):
     """The tree, where it came from, and fields that are not understood; without numpy or torch where that can be."""
     read: Callable[[Path, bool], Opened] | None
     """Opens it, reading headers alone; the second argument is allow_pickle."""
-    plan: Callable[[Request], Plan] | None
+    plan: Callable[[Request], FolderPlan] | None
 
 
 def format_named(name: str) -> Format:

@@ -27,7 +27,7 @@ from . import Opened, Request
 from .torch_archive import ALIGNMENT, archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..write import Output, Plan, Shard
+    from ..write import FolderPlan, Output, Shard
 
 _METADATA = ".metadata"
 _BESIDE = ("optimizer.", "lr_scheduler.", "train_state", "dataloader")
@@ -125,7 +125,7 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
     return found[0] if found else ""
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> FolderPlan:
     """.distcp files, `.metadata` and config.json; without a family shared names, and gptkit.json."""
     from ..convert import plan_output
     from ..dtypes import parse_dtype

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any
 from ...architectures.ggml import TYPES, Quant
 from ...architectures.gguf import gguf_architecture, gguf_rows
 from ...architectures.gguf_architecture import shifted
-from ...architectures.gguf_facts import Facts
+from ...architectures.gguf_facts import GgufFacts
 from ...architectures.layout import Shape
 from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError, shown
 from ..tree import Origin
 from . import Opened, Request
-from .gguf_header import Array, GgufTensor, Header, dequantised, open_header
+from .gguf_header import Array, GgufHeader, GgufTensor, dequantised, open_header
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..weights import Stored, Weights
-    from ..write import Plan
+    from ..write import FolderPlan
 
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
 """What the gguf package dequantises, by ggml's names."""
@@ -71,7 +71,7 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     return describe_header(path, open_header(path))
 
 
-def describe_header(where: Path | str, header: Header) -> tuple[ModelSpec, Origin, list[str]]:
+def describe_header(where: Path | str, header: GgufHeader) -> tuple[ModelSpec, Origin, list[str]]:
     """The same of a header that was read, here or elsewhere. Raises InvalidInput."""
     found = _Model(where, header)
     return found.spec, found.origin, []
@@ -169,7 +169,7 @@ def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
     return found
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> FolderPlan:
     """The files of a GGUF output; see `gguf_write`."""
     from .gguf_write import plan as planned
 
@@ -179,12 +179,12 @@ def plan(request: Request) -> Plan:
 class _Model:
     """What a header says: the tree, a config.json, and the tensors that hold no weights."""
 
-    def __init__(self, path: Path | str, header: Header) -> None:
+    def __init__(self, path: Path | str, header: GgufHeader) -> None:
         self.header = header
         name = _name(path, header)
         self.notes: list[str] = []
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-        facts = Facts(name, header.metadata, shapes, partial(_floats, header))
+        facts = GgufFacts(name, header.metadata, shapes, partial(_floats, header))
         self.kind = gguf_architecture(facts)
         self.dropped = {each for each in header.tensors if self._is_dropped(each, facts)}
         if _repeats(header, "output.weight", "token_embd.weight"):
@@ -204,7 +204,7 @@ class _Model:
             config.setdefault(name, None)  # or transformers' class would take its own default for a token of this model
         self.origin = Origin(family=self.kind.reads, config_text=json.dumps(config, indent=2) + "\n")
 
-    def _is_dropped(self, name: str, facts: Facts) -> bool:
+    def _is_dropped(self, name: str, facts: GgufFacts) -> bool:
         """Whether a tensor holds nothing the tree needs, or is of a layer that drafts tokens."""
         found = re.match(r"blk\.(\d{1,9})\.", name)
         if found is not None and facts.drafts and int(found[1]) >= facts.layers:
@@ -212,7 +212,7 @@ class _Model:
         return re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) in self.kind.dropped
 
 
-def _name(path: Path | str, header: Header) -> str:
+def _name(path: Path | str, header: GgufHeader) -> str:
     """The architecture's name of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
@@ -235,7 +235,7 @@ def _name(path: Path | str, header: Header) -> str:
         raise type(error)(f"{path}: {error.message}", error.hint) from error
 
 
-def special_ids(header: Header) -> dict[str, list[int]]:
+def special_ids(header: GgufHeader) -> dict[str, list[int]]:
     """The ids of special tokens by transformers' names, each once; eos may be several."""
     found: dict[str, list[int]] = {}
     for name, keys in _ALIKE.items():
@@ -245,7 +245,7 @@ def special_ids(header: Header) -> dict[str, list[int]]:
     return found
 
 
-def _floats(header: Header, name: str) -> tuple[float, ...]:
+def _floats(header: GgufHeader, name: str) -> tuple[float, ...]:
     """A small fp32 tensor's values. Raises CheckpointError."""
     tensor = header.tensors[name]
     count = (tensor.end - tensor.start) // 4
@@ -255,7 +255,7 @@ def _floats(header: Header, name: str) -> tuple[float, ...]:
     return values
 
 
-def _repeats(header: Header, name: str, other: str) -> bool:
+def _repeats(header: GgufHeader, name: str, other: str) -> bool:
     """Whether two tensors hold the same values in the same way; where they do not, that shows in their first bytes."""
     a, b = header.tensors.get(name), header.tensors.get(other)
     if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):

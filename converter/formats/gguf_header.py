@@ -75,7 +75,7 @@ class Incomplete(Exception):
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """A checked header.
 
     metadata: values by key; short arrays of numbers are lists, others an `Array` for `values`.
@@ -137,7 +137,7 @@ class Header:
         return found
 
 
-def open_header(path: Path) -> Header:
+def open_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file, which stays memory-mapped. Raises CheckpointError, whatever it is."""
     with plain_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
@@ -148,7 +148,7 @@ def open_header(path: Path) -> Header:
 
 def parse_header(
     where: Path | str, buffer: _Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
-) -> Header:
+) -> GgufHeader:
     """Check the header in a file's bytes, of a file `elsewhere` its beginning. Raises CheckpointError, Incomplete."""
     where = str(where)
     size = len(buffer) if size is None else size
@@ -173,7 +173,7 @@ def parse_header(
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(f"{where}: general.alignment is {shown(alignment, 40)}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
-    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere, ends)
+    return GgufHeader(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere, ends)
 
 
 class _Cursor:

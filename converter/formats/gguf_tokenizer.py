@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import CheckpointError, shown
 from ..names import json_bytes
-from .gguf_header import MAX_STRINGS, Array, Header
+from .gguf_header import MAX_STRINGS, Array, GgufHeader
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -106,7 +106,7 @@ _NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
 """Those whose checkpoints compose characters (NFC) first."""
 
 
-def without_tokenizer(header: Header) -> list[str]:
+def without_tokenizer(header: GgufHeader) -> list[str]:
     """Why the file's tokenizer cannot be written, as notes."""
     kind, pre = _get(header, "model", str), _get(header, "pre", str) or "default"
     if kind is None or kind == "none" or PREFIX + "tokens" not in header.metadata:
@@ -120,7 +120,7 @@ def without_tokenizer(header: Header) -> list[str]:
     return []
 
 
-def _get(header: Header, key: str, kind: type) -> Any:
+def _get(header: GgufHeader, key: str, kind: type) -> Any:
     """A value of that type at a tokenizer's key, None where there is none."""
     value = header.metadata.get(PREFIX + key)
     if value is not None and type(value) is not kind:
@@ -145,7 +145,7 @@ class Texts(UserDict[str, bytes]):
     table, the longest text, and the ids of special tokens by transformers' names. Raises CheckpointError.
     """
 
-    def __init__(self, header: Header, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
+    def __init__(self, header: GgufHeader, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
         self._header, self._rows, self._context, self._special = header, rows, context, special
 
     @cached_property

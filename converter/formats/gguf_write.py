@@ -27,7 +27,7 @@ from ...architectures.layout import Shape
 from ...errors import CheckpointError, InvalidInput, UsageError, shown
 from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
 from ..tokenizer import load_tokenizer
-from ..write import Encode, Output, Plan, Shard
+from ..write import Encode, FolderPlan, Output, Shard
 from . import Request
 from .gguf_header import dequantised
 from .gguf_vocab import Value, vocabulary
@@ -39,7 +39,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 _BLOCK = TYPES[_CODES["Q8_0"]].block
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> FolderPlan:
     """One GGUF file with the source's companions beside it; what it cannot say goes to the source's notes."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)
@@ -87,7 +87,9 @@ def plan(request: Request) -> Plan:
     known = request.source.notes
     known += [note for note in (*notes, *vocab.notes) if note not in known]
     metadata |= dict.fromkeys(tree.architecture.numbers, [0.0] * len(request.source.spec.blocks))
-    return Plan((_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors, factors),), {}, request.companions)
+    return FolderPlan(
+        (_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors, factors),), {}, request.companions
+    )
 
 
 def _parse(asked: str | None) -> str | None:

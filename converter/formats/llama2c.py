@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..weights import Weights
-    from ..write import Plan
+    from ..write import FolderPlan
 
 _MAGIC = struct.pack("<I", 0x616B3432)
 _HEADER = 256  # bytes of the header from version 1 on
@@ -85,11 +85,11 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     return Opened(spec, origin, bind("llama2.c", LEAVES, spec), weights, (path,), texts, notes + more)
 
 
-def plan(request: Request, version: int = 0) -> Plan:
+def plan(request: Request, version: int = 0) -> FolderPlan:
     """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it."""
     from ..block_file import FileBlock
     from ..dtypes import parse_dtype
-    from ..write import Output, Plan, Shard
+    from ..write import FolderPlan, Output, Shard
     from .llama2c_tokenizer import TOKENIZER, tokenizer_bin
 
     wide = sorted(name for name, dtype in request.source.shared_dtypes().items() if dtype == "F64")
@@ -120,7 +120,7 @@ def plan(request: Request, version: int = 0) -> Plan:
         known = request.source.notes
         known += [note for note in notes if note not in known]
     shard = Shard("model.bin", header, tuple(outputs), end, tuple(constants))
-    return Plan((shard,), texts, request.companions)
+    return FolderPlan((shard,), texts, request.companions)
 
 
 VERSION_1 = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, version=1))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures.llama2c import Sizes
 from ...errors import CannotExpress
-from .gguf_header import Header
+from .gguf_header import GgufHeader
 from .gguf_tokenizer import BYTE, CONTROL, NORMAL, PREFIX, SPACE, UNKNOWN, Texts
 from .gguf_vocab import vocabulary
 
@@ -71,7 +71,7 @@ def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
     return found if at == len(data) else None
 
 
-def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
+def _as_header(path: Path, pieces: list[tuple[str, float]]) -> GgufHeader:
     """The same tokenizer in the words of GGUF, which knows how to say it to Hugging Face."""
     tokens = [text.replace(" ", SPACE) for text, _ in pieces]
     types = [NORMAL] * len(tokens)
@@ -95,7 +95,7 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
         "add_eos_token": False,
         "add_space_prefix": True,
     }
-    return Header(str(path), {PREFIX + key: value for key, value in metadata.items()}, {}, b"")
+    return GgufHeader(str(path), {PREFIX + key: value for key, value in metadata.items()}, {}, b"")
 
 
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:

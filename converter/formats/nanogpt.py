@@ -25,7 +25,7 @@ from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
     from ..weights import Stored, Weights
-    from ..write import Plan
+    from ..write import FolderPlan
 
 _NAME = "ckpt.pt"
 _COMPILED = "_orig_mod."  # what torch.compile puts before every name
@@ -115,11 +115,11 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     return {key: given[key] for key in ARGUMENTS}, bias
 
 
-def plan(request: Request, activation: Activation = "gelu") -> Plan:
+def plan(request: Request, activation: Activation = "gelu") -> FolderPlan:
     """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU."""
     from ..dtypes import widest
     from ..safetensors import DTYPES
-    from ..write import Output, Plan, Shard
+    from ..write import FolderPlan, Output, Shard
 
     arguments, leaves = expressed(request.source.spec, activation)
     # As model.py lists them: the embeddings, the blocks, the last norm.
@@ -132,7 +132,9 @@ def plan(request: Request, activation: Activation = "gelu") -> Plan:
         Output(leaf, dtype, member.start, member.size, around=(member.head, member.tail))
         for (leaf, dtype), member in zip(tensors, archive.tensors, strict=True)
     )
-    return Plan((Shard(_NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)
+    return FolderPlan(
+        (Shard(_NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions
+    )
 
 
 TANH = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, activation="gelu_new"))

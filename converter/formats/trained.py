@@ -229,7 +229,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 # --- reading ---
 
 
-class _Model(NamedTuple):
+class _TrainedModel(NamedTuple):
     """A model within files: the keys that lead to its tensors, what stands before their names, whose names they are."""
 
     where: tuple[str, ...]
@@ -327,13 +327,13 @@ def _only(
     tables: Sequence[Mapping[tuple[str, ...], Mapping[str, Any]]],
     described: tuple[ModelSpec, Origin, list[str]] | None,
     family: Architecture | None,
-) -> _Model | None:
+) -> _TrainedModel | None:
     """The one model in the files, None where there is none. Raises CheckpointError where there are several."""
     signs: list[tuple[str, Stack | None]] = [(each.sign, each) for each in STACKS]
     if described is not None and family is not None:
         own = next(leaf.checkpoint for leaf in family.bind(described[0]) if "embedding.weight" in leaf.shared)
         signs += [(each, None) for each in dict.fromkeys((own, own.removeprefix(family.prefix)))]
-    found: dict[_Model, None] = {}
+    found: dict[_TrainedModel, None] = {}
     for sign, stack in signs:
         if stack is None and any(model.stack is None for model in found):
             break  # the whole name was there
@@ -342,7 +342,7 @@ def _only(
                 for name in tensors:
                     plain = _WRAPPED.sub("", name)
                     if plain == sign or plain.endswith("." + sign):
-                        found[_Model(where, plain.removesuffix(sign), stack)] = None
+                        found[_TrainedModel(where, plain.removesuffix(sign), stack)] = None
     # Where GPT-2's config lies beside, names of other programs that share its embedding's are told by their own sign.
     models = [each for each in found if each.stack is not None] or list(found)
     if len(models) > 1:
@@ -384,7 +384,7 @@ def _says(content: Any, key: str) -> bool:
     return isinstance(content, dict) and type(content.get(key)) is int
 
 
-def _notes(model: _Model, tables: Sequence[Mapping[tuple[str, ...], Any]], contents: Sequence[Any]) -> list[str]:
+def _notes(model: _TrainedModel, tables: Sequence[Mapping[tuple[str, ...], Any]], contents: Sequence[Any]) -> list[str]:
     """What the files hold beside the model."""
     notes = []
     if model.prefix:

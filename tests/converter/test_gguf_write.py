@@ -22,7 +22,7 @@ from helpers.families import VARIANTS, YARN_ROPE, Variant, auto_class, save_hf, 
 import gptkit
 from gptkit.architectures.gguf import expressed, gguf_architecture
 from gptkit.architectures.gguf_architecture import shifted
-from gptkit.architectures.gguf_facts import Facts
+from gptkit.architectures.gguf_facts import GgufFacts
 from gptkit.architectures.gguf_table import GGUF
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
@@ -293,7 +293,7 @@ def test_metadata_of_any_value_give_a_tree_or_an_error_of_ours(name: str) -> Non
     for key in {**found.metadata, **{f"{row.name}.{more}": 0 for more in MORE}}:
         without = {each: value for each, value in found.metadata.items() if each != key}
         for metadata in (without, *({**without, key: odd} for odd in ODD)):
-            facts = Facts(row.name, metadata, shapes, found.extras.__getitem__)
+            facts = GgufFacts(row.name, metadata, shapes, found.extras.__getitem__)
             with contextlib.suppress(GptkitError):
                 gguf_architecture(facts).spec_of(facts)
 

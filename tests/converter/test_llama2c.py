@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import gptkit
-from gptkit.analysis.params import Stored, params
+from gptkit.analysis.params import StoredTensors, params
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
 from gptkit.converter.resolve import read_spec
@@ -36,7 +36,7 @@ PROMPT = "Once upon a time, there was a little girl named Lily; it's 2026!\n\n  
 # --- a writer and a model of their own ---
 
 
-def stored(reference: str) -> Stored:
+def stored(reference: str) -> StoredTensors:
     (found,) = params(reference, stored=True)
     assert found.stored is not None
     return found.stored

@@ -14,7 +14,7 @@ from helpers.hubserver import Hub, Repo
 from safetensors.numpy import load_file, save_file
 
 import gptkit
-from gptkit.analysis.params import Stored, params
+from gptkit.analysis.params import StoredTensors, params
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.converter.outline import outline
@@ -27,7 +27,7 @@ SECRET = {**GPTQ, "quant_method": "hqq"}
 """What is not read."""
 
 
-def stored(reference: str) -> Stored:
+def stored(reference: str) -> StoredTensors:
     (found,) = params(reference, stored=True)
     assert found.stored is not None
     return found.stored

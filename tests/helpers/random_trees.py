@@ -23,7 +23,7 @@ from gptkit.converter.publish import Staging
 from gptkit.converter.tree import Origin
 from gptkit.converter.write import execute
 from gptkit.errors import ConfigError, SwapRefused, UsageError
-from gptkit.surgery.base import Model, Stored, Swapped, SwappedModel
+from gptkit.surgery.base import Model, StoredModel, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.registry import Step, Swap, all_swaps, apply, swap_for
 from helpers.families import CONFIGS, spec_of
@@ -365,7 +365,7 @@ class Chain:
     reached: set[Swap] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.models.append(Stored(self.source))
+        self.models.append(StoredModel(self.source))
 
     @property
     def moves(self) -> bool:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery.base import Stored
+from gptkit.surgery.base import StoredModel
 from gptkit.surgery.fits import kv_fit, regression
 from gptkit.surgery.fits.calibration import Calibration, CalibrationText
 from gptkit.surgery.measure import Measurement
@@ -183,7 +183,7 @@ def _alike(folder: Path, spec: Any, name: str) -> None:
 
 
 def _near(source: Any, changed: dict[int, Attention], spec: Any) -> None:
-    model = Stored(source)
+    model = StoredModel(source)
     calibration = random_calibration(spec)
     (found,) = kv_fit.fitted_layers(model, changed, calibration)
     layer = next(calibration.walk(model))
@@ -265,7 +265,7 @@ def test_heads_are_compared_a_layer_at_a_time(tmp_path: Path) -> None:
     save_hf(CONFIGS["mistral"], tmp_path / "hf")
     gptkit.swap(tmp_path / "hf", tmp_path / "mha", attention="mha", measured=False)
 
-    class Counting(Stored):
+    class Counting(StoredModel):
         released = 0
 
         def release(self) -> None:

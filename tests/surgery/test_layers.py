@@ -20,7 +20,7 @@ from gptkit.converter.checkpoint import Checkpoint
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.modules.decoder import Decoder
 from gptkit.modules.load import filled, tensor_of
-from gptkit.surgery.base import Filled, Model, Stored
+from gptkit.surgery.base import Filled, Model, StoredModel
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits import dropping
 from gptkit.surgery.fits.calibration import Calibration, CalibrationText, read_text
@@ -142,7 +142,7 @@ def measured(source: Checkpoint, text: CalibrationText, kept: Sequence[int]) -> 
     """KL in nats per token without some layers, by whole decoders on the rows of a calibration's text."""
     ids = Calibration(text, source.spec).ids
     listed = ",".join(map(str, kept))
-    trees = (chain(source, [Step("layers", f"keep:{listed}")]).models[-1], Stored(source))
+    trees = (chain(source, [Step("layers", f"keep:{listed}")]).models[-1], StoredModel(source))
     with torch.no_grad():
         after, before = (log_softmax(whole_decoder(tree)(ids).double(), -1) for tree in trees)
     return float((before.exp() * (before - after)).sum(-1).mean())
@@ -163,7 +163,7 @@ def test_auto_finds_what_greedy_search_by_brute_force_finds(sample: str, wanted:
         brute |= {kept: measured(source, text, kept) for kept in smaller}
         greedy = min(smaller, key=lambda kept: brute[kept])
     brute[plain] = measured(source, text, plain)
-    found = dropping.drop(Stored(source), Calibration(text, source.spec), plain)
+    found = dropping.drop(StoredModel(source), Calibration(text, source.spec), plain)
     assert found.tokens == 256
     assert {kept: found.tried[kept] for kept in brute} == pytest.approx(brute, rel=1e-3, abs=1e-5)
     assert found.tried[found.layers] == min(found.tried[kept] for kept in found.tried if len(kept) == wanted)
@@ -188,7 +188,7 @@ def test_in_a_deep_model_the_least_influential_layers_are_tried(monkeypatch: pyt
     monkeypatch.setattr(dropping, "_CANDIDATES", 2)
     source = gptkit.open_checkpoint("sample:falcon")
     calibration = Calibration(read_text(source, None, 128), source.spec)
-    found = dropping.drop(Stored(source), calibration, (0, 1, 4))
+    found = dropping.drop(StoredModel(source), calibration, (0, 1, 4))
     least = sorted(range(5), key=lambda layer: found.influence[layer])[:2]
     first = {layer for kept in found.tried if len(kept) == 4 for layer in range(5) if layer not in kept}
     assert first == set(least)

@@ -24,7 +24,7 @@ from gptkit.parity.probe import probe
 from gptkit.surgery import chain as chains
 from gptkit.surgery import guarantee
 from gptkit.surgery import remedies as ways
-from gptkit.surgery.base import Filled, Stored
+from gptkit.surgery.base import Filled, StoredModel
 from gptkit.surgery.registry import Step, swap_for
 from gptkit.surgery.remedies import Way, remedies, way_to, ways_from
 from gptkit.surgery.swap import SwapResult
@@ -320,7 +320,7 @@ def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     assert hint == "gptkit's own format can hold any model: --as local"
 
 
-def way(to: str, model: Stored) -> tuple[Way, Callable[..., Any]]:
+def way(to: str, model: StoredModel) -> tuple[Way, Callable[..., Any]]:
     """The way of a model into a family, and what becomes of it by steps."""
     zero = chains._zero_in(model)
     after = ways_from(model, zero)
@@ -332,7 +332,7 @@ LEAVING = pytest.mark.parametrize("name", ["gpt2", "llama-2", "qwen3", "mixtral"
 
 @LEAVING
 def test_a_model_arrives_in_its_own_family(name: str, folder: Path) -> None:
-    found, _ = way(CONFIGS[name]["model_type"], Stored(gptkit.open_checkpoint(source(name, folder))))
+    found, _ = way(CONFIGS[name]["model_type"], StoredModel(gptkit.open_checkpoint(source(name, folder))))
     assert found.arrived and not found.remedies
 
 
@@ -341,7 +341,7 @@ def test_a_model_arrives_in_its_own_family(name: str, folder: Path) -> None:
 @LEAVING
 def test_ways_are_ways(name: str, to: str, folder: Path) -> None:
     """Whatever way is found, the family has a config for the tree at its end, and every remedy of it is needed."""
-    found, after = way(to, Stored(gptkit.open_checkpoint(source(name, folder))))
+    found, after = way(to, StoredModel(gptkit.open_checkpoint(source(name, folder))))
     if not found.arrived:
         return
     assert chains.leave(found.end.models[-1], None, f"hf:{to}")[0] is ARCHITECTURES[to]
@@ -387,7 +387,7 @@ def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.Monke
     """Of it nothing but biases: what swaps make of it is told from its shapes."""
     names: list[str] = []
 
-    class Watched(Stored):
+    class Watched(StoredModel):
         def tensor(self, name: str) -> Any:
             names.append(name)
             return super().tensor(name)

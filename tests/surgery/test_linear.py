@@ -13,7 +13,7 @@ from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.obstacles import express
 from gptkit.components import LinearAttention
 from gptkit.errors import SwapRefused
-from gptkit.surgery.base import Stored
+from gptkit.surgery.base import StoredModel
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import measure
@@ -29,7 +29,7 @@ def test_what_was_there_is_carried_over(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path, torch.bfloat16)
     source = gptkit.open_checkpoint(tmp_path)
     done = chain(source, [Step("attention", "linear", blocks="1", approximate=True)])
-    old, new = Stored(source), done.models[-1]
+    old, new = StoredModel(source), done.models[-1]
     assert done.guarantee == "retrained" and new.spec.blocks[0] == old.spec.blocks[0]
     assert isinstance(new.spec.blocks[1].mixer("recurrence"), LinearAttention)
     gates = {f"blocks.1.recurrence.gate_proj.{each}": value for each, value in (("weight", 0.0), ("bias", -3.0))}

@@ -22,7 +22,7 @@ from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.rows import states
 from gptkit.report.surgery import listing_report
-from gptkit.surgery.base import Promise, Stored, SwappedModel
+from gptkit.surgery.base import Promise, StoredModel, SwappedModel
 from gptkit.surgery.fits.calibration import Calibration, CalibrationText
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import Listed, Listing, limits_of, listing, values_of
@@ -84,7 +84,7 @@ def shown(thing: Any) -> str:
     return file.getvalue()
 
 
-def computed_once(model: Stored) -> Callable[..., Any]:
+def computed_once(model: StoredModel) -> Callable[..., Any]:
     """`states` in which this model's are computed once for all that are compared with it on the same batches."""
     known: dict[Any, Any] = {}
 
@@ -104,7 +104,7 @@ def hold(source: Path, every: bool = False) -> Listing:
     logits, any other swap, fitted on a text where it needs one, has finite logits, and a refused one gives a reason.
     """
     checkpoint = gptkit.open_checkpoint(source)
-    found, model = listing(checkpoint), Stored(checkpoint)
+    found, model = listing(checkpoint), StoredModel(checkpoint)
     # To most of them: fields of its components, layers without attention, an encoder beside them; to nearly all, shared
     # blocks, and what is added to each layer's input or scales all of its output.
     reasons = ("does not support", "attention in every", "needs a decoder-only model")

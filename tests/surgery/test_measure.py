@@ -25,7 +25,7 @@ from gptkit.parity.outputs import outputs_of
 from gptkit.parity.probe import ProbeBatch, Scope, probe
 from gptkit.parity.rows import states
 from gptkit.surgery import measure as module
-from gptkit.surgery.base import Promise, Stored
+from gptkit.surgery.base import Promise, StoredModel
 from gptkit.surgery.measure import affordable, measure
 
 
@@ -303,9 +303,9 @@ def test_memory_is_not_that_of_the_model(tmp_path: Path) -> None:
     code = (
         "import sys, torch, resource; torch.set_num_threads(1)\n"
         "from gptkit.converter.checkpoint import open_checkpoint\n"
-        "from gptkit.surgery.base import Stored\n"
+        "from gptkit.surgery.base import StoredModel\n"
         "from gptkit.surgery.measure import measure\n"
-        "tree = Stored(open_checkpoint(sys.argv[1]))\n"
+        "tree = StoredModel(open_checkpoint(sys.argv[1]))\n"
         "assert measure(tree, tree, text=range(90)).kl < 1e-9\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
@@ -343,6 +343,6 @@ def test_a_failure_ends_every_pass() -> None:
 
 def test_files_are_measured_as_memory_is(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf", torch.bfloat16)
-    stored = Stored(open_checkpoint(tmp_path / "hf"))
+    stored = StoredModel(open_checkpoint(tmp_path / "hf"))
     weights = {p.name: tensor_of(stored, p.name).clone() for p in stored.spec.parameters()}
     assert measure(stored, Held(stored.spec, weights)).maximum == {"float32": 0.0, "float64": 0.0}

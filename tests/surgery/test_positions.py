@@ -21,7 +21,7 @@ import gptkit
 from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery.base import Exactly, Model, Read, Stored, SwappedModel
+from gptkit.surgery.base import Exactly, Model, Read, StoredModel, SwappedModel
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import Calibration, CalibrationText, read_text
 from gptkit.surgery.measure import Measurement, measure
@@ -126,7 +126,7 @@ def test_it_commutes_with_the_norm(value: str) -> None:
     assert measure(Exactly(one), Exactly(other), dtypes=("float64",)).relative["float64"] <= 1e-12
     (longer,) = {step.promise.length for step in after(model, norm, Step("context", "300"))[0] if step.promise.length}
     assert longer == 256
-    (_, one), (_, other) = after(model, norm, Step("context", "300")), after(model, Step("context", "300"), norm)
+    (_, one), (_, other) = (after(model, norm, Step("context", "300")), after(model, Step("context", "300"), norm))
     assert measure(Exactly(one), Exactly(other), dtypes=("float64",)).relative["float64"] <= 1e-12
 
 
@@ -205,7 +205,7 @@ def on_text(sample: str, step: Step) -> Measurement:
     source = gptkit.open_checkpoint(f"sample:{sample}")
     done = chain(source, [step])
     text = read_text(source, None).held_out[:401]
-    return measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
+    return measure(StoredModel(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,7 @@ import gptkit
 from gptkit.components import MixtureOfExperts
 from gptkit.converter.manifest import manifest_of
 from gptkit.errors import SwapRefused
-from gptkit.surgery.base import Stored
+from gptkit.surgery.base import StoredModel
 from gptkit.surgery.fits.calibration import Calibration, read_text
 from gptkit.surgery.fits.pruning import expert_saliency, head_activity, unit_activity
 from gptkit.surgery.layerwise import experts
@@ -55,9 +55,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return damaged(folder / "moe", folder / "parted", parted)
 
 
-def calibration(source: str | Path) -> tuple[Stored, Calibration]:
+def calibration(source: str | Path) -> tuple[StoredModel, Calibration]:
     opened = gptkit.open_checkpoint(source)
-    return Stored(opened), Calibration(read_text(opened, None, 1024), opened.spec)
+    return StoredModel(opened), Calibration(read_text(opened, None, 1024), opened.spec)
 
 
 @exhaustive

@@ -32,7 +32,7 @@ from gptkit.components import (
 )
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery.base import Computed, Exactly, Stored
+from gptkit.surgery.base import Computed, Exactly, StoredModel
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import measure
@@ -331,7 +331,7 @@ def on_text(sample: str, step: Step) -> float:
     source = gptkit.open_checkpoint(f"sample:{sample}")
     done = chain(source, [step])
     text = read_text(source, None).held_out[:401]
-    found = measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",)).kl_text
+    found = measure(StoredModel(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",)).kl_text
     assert found is not None
     return found
 

@@ -24,7 +24,7 @@ from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from gptkit.surgery.base import Guarantee, Model, Stored, SwappedModel, weakest
+from gptkit.surgery.base import Guarantee, Model, StoredModel, SwappedModel, weakest
 from gptkit.surgery.chain import chain
 from gptkit.surgery.facts import Assumed
 from gptkit.surgery.listing import values_of
@@ -127,7 +127,7 @@ def test_chains_of_any_swaps(seed: int, tmp_path: Path) -> None:
     """Those that are not exact too, and plain forms, on such trees."""
     rng = random.Random(seed)
     source = gptkit.open_checkpoint(drawn_source(lambda things: rng.choice(list(things)), tmp_path))
-    model: Model = Stored(source)
+    model: Model = StoredModel(source)
     texts, steps, guarantees = dict(source.texts), list[Step](), list[Guarantee]()
     for _ in range(3):
         plain = rng.random() < 0.5

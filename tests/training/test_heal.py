@@ -30,7 +30,7 @@ from gptkit.training import distillation, state
 from gptkit.training.data import Stretch, Windows
 from gptkit.training.distillation import Answers, block_local, distilled, divergence
 from gptkit.training.heal import heal
-from gptkit.training.loop import Batch, Step
+from gptkit.training.loop import Batch, TrainingStep
 from gptkit.training.rates import first_guess
 from gptkit.training.runs import Held
 from gptkit.training.trainable import changed_layers, touched
@@ -53,7 +53,7 @@ def batch(count: int = 2) -> Batch:
 
 
 def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, Step]] = []
+    told: list[tuple[str, TrainingStep]] = []
     how: dict[str, Any] = {**BUDGET, "local": 0.25, "seeds": 2}
     done = heal(changed, TEACHER, [PLAY], tmp_path / "out", **how, tell=lambda *each: told.append(each))
     assert done.original.kl == 0 < done.healed.kl < 0.5 * done.start.kl
@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(changed: Path, tmp_pat
     heal(changed, TEACHER, [PLAY], tmp_path / "whole", **options)
     seen = 0
 
-    def stop(name: str, step: Step) -> None:
+    def stop(name: str, step: TrainingStep) -> None:
         nonlocal seen
         seen += 1
         if seen == 5:
@@ -459,10 +459,10 @@ def test_two_processes_heal_as_one(changed: Path, tmp_path: Path) -> None:
     )
 
 
-def stopped_at(name: str, number: int, do: Callable[[], object]) -> Callable[[str, Step], None]:
+def stopped_at(name: str, number: int, do: Callable[[], object]) -> Callable[[str, TrainingStep], None]:
     """Something that is done once a run has come to a step."""
 
-    def tell(told: str, step: Step) -> None:
+    def tell(told: str, step: TrainingStep) -> None:
         if (told, step.step) == (name, number):
             do()
 

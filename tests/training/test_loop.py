@@ -14,7 +14,7 @@ from gptkit.errors import NoNumber, UsageError
 from gptkit.modules.decoder import Decoder, positions_in
 from gptkit.modules.load import load
 from gptkit.training.data import NOWHERE, Windows
-from gptkit.training.loop import FLOOR, Run, Settings, Step, _Engine, adamw, decays, fit, next_token, rate_at
+from gptkit.training.loop import FLOOR, Run, Settings, TrainingStep, _Engine, adamw, decays, fit, next_token, rate_at
 from gptkit.training.parallel import Group
 from gptkit.training.state import Store
 
@@ -126,7 +126,7 @@ def test_a_run_that_waits_for_a_better_one_ends_as_the_best(tmp_path: Path, rate
         tuned, store = load("sample:llama", "float32"), Store(tmp_path / f"{stop}", ALONE)
         store.folder.mkdir()
 
-        def tell(step: Step, stop: int | None = stop) -> None:
+        def tell(step: TrainingStep, stop: int | None = stop) -> None:
             if step.step == stop:
                 raise RuntimeError("enough")
 
@@ -153,7 +153,7 @@ def noisy(folder: Path, stop: int | None) -> tuple[Run, Decoder, list[dict[str, 
     model, store, seen = load("sample:llama", "float32"), Store(folder, ALONE), list[dict[str, Tensor]]()
     text = [windows(model, 2, 12, seed) for seed in range(31)]
 
-    def tell(step: Step) -> None:
+    def tell(step: TrainingStep) -> None:
         seen.append({name: each.detach().clone() for name, each in model.named_parameters()})
         if step.step == stop:
             signal.raise_signal(signal.SIGINT)

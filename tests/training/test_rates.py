@@ -23,7 +23,7 @@ from gptkit.training import loop, runs
 from gptkit.training.data import Windows
 from gptkit.training.distillation import Answers
 from gptkit.training.heal import BUDGET, Healed, heal
-from gptkit.training.loop import Batch, Settings, Step
+from gptkit.training.loop import Batch, Settings, TrainingStep
 from gptkit.training.parallel import group
 from gptkit.training.rates import FACTOR, MARGIN, TRIES, Notes, Trial, first_guess, next_run, trial_steps
 from gptkit.training.runs import Held, Runs
@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
     whole, files, count = harmed
     made: list[tuple[str, int]] = []
 
-    def stop(name: str, step: Step) -> None:
+    def stop(name: str, step: TrainingStep) -> None:
         made.append((name, step.step))
         if len(made) == after:
             signal.raise_signal(signal.SIGINT)
@@ -186,7 +186,7 @@ def test_evaluation_takes_a_share_of_the_time(near: Path, tmp_path: Path, monkey
 def test_the_text_is_the_default_budget(near: Path, tmp_path: Path, size: int | None, budget: int | None) -> None:
     (tmp_path / "text.txt").write_bytes(PLAY.read_bytes()[:size])
 
-    def stop(name: str, step: Step) -> None:
+    def stop(name: str, step: TrainingStep) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
