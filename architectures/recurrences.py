@@ -91,9 +91,9 @@ def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
 def multiple_of_hidden(mixer: Mamba | Mamba2) -> int:
     """Return how many times as wide as the hidden states a mixer is inside. Raises CannotExpress for a fraction."""
     if mixer.inner % mixer.hidden_size:
-        what = "heads whose total width" if isinstance(mixer, Mamba2) else "a number of channels that"
         raise CannotExpress(
-            f"transformers needs {what} is a multiple of the hidden size {mixer.hidden_size}, but it is {mixer.inner}"
+            f"transformers needs an inner width that is a multiple of the hidden size {mixer.hidden_size}, "
+            f"but it is {mixer.inner}"
         )
     return mixer.inner // mixer.hidden_size
 

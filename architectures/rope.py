@@ -380,11 +380,10 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
     """config.json keys for a rotary component on heads of a width, in the form that transformers 4 and 5 both read."""
     part = {kind.part: _part(rotary.exponent, head_dim)} if kind.part else {}
-    plain = None if kind.usual is None else {"rope_type": "default"}
+    scaling = _scaling(rotary) or (None if kind.usual is None else {"rope_type": "default"})
     # A config class that has names of its own for the types believes the original context beside the parameters.
-    long = rotary.scaling if kind.types is not None and isinstance(rotary.scaling, LongRopeScaling) else None
-    original = {} if long is None else {ORIGINAL: long.original_context}
-    return {kind.theta: rotary.base, "rope_scaling": _scaling(rotary) or plain, **part, **original}
+    beside = {} if kind.types is None else {name: value for name, value in (scaling or {}).items() if name == ORIGINAL}
+    return {kind.theta: rotary.base, "rope_scaling": scaling, **part, **beside}
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:

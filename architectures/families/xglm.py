@@ -54,7 +54,7 @@ _XGLM = _DECODER.architecture(
         "num_layers": ("num_hidden_layers",),
     },
     dropped=("model.embed_positions.weights",),
-    irrelevant={"decoder_start_token_id": "generation"},
+    irrelevant={"decoder_start_token_id": "generation", "pad_token_id": None},
     refused={"pad_token_id": ((1, 0, None), "gptkit supports only 0 and 1 as the padding token of this model_type")},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for xglm",

@@ -26,11 +26,10 @@ COMPARED = {
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 COMPARED |= {
-    ("gpt_bigcode", "num_key_value_heads"): "multi_query says it",
     **dict.fromkeys(
         [("gpt_neo", name) for name in ("attention_layers", "num_layers", "num_hidden_layers")],
         "attention_types says it",
-    ),
+    )
 }
 COMPARED |= {("cohere2_moe", "rope_scaling"): "transformers looks at rope_parameters alone"}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}

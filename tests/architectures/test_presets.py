@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from helpers.covering import few
+from helpers.families import CONFIGS
 from helpers.processes import imported
 
 from gptkit.analysis.parameters import count
-from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import PATH, Preset, find, nearest, presets, repo_of
 from gptkit.parity.sides import auto_class
 from gptkit.testing import stored
@@ -156,7 +157,9 @@ WITHOUT |= {"gemma4_unified_text", "lfm2_moe", "falcon_h1"}
 
 
 def test_every_family_has_presets() -> None:
-    assert {architecture_of(preset.config).name for preset in presets().values()} == set(ARCHITECTURES) - WITHOUT
+    """A family without described variants is new, and may have none yet."""
+    described = {architecture_of(config).name for config in CONFIGS.values()}
+    assert described - {architecture_of(preset.config).name for preset in presets().values()} <= WITHOUT
 
 
 def test_the_file_holds_no_other_fields() -> None:
