@@ -3,7 +3,7 @@
 A field of the table names what it says by a *role*. Plain roles are sizes that the tree is built from (`hidden`,
 `heads`, `eps`); a dotted role is a field of one kind of component in every layer or at an end (`attention.cap`,
 `feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`, `branch.multiplier`). What a family has beside
-such fields it says as arguments of `Decoder.read`, and adds to what `Decoder.write` gives.
+such fields it says as arguments of `DecoderFamily.read`, and adds to what `DecoderFamily.write` gives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class Mixtures:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderFamily:
     """What is the same in all trees of a family.
 
     fields: what its config.json says. norm, mixer, inner: the kinds of its norms, of its attention (another than
@@ -393,6 +393,9 @@ class Decoder:
             config |= {} if lens is None else lens.draw(chosen, sizes)
         return placed(config)
 
+
+Decoder = DecoderFamily
+"""The name that drafts of earlier versions import."""
 
 _ROLES = {
     **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},

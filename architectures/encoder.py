@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec, Pooler, TokenTypes
 from .base import Leaf, leaves_of
 from .config import ConfigReader
-from .decoder import Decoder
+from .decoder import DecoderFamily
 from .draws import Config, sometimes
 from .fields import BIASED, SUM_NORMS, Field, Fields
 from .obstacles import Kinds, of_kind
@@ -61,7 +61,7 @@ DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields that BERT's kin refuse beside the common ones."""
 
 ALWAYS_TIED = {"tied": True}
-"""`Decoder.fixed` beside these of families that refuse a head of its own."""
+"""`DecoderFamily.fixed` beside these of families that refuse a head of its own."""
 
 TIED = {
     "tie_word_embeddings": ((True, None), "an untied head has two biases in this family, only one of which is used")
@@ -78,11 +78,11 @@ BOTH_WAYS: dict[str, Any] = {
     "final_norm": False,
     "head.bias": True,
 }
-"""`Decoder.fixed` of encoders."""
+"""`DecoderFamily.fixed` of encoders."""
 
 
 @dataclass(frozen=True)
-class Encoder(Decoder):
+class Encoder(DecoderFamily):
     """What is the same in all trees of a family of encoders.
 
     masked: the classes whose trees have a head. first_norm: whether a norm stands behind all that is embedded. types:
@@ -129,7 +129,7 @@ class Encoder(Decoder):
         )
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config; the arguments are those of `Decoder.draw`."""
+        """Return a random legal config; the arguments are those of `DecoderFamily.draw`."""
         headless = self.masked[0].replace("ForMaskedLM", "Model")
         types = {} if self.types is None else sometimes(chosen, {self.types[0]: chosen.choice((1, 3))})
         config = {**super().draw(chosen, stated, **own), **types}

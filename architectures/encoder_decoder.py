@@ -10,7 +10,7 @@ from ..components import Attention, Block, CrossAttention, ModelSpec
 from ..errors import CannotExpress
 from .base import Architecture, Leaf
 from .config import ConfigReader
-from .decoder import Decoder
+from .decoder import DecoderFamily
 from .draws import Config
 from .obstacles import Kinds, of_kind
 
@@ -31,8 +31,8 @@ class EncoderDecoder:
     embedded, in either stack.
     """
 
-    encoder: Decoder
-    decoder: Decoder
+    encoder: DecoderFamily
+    decoder: DecoderFamily
     first_norm: bool = False
     kinds: Kinds = field(init=False)
 

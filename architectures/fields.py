@@ -59,7 +59,7 @@ class Field(NamedTuple):
     """Turns the tree's value into the file's."""
     of: Callable[[ModelSpec], Any] | None = None
     """`of(spec)` returns the file's value, if the role is no place in the tree but the family's own ("own.pre_norm").
-    Other roles follow from it in `Decoder.fixed`."""
+    Other roles follow from it in `DecoderFamily.fixed`."""
     draw: Callable[[Random, Sizes], Any] | None = None
     """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide."""
 
@@ -254,7 +254,7 @@ def llama_fields(**defaults: Any) -> dict[str, Field]:
 BIASED = dict.fromkeys(
     ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
 )
-"""`Decoder.fixed` of families whose linears in layers all have biases."""
+"""`DecoderFamily.fixed` of families whose linears in layers all have biases."""
 
 
 PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: before each sub-layer
@@ -274,7 +274,7 @@ GROUPED_EXPERTS: Fields = {
 }
 """The fields of DeepSeek-V3 about the choice of experts."""
 
-# --- values of roles that no field says: `Decoder.fixed` ---
+# --- values of roles that no field says: `DecoderFamily.fixed` ---
 
 ROUNDED_ROUTER: dict[str, Any] = {"mixture.rounded": True}
 SIGMOID_ROUTER: dict[str, Any] = {
@@ -286,7 +286,7 @@ SIGMOID_ROUTER: dict[str, Any] = {
 }
 """How DeepSeek-V3 and its followers choose experts."""
 
-# --- where a block has its norms: `Decoder.norms` ---
+# --- where a block has its norms: `DecoderFamily.norms` ---
 
 OUTPUT_NORMS = ("attention_output_norm", "feed_forward_output_norm")
 """Each sub-layer's output is normalised before it is added to the residual stream (OLMo 2)."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..components import LatentAttention, ModelSpec, RMSNorm, Rotary
 from .base import Leaf, leaves_of
 from .config import ConfigReader
-from .decoder import Decoder
+from .decoder import DecoderFamily
 from .draws import EVEN, ODD, ROWS, Config, sometimes
 from .fields import USUAL, Field
 from .layout import Layout
@@ -44,7 +44,7 @@ LATENT_FIELDS = {**{name: field for name, field in USUAL.items() if name not in 
 
 
 @dataclass(frozen=True)
-class LatentDecoder(Decoder):
+class LatentDecoder(DecoderFamily):
     """A decoder of latent attention.
 
     kv_heads: the default of `num_key_value_heads`, which are to be as many as there are heads; None where that is the
@@ -111,7 +111,7 @@ class LatentDecoder(Decoder):
         }
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config; the arguments are those of `Decoder.draw`."""
+        """Return a random legal config; the arguments are those of `DecoderFamily.draw`."""
         config = super().draw(chosen, stated, **own)
         rope = draw_rotary(chosen, config["qk_rope_head_dim"], self.turning)
         for parameters in (rope.get("rope_scaling"), rope.get("rope_parameters")):
@@ -123,7 +123,7 @@ class LatentDecoder(Decoder):
         return {**config, "num_key_value_heads": config["num_attention_heads"], **rope, **pairs}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """The config fields of a tree; raises as `Decoder.write`."""
+        """The config fields of a tree; raises as `DecoderFamily.write`."""
         attention = of_kind(spec.blocks[0].attention, LatentAttention)
         rotary = of_kind(attention.position, Rotary)
         rope = write_rotary(rotary, rotary.dim, self.turning)

@@ -35,8 +35,9 @@ def _none_drawn(_chosen: Random, _sizes: Sizes) -> Config:
 class Lens:
     """Config fields in both directions: what `put` writes of a tree, `get` reads as the same values.
 
-    get: `get(config, values)` returns one value for each layer. In `Decoder.layers` that is a mapping of attention's
-        fields, in `Decoder.recurrent` the component in attention's place or None, in `Mixtures.sparse` a boolean.
+    get: `get(config, values)` returns one value for each layer. In `DecoderFamily.layers` that is a mapping of
+        attention's fields, in `DecoderFamily.recurrent` the component in attention's place or None, in
+        `Mixtures.sparse` a boolean.
     put: `put(spec)` returns the config fields.
     draw: `draw(chosen, sizes)` returns the config fields with random legal values.
     """

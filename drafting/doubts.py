@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..architectures import Leaf
-from ..architectures.decoder import Decoder
+from ..architectures.decoder import DecoderFamily
 from ..architectures.rope import USUAL_ROTARY, RotaryKind
 from ..components import ModelSpec, Shape, without_rounding
 from .fields import has, rotary_of, with_default
 from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, lacking, shared_names, tree_of
 from .vocabulary import Donor, KnownNames, Names, fits, id_or_value
 
-_PLAIN = Decoder({})
+_PLAIN = DecoderFamily({})
 """A decoder with default arguments."""
 
 BY_LAYER = "what differs by layer"

@@ -215,7 +215,7 @@ def arguments_of(
     words: KnownNames,
     why: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the arguments of `Decoder` other than the fields, and add the reasons to `why`."""
+    """Return the arguments of `DecoderFamily` other than the fields, and add the reasons to `why`."""
     arguments, shared, donor = {}, shared_names(leaves), skeleton.decoder
     templates = {name: template for template, leaf in leaves.items() for name in leaf.names}
     for name in ("mixer", "rotary", "table", "layers", "recurrent", "mixtures", "written", "whole_heads", "square"):

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from ..architectures import Architecture, Leaf
 from ..architectures.base import leaves_of
-from ..architectures.decoder import Decoder
+from ..architectures.decoder import DecoderFamily
 from ..architectures.fields import Field
 from ..components import ModelSpec
 from ..errors import GptkitError
@@ -56,10 +56,10 @@ class Draft:
     model_type: str
     known: Known | None
     skeleton: Donor  # the nearest registered family, whose arguments are the defaults
-    arguments: Mapping[str, Any]  # of `Decoder`
-    fields: Mapping[str, Field]  # of `Decoder`
-    leaves: Mapping[str, Leaf]  # of `Decoder.architecture`, by template
-    more: Mapping[str, Any]  # other arguments of `Decoder.architecture`
+    arguments: Mapping[str, Any]  # of `DecoderFamily`
+    fields: Mapping[str, Field]  # of `DecoderFamily`
+    leaves: Mapping[str, Leaf]  # of `DecoderFamily.architecture`, by template
+    more: Mapping[str, Any]  # other arguments of `DecoderFamily.architecture`
     why: Mapping[str, str] = field(default_factory=dict)  # reasons by place: "fields.NAME", "leaves.TEMPLATE"
     todo: Mapping[str, str] = field(default_factory=dict)  # open questions and contradictions, by place
     doubts: tuple[Doubt, ...] = ()
@@ -83,7 +83,7 @@ class Draft:
         modules, others = self.modules()
         leaves = (*leaves_of({name: shared for name, (shared, _) in modules.items()}), *others.values())
         more = {name: value for name, value in self.more.items() if name not in ("hf_class", "eager")}
-        return Decoder(self.fields, **self.arguments).architecture(
+        return DecoderFamily(self.fields, **self.arguments).architecture(
             self.model_type, self.more["hf_class"], leaves, **more
         )
 

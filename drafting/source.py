@@ -16,7 +16,7 @@ import msgspec
 
 from ..architectures import Architecture, Leaf, families
 from ..architectures.base import Stacked
-from ..architectures.decoder import Decoder
+from ..architectures.decoder import DecoderFamily
 from ..architectures.fields import Field
 from ..architectures.layout import Layout
 from ..architectures.rope import RotaryKind
@@ -25,7 +25,7 @@ from .record import Draft
 _PLACED = "gptkit.architectures"
 _HOMES = {
     **dict.fromkeys(("Leaf", "Stacked", "leaves_of"), f"{_PLACED}.base"),
-    "Decoder": f"{_PLACED}.decoder",
+    "DecoderFamily": f"{_PLACED}.decoder",
     "Field": f"{_PLACED}.fields",
     "Layout": f"{_PLACED}.layout",
     "RotaryKind": f"{_PLACED}.rope",
@@ -41,7 +41,9 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
         draft, "fields", {write.value(name): write.value(field) for name, field in draft.fields.items()}, draft.fields
     )
     usual = {
-        field.name: field.default for field in dataclasses.fields(Decoder) if field.default is not dataclasses.MISSING
+        field.name: field.default
+        for field in dataclasses.fields(DecoderFamily)
+        if field.default is not dataclasses.MISSING
     }
     given = {
         name: value
@@ -88,7 +90,7 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
         else []
     )
     rest += ["    refused={", *(f"    {line}" for line in refused), "    },"] if refused else []
-    body = ["FIELDS = {", *fields, "}", "", "DECODER = Decoder(", "    FIELDS,", *arguments]
+    body = ["FIELDS = {", *fields, "}", "", "DECODER = DecoderFamily(", "    FIELDS,", *arguments]
     body += ["    fixed={", *(f"    {line}" for line in fixed), "    },"] if fixed else []
     body += [")", "", "MODULES = {", *named, "}", "LEAVES = (", "    *leaves_of(MODULES),", *leaves, ")", ""]
     body += [
@@ -99,7 +101,7 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
         "",
         "register(FAMILY)",
     ]
-    for name in ("Decoder", "leaves_of", "register"):
+    for name in ("DecoderFamily", "leaves_of", "register"):
         write.named(name)
     questions = [question for place, question in draft.todo.items() if not _has_entry(place, draft)]
     todo = [line for question in questions for line in _comment(f"TODO: {question}")]
@@ -211,7 +213,7 @@ def _references() -> Iterator[tuple[int, str]]:
             continue
         for variable, table in list(vars(module).items()):
             place = f"{name.rpartition('.')[2]}:{variable}"
-            if type(table) is Decoder:
+            if type(table) is DecoderFamily:
                 for part in ("layers", "recurrent", "mixtures", "written", "norms"):
                     yield id(getattr(table, part)), f"{place}.{part}"
                 for role, value in table.fixed.items():

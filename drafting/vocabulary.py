@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..architectures import ARCHITECTURES, Architecture, Leaf, families, llama2c
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
-from ..architectures.decoder import Decoder
+from ..architectures.decoder import DecoderFamily
 from ..architectures.fields import Field
 from ..architectures.layout import parse
 from ..architectures.stacks import STACKS
@@ -34,7 +34,7 @@ class Donor:
     """A family whose config.json is read from a table, so that a draft can copy its arguments."""
 
     family: Architecture
-    decoder: Decoder
+    decoder: DecoderFamily
     place: str  # the table's module and variable, "module.VARIABLE"
 
     @cached_property
@@ -173,7 +173,7 @@ def known_names(without: tuple[str, ...] = ()) -> KnownNames:
     donors = tuple(
         Donor(family, reader, places[id(reader)])
         for family in known
-        if type(reader := getattr(family.read, "__self__", None)) is Decoder and id(reader) in places
+        if type(reader := getattr(family.read, "__self__", None)) is DecoderFamily and id(reader) in places
     )
     names = {donor.family.name for donor in donors}
     return KnownNames(donors, tuple(family for family in known if family.name not in names))
@@ -195,7 +195,7 @@ def _places() -> Iterator[tuple[int, str]]:
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{families.__name__}."):
             for variable, value in vars(module).items():
-                if type(value) is Decoder:
+                if type(value) is DecoderFamily:
                     yield id(value), f"{name}.{variable}"
 
 

@@ -7,12 +7,12 @@ Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import AROUND, ATTENTION_BIAS, Field, llama_fields
 from ..lenses import after, sliding, turned_in_windows
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=200192, hidden=2048, intermediate=6144, heads=16, head_dim=128, context=16384, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,

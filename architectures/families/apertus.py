@@ -6,14 +6,14 @@ Source: transformers models/apertus/{configuration,modeling}_apertus.py, activat
 
 from ...components import FeedForward
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ACTIVATIONS, ATTENTION_BIAS, choice, llama_fields
 from ..layout import NUMBER
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
 
 _FIELDS = llama_fields(vocab=131072, intermediate=14336, context=65536, eps=1e-5)
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **_FIELDS,
         "hidden_act": choice("activation", "xielu", {"xielu": "xielu", **ACTIVATIONS}),

@@ -4,11 +4,11 @@ Source: transformers models/arcee/{configuration,modeling}_arcee.py.
 """
 
 from ...components import FeedForward
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..usual import LEAVES
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(hidden=2560, intermediate=18432, activation="relu2", context=4096, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,

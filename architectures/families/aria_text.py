@@ -5,7 +5,7 @@ checkpoint with a vision tower the language model is read; what stands beside it
 """
 
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, choice, llama_fields
 from ..layout import Layout
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T, shared_expert
@@ -14,7 +14,7 @@ from .gpt_oss import EXPERT, MLP, both
 _SILU = {"silu": "silu", "swish": "silu"}
 """Routed experts have it whatever is said, and those that all tokens go through have what is."""
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(intermediate=4096),
         "hidden_act": choice("activation", "silu", _SILU),

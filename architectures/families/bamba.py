@@ -10,7 +10,7 @@ from typing import Any
 from ...components import Attention, Mamba2, ModelSpec, Rotary
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, Sizes, some_of
 from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..lenses import Lens, one_of
@@ -53,7 +53,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
     return {**draw_mamba2(chosen, sizes["hidden"]), "attn_layer_indices": whole}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=128000, intermediate=14336, kv_heads=8, context=262144, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,

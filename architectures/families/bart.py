@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import among
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
 from ..fields import BIASED, SUM_NORMS, Field, is_scaled, root_of
@@ -25,9 +25,9 @@ BASE = "BartModel"
 
 def stack(
     name: str, positions: Mapping[str, Any] = MappingProxyType({"offset": 2}), tokens: int = 50265, **other: Any
-) -> Decoder:
+) -> DecoderFamily:
     """The encoder or the decoder of BART's kin: the fields of its positions, the usual size of the vocabulary, and
-    other fields of a `Decoder`.
+    other fields of a `DecoderFamily`.
     """
     encoder = name == "encoder"
     fixed = {
@@ -59,7 +59,7 @@ def stack(
         "learned": True,
         "fixed": fixed,
     }
-    return Decoder(**{**usual, **other})
+    return DecoderFamily(**{**usual, **other})
 
 
 _STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)

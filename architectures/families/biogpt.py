@@ -6,11 +6,11 @@ Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which rea
 
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, Field, is_scaled, root_of
 from ..usual import fairseq
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 42384),
         "hidden_size": Field("hidden", 1024),

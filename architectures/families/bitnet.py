@@ -7,12 +7,12 @@ Source: transformers models/bitnet/{configuration,modular}_bitnet.py. Files of t
 from ...components import RMSNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=128256, hidden=2560, intermediate=6912, layers=30, heads=20, activation="relu2", eps=1e-5),
         "num_key_value_heads": Field("kv_heads", 5, ConfigReader.optional_integer),  # null: as many as heads

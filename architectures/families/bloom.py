@@ -8,11 +8,11 @@ import math
 
 from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     fields={
         "vocab_size": Field("vocab", 250880),
         "hidden_size": Field("hidden", 64),

@@ -5,7 +5,7 @@ Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, PRE, Field, llama_fields
 from ..layout import Layout
 from ..rope import RotaryKind
@@ -15,7 +15,7 @@ _FIELDS = llama_fields(vocab=256000, hidden=8192, intermediate=22528, layers=40,
 FIXED = {"norm.bias": False, "norm.cast": "float32", "block.parallel": True, "block.sums": "stream first"}
 ROTARY = RotaryKind(500_000.0, pairs="adjacent", rounding="tables")
 
-DECODER = Decoder(
+DECODER = DecoderFamily(
     {
         **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},
         "layer_norm_eps": Field("eps", 1e-5),

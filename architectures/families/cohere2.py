@@ -6,13 +6,13 @@ Source: transformers models/cohere2/{configuration,modeling}_cohere2.py.
 
 from ...components import LayerNorm
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import PRE
 from ..lenses import sliding, turned_in_windows
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import cohere
 
-DECODER = Decoder(
+DECODER = DecoderFamily(
     {name: each for name, each in cohere.DECODER.fields.items() if name != "use_qk_norm"},
     norm=LayerNorm,
     norms=PRE[:1],

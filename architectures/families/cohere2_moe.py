@@ -11,7 +11,7 @@ from typing import Any
 from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, Sizes, sometimes
 from ..fields import PRE, Field, choice, none_or_more, without
 from ..lenses import Lens, by_type, draw_windows, write_windows
@@ -68,7 +68,7 @@ def _draw_layers(chosen: Random, sizes: Sizes) -> Config:
     return {**draw_windows(chosen, sizes), **sometimes(chosen, patterns)}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **_FIELDS,
         "head_dim": Field("head_dim", 128),

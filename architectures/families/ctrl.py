@@ -8,10 +8,10 @@ import math
 from ...components import FeedForward, LayerNorm, SinusoidalPositions
 from ..base import leaves_of
 from ..config import GPT2_ALIASES, OF_GPT2
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, Field
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 246534),
         "n_positions": Field("context", 256),

@@ -4,7 +4,7 @@ Source: transformers models/cwm/{configuration,modeling}_cwm.py. Its config clas
 none are given.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import MLP_BIAS, llama_fields
 from ..lenses import sliding
 from ..rope import RotaryKind
@@ -19,7 +19,7 @@ _ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(
             vocab=128256,

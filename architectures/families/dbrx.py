@@ -12,7 +12,7 @@ from typing import Any
 from ...components import LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, among
 from ..fields import Field, activation_named, name_of
 from ..layout import Layout
@@ -50,7 +50,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     return [{}] * count
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 32000),
         "d_model": Field("hidden", 2048),

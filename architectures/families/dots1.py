@@ -4,12 +4,12 @@ Source: transformers models/dots1/{configuration,modeling}_dots1.py. Its config 
 own, which every file states.
 """
 
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields, with_defaults
 from ..lenses import after, windows_above
 from .glm4_moe import LEAVES
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=152064, hidden=4608, intermediate=10944, layers=62),
         "attention_bias": ATTENTION_BIAS,

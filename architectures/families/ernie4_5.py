@@ -3,12 +3,12 @@
 Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
-DECODER = Decoder(
+DECODER = DecoderFamily(
     {
         **llama_fields(
             vocab=103424,

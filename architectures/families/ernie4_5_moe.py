@@ -10,7 +10,7 @@ from typing import Any
 from ...components import ModelSpec
 from ..base import Stacked, by_name
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, Sizes, sometimes
 from ..fields import Field, none_or_more, with_defaults
 from ..layout import Layout
@@ -46,7 +46,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
 
 _BIAS = ernie4_5.DECODER.fields["use_bias"]
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(
             ernie4_5.DECODER.fields, hidden=2560, intermediate=12288, layers=28, heads=20, kv_heads=4, head_dim=None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import OUTPUT_NORMS, llama_fields
 from ..lenses import Lens, draw_windows, sliding, turned_in_windows, write_windows
 from ..usual import OUTPUT_NORM_LEAVES
@@ -39,7 +39,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 EXAONE_WINDOWS = Lens(_layers, _written, draw_windows)
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     llama_fields(vocab=102400, intermediate=16384, kv_heads=32, eps=1e-5),
     norms=OUTPUT_NORMS,
     head_norms="same",

@@ -7,7 +7,7 @@ there too.
 from dataclasses import replace
 
 from ..base import Stacked
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields, with_defaults
 from ..lenses import by_type
 from ..usual import CORRECTION, ROUTED, STACKED, T, mixed_leaves, shared_expert
@@ -19,7 +19,7 @@ _LEAVES = tuple(  # where transformers' own name stands
     for leaf in mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, choice=CORRECTION)
 )
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=102400, intermediate=16384, kv_heads=32, eps=1e-5),
         "moe_intermediate_size": Field("expert_size", 1024),

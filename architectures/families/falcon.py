@@ -14,7 +14,7 @@ from typing import Any
 from ...components import ALiBi, Attention, Biasing, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import EVEN, Config, Random, grouped_heads
 from ..fields import PRE, Field
 from ..lenses import Lens
@@ -51,7 +51,7 @@ def _is_grouped(config: ConfigReader) -> bool:
     return config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     fields={
         "vocab_size": Field("vocab", 65024),
         "hidden_size": Field("hidden", 4544),

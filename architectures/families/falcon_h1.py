@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ...components import Attention, GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, divisor, sometimes
 from ..fields import ATTENTION_BIAS, MLP_BIAS, Field, llama_fields
 from ..obstacles import of_kind
@@ -92,7 +92,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=128000, intermediate=14336, context=8192, eps=1e-5),
         "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),

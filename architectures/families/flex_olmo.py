@@ -3,12 +3,12 @@
 Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 """
 
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, ROUNDED_ROUTER, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import OUTPUT_NORM_LEAVES, ROUTED, mixed_leaves
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=100352, context=4096),
         "attention_bias": ATTENTION_BIAS,

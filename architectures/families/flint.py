@@ -6,7 +6,7 @@ dtype, and so do scores.
 """
 
 from ..base import Leaf, Stacked
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, with_defaults
 from ..lenses import by_step, sliding, turned_in_windows
 from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
@@ -25,7 +25,7 @@ _FIELDS = {
 _SINKS = T + "self_attn.softmax_offset"  # in files
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**_FIELDS, "shared_expert_intermediate_size": Field("shared_size", 1024)},
     head_norms="same",
     fixed={

@@ -7,7 +7,7 @@ approximation, which the first releases meant.
 from typing import Any
 
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import among
 from ..fields import ACTIVATIONS, ATTENTION_BIAS, Field, choice, llama_fields, with_defaults, without
 from ..usual import LEAVES
@@ -61,7 +61,7 @@ BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 _ACTIVATIONS = {**without(ACTIVATIONS, "gelu"), "gelu": "gelu_tanh"}
-_DECODER = Decoder({**FIELDS, "hidden_act": choice("activation", "gelu_pytorch_tanh", _ACTIVATIONS)}, fixed=FIXED)
+_DECODER = DecoderFamily({**FIELDS, "hidden_act": choice("activation", "gelu_pytorch_tanh", _ACTIVATIONS)}, fixed=FIXED)
 
 GEMMA = _DECODER.architecture(
     "gemma",

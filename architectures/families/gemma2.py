@@ -5,13 +5,13 @@ Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has
 """
 
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import AROUND, Field
 from ..lenses import sliding
 from ..usual import SANDWICH_LEAVES
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS, LATER_FIELDS
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**LATER_FIELDS, "attn_logit_softcapping": Field("attention.cap", 50.0, ConfigReader.optional_number)},
     norms=AROUND,
     fixed=FIXED,

@@ -5,7 +5,7 @@ Source: transformers models/gemma3/{configuration,modeling}_gemma3.py. Of a chec
 model is read; what stands beside it is carried along.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import AROUND, with_defaults
 from ..lenses import sliding, turned_by_kind
 from ..rope import RotaryKind
@@ -16,7 +16,7 @@ _FIELDS = with_defaults(LATER_FIELDS, vocab=262208, context=131072, final_logit_
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     _FIELDS,
     norms=AROUND,
     fixed=FIXED,

@@ -27,7 +27,7 @@ from ...components import (
 )
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import VOCAB, Config, Random, Sizes, among, kind_by_layer, sometimes
 from ..fields import AROUND, none_or_more, with_defaults
 from ..lenses import Lens, sliding, turned_by_kind
@@ -107,7 +107,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
     }
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     _FIELDS,
     norms=AROUND,
     fixed={

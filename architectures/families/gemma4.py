@@ -28,7 +28,7 @@ from ...components import (
 )
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import EVEN, VOCAB, WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
 from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, none_or_more, with_defaults
 from ..layout import Layout
@@ -186,7 +186,7 @@ def draw_layers(chosen: Random, sizes: Sizes) -> Config:
 
 
 _WIDTH = ("hidden_size_per_layer_input", 256)
-DECODER = Decoder(
+DECODER = DecoderFamily(
     {**_FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
     norms=AROUND,
     fixed={

@@ -5,7 +5,7 @@ Source: transformers models/glm/{configuration,modeling}_glm.py.
 """
 
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import Field, llama_fields
 from ..layout import Layout
 from ..rope import PART, RotaryKind
@@ -20,7 +20,7 @@ FIELDS = {
 FIXED = {"feed_forward.fused": True}
 ROTARY = RotaryKind(part=PART, whole=0.5, pairs="adjacent")
 
-_DECODER = Decoder(FIELDS, fixed=FIXED, rotary=ROTARY)
+_DECODER = DecoderFamily(FIELDS, fixed=FIXED, rotary=ROTARY)
 
 FUSED = (
     Leaf(

@@ -4,12 +4,12 @@ Source: transformers models/glm4/{configuration,modeling}_glm4.py.
 """
 
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import AROUND
 from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
 from . import glm
 
-_DECODER = Decoder(glm.FIELDS, norms=AROUND, fixed=glm.FIXED, rotary=glm.ROTARY)
+_DECODER = DecoderFamily(glm.FIELDS, norms=AROUND, fixed=glm.FIXED, rotary=glm.ROTARY)
 
 _SANDWICH = {
     T + "input_layernorm": B + "attention_norm",

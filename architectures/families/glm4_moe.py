@@ -6,13 +6,13 @@ are left out there too.
 """
 
 from ..base import BEHIND
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields
 from ..lenses import after
 from ..rope import PART, RotaryKind
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=151552, intermediate=10944, layers=46, heads=96, kv_heads=8, context=131072, eps=1e-5),
         "attention_bias": Field("attention.qkv_bias", False),

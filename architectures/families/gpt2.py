@@ -11,7 +11,7 @@ from typing import Any
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, Sizes, sometimes
 from ..fields import BIASED, Field, flag
 from ..layout import Layout
@@ -60,7 +60,7 @@ FIELDS = {
     "reorder_and_upcast_attn": flag("attention.scores", False, "float32", "input"),
     "tie_word_embeddings": Field("tied", True),
 }
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     FIELDS,
     norm=LayerNorm,
     inner=FeedForward,

@@ -7,7 +7,7 @@ Source: transformers models/gpt_bigcode/{configuration,modeling}_gpt_bigcode.py.
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import among
 from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
@@ -19,7 +19,7 @@ def _kv_heads(config: ConfigReader, name: str, default: bool) -> int | None:
     return 1 if config.boolean(name, default) else None
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **{name: each for name, each in FIELDS.items() if name != "reorder_and_upcast_attn"},
         "activation_function": Field("activation", "gelu_pytorch_tanh"),

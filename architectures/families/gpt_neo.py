@@ -10,7 +10,7 @@ from typing import Any
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import leaves_of
 from ..config import SUMMARIES, ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
 from ..fields import Field
 from ..lenses import Lens
@@ -57,7 +57,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
     return {"attention_types": [[kinds, 1]], **sometimes(chosen, {"window_size": chosen.choice(WINDOWS)})}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 50257),
         "max_position_embeddings": Field("context", 2048),

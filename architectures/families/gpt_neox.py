@@ -6,12 +6,12 @@ Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, by_name, leaves_of, qkv
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import Field
 from ..rope import RotaryKind
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 50432),
         "hidden_size": Field("hidden", 6144),

@@ -11,7 +11,7 @@ from ...components import FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, sometimes
 from ..fields import Field
 from ..lenses import Lens
@@ -34,7 +34,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     return {"intermediate_multiple_size": width // spec.hidden_size}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 32000),
         "hidden_size": Field("hidden", 2560),

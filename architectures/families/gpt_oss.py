@@ -8,7 +8,7 @@ and up in turns. The released files have experts in MXFP4, which `converter.quan
 from typing import Any
 
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..layout import Layout
 from ..lenses import sliding
@@ -27,7 +27,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **{name: field for name, field in _FIELDS.items() if name != "hidden_act"},
         "attention_bias": ATTENTION_BIAS._replace(default=True),

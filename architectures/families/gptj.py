@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import leaves_of
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, Sizes
 from ..fields import PRE, Field
 from ..lenses import Lens
@@ -61,7 +61,7 @@ _FIXED = {
     "head.bias": True,
 }
 KINDS: Kinds = frozenset({LayerNorm, Attention, FeedForward, Rotary})
-DECODER = Decoder(
+DECODER = DecoderFamily(
     _FIELDS, norm=LayerNorm, inner=FeedForward, norms=PRE[:1], fixed=_FIXED, rotary=None, layers=turning("input")
 )
 

@@ -3,11 +3,11 @@
 Source: transformers models/granite/{configuration,modeling}_granite.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, LOGITS_DIVISOR, MLP_BIAS, USUAL, Field
 from ..usual import LEAVES
 
-DECODER = Decoder(
+DECODER = DecoderFamily(
     {
         **USUAL,
         "attention_bias": ATTENTION_BIAS,

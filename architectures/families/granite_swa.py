@@ -5,7 +5,7 @@ Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 """
 
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import with_defaults
 from ..lenses import sliding, turned_by_base
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
@@ -15,7 +15,7 @@ SINKS = {"attention.sinks": True, "attention.sunk": "behind it"}
 SUNK = (Leaf(T + "self_attn.sinks", B + "attention.sinks"),)
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     with_defaults(
         granite.DECODER.fields,
         vocab=100352,

@@ -7,7 +7,7 @@ experts, and one what writes the stream.
 from typing import Any
 
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, LOGITS_DIVISOR, USUAL, Field
 from ..layout import Layout
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
@@ -24,7 +24,7 @@ FIELDS = {
 }
 FIXED: dict[str, Any] = {"head.scaling": "divide", "mixture.chosen_by": "logits", "mixture.rounded": True}
 
-_DECODER = Decoder(FIELDS, fixed=FIXED, mixtures=Mixtures())
+_DECODER = DecoderFamily(FIELDS, fixed=FIXED, mixtures=Mixtures())
 
 _MOE, _EXPERT = T + "block_sparse_moe.", B + "feed_forward.experts.{expert}."
 _INPUT, _OUTPUT, _ROUTER = _MOE + "input_linear.weight", _MOE + "output_linear.weight", _MOE + "router.layer.weight"

@@ -6,13 +6,13 @@ Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_s
 from dataclasses import replace
 
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, none_or_more
 from ..lenses import sliding, turned_by_base
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 from .granitemoe import FIELDS, FIXED, GRANITEMOE, LEAVES, STACKED, shared_mlp
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
     fixed={**FIXED, "attention.sinks": True, "attention.sunk": "behind it"},
     mixtures=Mixtures(shared={"fused": True}),

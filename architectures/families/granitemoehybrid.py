@@ -11,7 +11,7 @@ from ...components import Attention, Mamba2, ModelSpec
 from ...components.mixture import MOST_EXPERTS
 from ..base import by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, Sizes, sometimes, types_with_attention
 from ..fields import Field, none_or_more
 from ..lenses import Lens, one_of, sparse_layers
@@ -71,7 +71,7 @@ def _draw_sparse(chosen: Random, _: Sizes) -> Config:
     return chosen.choice(({}, {"num_local_experts": 0, "num_experts_per_tok": 0}))
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **FIELDS,
         "num_local_experts": Field("mixture.experts", 8, _some),

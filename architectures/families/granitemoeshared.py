@@ -4,12 +4,12 @@ Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoe
 """
 
 from ..base import by_name
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, none_or_more
 from . import granitemoe
 from .granitemoe import FIELDS, FIXED, LEAVES, STACKED, shared_mlp
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
     fixed=FIXED,
     mixtures=Mixtures(shared={"fused": True}),

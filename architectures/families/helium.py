@@ -5,12 +5,12 @@ Source: transformers models/helium/{configuration,modeling}_helium.py.
 
 import math
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import MLP_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(
             vocab=48000,

@@ -4,7 +4,7 @@ Source: transformers models/hunyuan_v1_dense/{configuration,modeling}_hunyuan_v1
 """
 
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, llama_fields
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
@@ -12,7 +12,7 @@ from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 FIELDS = {**llama_fields(vocab=290943, eps=1e-5), "attention_bias": ATTENTION_BIAS}
 ROTARY = RotaryKind(alpha=True)
 FIXED = {"attention.norm_order": "after"}
-_DECODER = Decoder(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)
+_DECODER = DecoderFamily(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)
 
 _HEADS = {
     **{name: ours for name, ours in ATTENTION.items() if not name.endswith("_norm")},

@@ -6,7 +6,7 @@ by layer; here all layers have as many.
 """
 
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import READERS, Field
 from ..usual import PROJECTIONS, B, T, mixed_leaves, shared_expert
 from . import hunyuan_v1_dense as dense
@@ -27,7 +27,7 @@ _MODULES = {
     **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS},
     **shared_expert("shared_mlp"),
 }
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **dense.FIELDS,
         "intermediate_size": Field("intermediate expert_size shared_size", 11008),

@@ -6,7 +6,7 @@ fp32 and rounded once, as every sum of two numbers is.
 """
 
 from ..base import BEHIND, Stacked
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, MLP_BIAS, SIGMOID_ROUTER, Field, llama_fields
 from ..lenses import by_type
 from ..rope import RotaryKind
@@ -20,7 +20,7 @@ _MODULES = {
     },
     **shared_expert("shared_mlp"),
 }
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(
             vocab=120832, intermediate=13312, layers=80, heads=64, kv_heads=8, head_dim=128, context=131072, eps=1e-5

@@ -5,12 +5,12 @@ Source: transformers models/hyperclovax/{configuration,modeling}_hyperclovax.py.
 
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import AROUND, PRE, Field
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import granite
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **granite.DECODER.fields,
         "attention_multiplier": Field("attention.scale", None, ConfigReader.optional_number),

@@ -5,7 +5,7 @@ Source: transformers models/internlm3/configuration_internlm3.py; its model is L
 
 from ...components import Attention, ModelSpec
 from ...errors import CannotExpress
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random
 from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..obstacles import of_kind
@@ -23,7 +23,7 @@ def _written(spec: ModelSpec) -> dict[str, bool]:
     return {}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=128512, intermediate=10240, layers=48, kv_heads=2, head_dim=128, context=32768, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,

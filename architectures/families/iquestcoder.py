@@ -3,12 +3,12 @@
 Source: transformers models/iquestcoder/configuration_iquestcoder.py; the model is its LlamaForCausalLM.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import with_defaults
 from ..usual import LEAVES
 from . import llama
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     with_defaults(
         llama.DECODER.fields,
         vocab=76800,

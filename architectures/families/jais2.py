@@ -4,12 +4,12 @@ Source: transformers models/jais2/{configuration,modeling}_jais2.py.
 """
 
 from ...components import FeedForward, LayerNorm
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import Field, llama_fields
 from ..usual import LEAVES
 
 _FIELDS = llama_fields(vocab=150272, hidden=3328, intermediate=26624, heads=26, activation="relu2", context=8192)
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **{"layer_norm_eps" if name == "rms_norm_eps" else name: field for name, field in _FIELDS.items()},
         "layer_norm_eps": Field("eps", 1e-5),

@@ -11,7 +11,7 @@ from ...components import Mamba, ModelSpec
 from ...components.mixture import MOST_EXPERTS
 from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, Sizes, sometimes
 from ..fields import Field, draw_fields, llama_fields, read_fields, size, write_fields
 from ..lenses import Lens, sparse_layers
@@ -95,7 +95,7 @@ def _draw_sparse(chosen: Random, _: Sizes) -> Config:
     return {"expert_layer_period": 2, "expert_layer_offset": chosen.choice((0, 1)), **chosen.choice(({}, one))}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=65536, intermediate=14336, context=262144),
         "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),

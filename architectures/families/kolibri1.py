@@ -6,12 +6,12 @@ names of the bias and of the norms behind sub-layers.
 """
 
 from ..base import Stacked, leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import AROUND, USUAL, Field, with_defaults
 from ..lenses import sliding, turned_in_windows
 from ..usual import ATTENTION, CORRECTION, EMBEDDING, ENDS, NORMS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(
             {name: each for name, each in USUAL.items() if name != "intermediate_size"},

@@ -10,7 +10,7 @@ from typing import Any
 from ...components import ModelSpec, ShortConvolution
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, Sizes, sometimes, types_with_attention
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
@@ -83,7 +83,7 @@ def _draw(chosen: Random) -> Config:
     return {**_DECODER.draw(chosen, {}), **units, **sometimes(chosen, adjusted)}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**FIELDS, "intermediate_size": Field("intermediate", 12288, _units), "head_dim": USUAL["head_dim"]},
     head_norms="same",
     fixed={"activation": "silu"},

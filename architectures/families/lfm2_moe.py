@@ -10,7 +10,7 @@ from typing import Any
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import USUAL, Field, with_defaults
 from ..lenses import Lens, after, one_of
 from ..usual import EMBEDDING, B, T
@@ -22,7 +22,7 @@ def _convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[Short
     return lfm2.convolutions(config, values, lambda config, layers: one_of(config, layers, None, lfm2.CONV))
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(lfm2.FIELDS, hidden=2048),
         "intermediate_size": Field("intermediate", 7168),

@@ -3,11 +3,11 @@
 Source: transformers models/llama/{configuration,modeling}_llama.py. Checkpoints are pure renames.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, MLP_BIAS, USUAL
 from ..usual import LEAVES
 
-DECODER = Decoder(fields={**USUAL, "attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}, whole_heads=True)
+DECODER = DecoderFamily(fields={**USUAL, "attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}, whole_heads=True)
 
 
 LLAMA = DECODER.architecture(

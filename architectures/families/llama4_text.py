@@ -13,7 +13,7 @@ from typing import Any
 from ...components import Attention, ModelSpec, RMSNorm, Temperature
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, some_of, sometimes
 from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..layout import Layout
@@ -94,7 +94,7 @@ def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
     return {"moe_layers": [layer for layer, sparse in enumerate(sparse_layers(spec)) if sparse]}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(
             vocab=202048, hidden=5120, layers=48, heads=40, kv_heads=8, head_dim=128, context=131072, eps=1e-5

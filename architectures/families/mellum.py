@@ -5,7 +5,7 @@ Source: transformers models/mellum/{configuration,modeling}_mellum.py. Tensors o
 out there too.
 """
 
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, llama_fields
 from ..lenses import by_type, sliding, turned_by_kind
 from ..rope import RotaryKind
@@ -23,7 +23,7 @@ _KINDS = {
     "full_attention": RotaryKind(theta="", usual={"rope_theta": 500_000.0}),
     "sliding_attention": RotaryKind(theta="", scaled=False),
 }
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     _FIELDS,
     head_norms="same",
     fixed=ROUNDED_ROUTER,

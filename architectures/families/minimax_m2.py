@@ -5,14 +5,14 @@ Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. I
 """
 
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, llama_fields
 from ..rope import PART, RotaryKind
 from ..usual import ATTENTION, B, T
 from . import mixtral
 from .mixtral import MOE
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(
             vocab=200064, hidden=3072, intermediate=1536, layers=62, heads=48, kv_heads=8, head_dim=128, context=196608

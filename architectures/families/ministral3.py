@@ -9,7 +9,7 @@ from typing import Any
 
 from ...components import Attention, ModelSpec, Temperature
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random
 from ..fields import with_defaults
 from ..lenses import Lens
@@ -52,7 +52,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str
 _FIELDS = with_defaults(
     mistral.FIELDS, vocab=131072, layers=34, head_dim=128, context=262144, eps=1e-5, sliding_window=None
 )
-_DECODER = Decoder(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_layers))
+_DECODER = DecoderFamily(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_layers))
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

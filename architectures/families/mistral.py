@@ -4,12 +4,12 @@ Source: transformers models/mistral/{configuration,modeling}_mistral.py. An abse
 null means none.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import WINDOW, llama_fields
 from ..usual import LEAVES
 
 FIELDS = {**llama_fields(intermediate=14336, kv_heads=8, context=131072), "sliding_window": WINDOW}
-_DECODER = Decoder(FIELDS)
+_DECODER = DecoderFamily(FIELDS)
 
 _MISTRAL = _DECODER.architecture(
     "mistral",

@@ -6,12 +6,12 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 """
 
 from ..base import Leaf, Stacked
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import WINDOW, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(intermediate=14336, kv_heads=8, context=131072, eps=1e-5),
         "sliding_window": WINDOW._replace(default=None),

@@ -13,7 +13,7 @@ from msgspec import structs
 from ...components import HeadTransform, LayerNorm, ModelSpec
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Sizes, kind_by_layer, sometimes
 from ..lenses import Lens, turned_by_kind, write_windows
 from ..obstacles import of_kind
@@ -50,7 +50,7 @@ def _draw_windows(chosen: Random, sizes: Sizes) -> Config:
     return sometimes(chosen, fields)
 
 
-class _Decoder(Decoder):
+class _Decoder(DecoderFamily):
     """A decoder whose first attention has no norm before it, and whose head has a transform."""
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:

@@ -9,7 +9,7 @@ from typing import Any
 from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import among
 from ..fields import Field
 from ..layout import Layout
@@ -34,7 +34,7 @@ def _positive(config: ConfigReader, name: str, default: None) -> float | None:
     return config.optional_number(name, default) if config.raw(name) else None
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "d_model": Field("hidden", 2048),
         "n_heads": Field("heads", 16),

@@ -7,12 +7,12 @@ Source: transformers models/nanochat/{configuration,modeling}_nanochat.py.
 from ...components import FeedForward
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=50304, hidden=768, intermediate=8192, layers=12, heads=6, activation="relu2"),
         "final_logit_softcapping": Field("head.cap", 15.0, ConfigReader.optional_number),

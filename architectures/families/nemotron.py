@@ -5,13 +5,13 @@ Source: transformers models/nemotron/{configuration,modeling}_nemotron.py.
 """
 
 from ...components import FeedForward, LayerNorm
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, MLP_BIAS, Field, llama_fields
 from ..rope import PART, RotaryKind
 from ..usual import LEAVES
 
 _FIELDS = llama_fields(vocab=256000, hidden=6144, intermediate=24576, heads=48, activation="relu2", context=4096)
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},
         "norm_eps": Field("eps", 1e-5),

@@ -5,14 +5,14 @@ Source: transformers models/olmo/{configuration,modeling}_olmo.py.
 
 from ...components import LayerNorm
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..rope import RotaryKind
 from ..usual import LEAVES
 
 FIELDS = {**llama_fields(vocab=50304), "attention_bias": ATTENTION_BIAS}
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
         "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),

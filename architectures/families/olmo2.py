@@ -4,7 +4,7 @@ over all key heads.
 Source: transformers models/olmo2/{configuration,modeling}_olmo2.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, OUTPUT_NORMS, llama_fields
 from ..rope import RotaryKind
 from ..usual import OUTPUT_NORM_LEAVES
@@ -12,7 +12,9 @@ from ..usual import OUTPUT_NORM_LEAVES
 FIELDS = {**llama_fields(vocab=50304, eps=1e-5), "attention_bias": ATTENTION_BIAS}
 FIXED = {"norm.cast": "after_weight"}
 
-_DECODER = Decoder(FIELDS, norms=OUTPUT_NORMS, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result"))
+_DECODER = DecoderFamily(
+    FIELDS, norms=OUTPUT_NORMS, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result")
+)
 
 _OLMO2 = _DECODER.architecture(
     "olmo2",

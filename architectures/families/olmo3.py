@@ -3,7 +3,7 @@
 Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import OUTPUT_NORMS
 from ..lenses import sliding, turned_by_kind
 from ..rope import RotaryKind
@@ -14,7 +14,7 @@ _KINDS = {
     "full_attention": RotaryKind(5e5, rounding="result"),
     "sliding_attention": RotaryKind(5e5, theta="", scaled=False, rounding="result"),
 }
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     olmo2.FIELDS,
     norms=OUTPUT_NORMS,
     head_norms="whole",

@@ -6,11 +6,11 @@ norms, which are as wide as the hidden size says: it has no heads of another wid
 """
 
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, llama_fields
 from ..usual import ROUTED, mixed_leaves
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=50304, hidden=2048, intermediate=2048, layers=16, heads=16, context=4096, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from ...components import Activation, FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import GPT2_ALIASES, OF_GPT2
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, SUM_NORMS, Field, choice
 from .gpt2 import ATTENTION, FEED_FORWARD
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 40478),
         "n_positions": Field("context", 512),

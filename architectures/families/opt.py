@@ -10,7 +10,7 @@ from typing import Any
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import among
 from ..fields import PRE, SUM_NORMS, Field
 from ..lenses import is_pre_norm
@@ -21,7 +21,7 @@ def _width(values: Mapping[str, Any]) -> int | None:
     return None if values["own.width"] == values["hidden"] else values["own.width"]
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 50272),
         "hidden_size": Field("hidden", 768),

@@ -6,12 +6,12 @@ Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, Field
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, GROUPED_BIAS, GROUPED_WEIGHT, NORMS, B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 262144),
         "hidden_size": Field("hidden", 4096),

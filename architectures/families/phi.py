@@ -6,12 +6,12 @@ Source: transformers models/phi/{configuration,modeling}_phi.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, PRE, Field
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 51200),
         "hidden_size": Field("hidden", 2048),

@@ -7,7 +7,7 @@ Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files c
 from ...components import Attention, GatedFeedForward, LongRopeScaling, RMSNorm, Rotary
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random
 from ..fields import Field, llama_fields
 from ..layout import Layout
@@ -18,7 +18,7 @@ _QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads"
 _GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=32064, hidden=3072, intermediate=8192, context=4096, eps=1e-5),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),

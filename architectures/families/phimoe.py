@@ -14,7 +14,7 @@ import msgspec
 from ...components import Attention, LayerNorm, LongRopeScaling, ModelSpec, Rotary
 from ..base import Leaf, Stacked, by_name
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, sometimes
 from ..fields import ATTENTION_BIAS, Field, llama_fields, without
 from ..lenses import Lens
@@ -53,7 +53,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     return [{"position": rotary}] * count
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=32064, intermediate=6400, kv_heads=8, context=131072, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,

@@ -3,7 +3,7 @@
 Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import llama_fields
 from ..lenses import windows_above
 from ..usual import LEAVES
@@ -12,7 +12,7 @@ FIELDS = llama_fields(vocab=151936, intermediate=22016, kv_heads=32, context=327
 
 
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
-_DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above())
+_DECODER = DecoderFamily(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above())
 
 # Qwen2VLTextConfig, and Qwen2_5_VLTextConfig alike
 _VISION = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, Sizes
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
 from ..lenses import Lens, by_step, draw_windows, write_windows_above
@@ -47,7 +47,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
     return chosen.choice(({}, {"use_sliding_window": True, **draw_windows(chosen, sizes), **below}))
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(FIELDS, kv_heads=16),
         "qkv_bias": Field("attention.qkv_bias", True),

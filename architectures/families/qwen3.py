@@ -3,13 +3,13 @@
 Source: transformers models/qwen3/{configuration,modeling}_qwen3.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, with_defaults
 from ..lenses import windows_above
 from ..usual import LEAVES
 from .qwen2 import FIELDS
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**with_defaults(FIELDS, head_dim=128), "attention_bias": ATTENTION_BIAS}, head_norms="same", layers=windows_above()
 )
 

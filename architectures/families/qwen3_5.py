@@ -10,7 +10,7 @@ from typing import Any
 
 from ...components import GatedDeltaNet
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import llama_fields
 from ..recurrences import DELTA, DELTA_REST, GATED, GATED_BIAS, PARTLY, QUERIES_AND_GATE, SPLIT_PROJECTIONS, delta_nets
 from ..usual import EMBEDDING, ROTARY_BUFFERS
@@ -19,7 +19,7 @@ FIELDS = {
     **llama_fields(vocab=248320, intermediate=12288, heads=16, kv_heads=4, head_dim=256, context=32768),
     "attention_bias": GATED_BIAS,
 }
-_DECODER = Decoder(FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=delta_nets("by part"))
+_DECODER = DecoderFamily(FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=delta_nets("by part"))
 
 COMPOSITE: dict[str, Any] = {
     "part": "text_config",

@@ -5,7 +5,7 @@ Source: transformers models/qwen3_5_moe/{configuration,modeling}_qwen3_5_moe.py.
 
 from ...components import GatedDeltaNet
 from ..base import leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
 from ..recurrences import (
     DELTA,
@@ -23,7 +23,7 @@ from .qwen3_5 import COMPOSITE, UNREAD
 
 _FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "intermediate_size"}
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(_FIELDS, hidden=2048, layers=40, kv_heads=2),
         "moe_intermediate_size": Field("expert_size", 512),

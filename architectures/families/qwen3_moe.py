@@ -3,13 +3,13 @@
 Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 """
 
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, WINDOW, Field, with_defaults
 from ..lenses import by_step
 from ..usual import ROUTED, mixed_leaves
 from . import qwen2
 
-DECODER = Decoder(
+DECODER = DecoderFamily(
     {
         **with_defaults(qwen2.FIELDS, hidden=2048, intermediate=6144, layers=24, kv_heads=4),
         "attention_bias": ATTENTION_BIAS,

@@ -7,7 +7,7 @@ are carried along.
 
 from ...components import GatedDeltaNet
 from ..base import leaves_of
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
 from ..lenses import by_step
 from ..recurrences import (
@@ -27,7 +27,7 @@ from . import qwen2
 LINEAR = "linear_attention"
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=48, heads=16, kv_heads=2, head_dim=256),
         "attention_bias": GATED_BIAS,

@@ -13,7 +13,7 @@ from ...components import RGLRU, Attention, ModelSpec
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import ODD, WINDOWS, Config, Random, Sizes, among, kind_by_layer
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
@@ -97,7 +97,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
     }
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **with_defaults(
             {name: each for name, each in USUAL.items() if name not in ("hidden_act", "max_position_embeddings")},

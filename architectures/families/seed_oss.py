@@ -3,11 +3,11 @@
 Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 """
 
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import MLP_BIAS, Field, llama_fields
 from ..usual import LEAVES
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=155136, intermediate=27648, layers=64, heads=80, kv_heads=8, head_dim=128, context=524288),
         "attention_bias": Field("attention.qkv_bias", True),

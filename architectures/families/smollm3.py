@@ -8,7 +8,7 @@ from typing import Any
 
 from ...components import Attention, ModelSpec
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import Config, Random, Sizes, kind_by_layer, sometimes
 from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from ..lenses import Lens, draw_windows
@@ -55,7 +55,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
     return {**turned, **chosen.choice(({}, {"use_sliding_window": True, **draw_windows(chosen, sizes)}))}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **llama_fields(vocab=128256, hidden=2048, layers=36, heads=16, kv_heads=4, context=32768, tied=True),
         "attention_bias": ATTENTION_BIAS,

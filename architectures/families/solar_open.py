@@ -3,14 +3,14 @@
 Source: transformers models/solar_open/{configuration,modeling}_solar_open.py.
 """
 
-from ..decoder import Decoder, Mixtures
+from ..decoder import DecoderFamily, Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields
 from ..rope import RotaryKind
 from .glm4_moe import LEAVES
 
 _FIELDS = llama_fields(vocab=196608, layers=48, heads=64, kv_heads=8, head_dim=128, context=131072, eps=1e-5)
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         **{name: field for name, field in _FIELDS.items() if name != "intermediate_size"},
         "attention_bias": Field("attention.qkv_bias", False),

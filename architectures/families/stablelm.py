@@ -7,12 +7,12 @@ its own, each a tensor.
 
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import PRE, Field
 from ..rope import PART, RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 50304),
         "hidden_size": Field("hidden", 2560),

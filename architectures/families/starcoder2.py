@@ -6,11 +6,11 @@ Source: transformers models/starcoder2/{configuration,modeling}_starcoder2.py.
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import Field
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 49152),
         "hidden_size": Field("hidden", 3072),

@@ -11,7 +11,7 @@ from ...components import Block, Buckets, FeedForward, GatedFeedForward, ModelSp
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import among
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
 from ..fields import ACTIVATIONS, Field, name_of
@@ -49,9 +49,9 @@ def _named(activation: Any, gated: bool) -> str:
     return f"gated-{name}" if gated else name
 
 
-def _stack(gated: bool, both: bool) -> Decoder:
+def _stack(gated: bool, both: bool) -> DecoderFamily:
     """One of the two stacks."""
-    return Decoder(
+    return DecoderFamily(
         {
             "vocab_size": Field("vocab", 32128),
             "d_model": Field("hidden", 512),

@@ -5,13 +5,13 @@ Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
 
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import PRE, Field
 from ..lenses import sliding
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, B, T
 from .gemma import FIXED, GEMMA_IDS, LATER_FIELDS
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**LATER_FIELDS, "attn_logit_softcapping": Field("attention.cap", 50.0, ConfigReader.optional_number)},
     norms=PRE,
     fixed=FIXED,

@@ -7,11 +7,11 @@ they meet keys.
 
 from ...components import FeedForward, LayerNorm, SinusoidalPositions
 from ..base import leaves_of
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..fields import BIASED, Field, is_scaled, root_of
 from ..usual import fairseq
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 256008),
         "max_position_embeddings": Field("context", 2048),

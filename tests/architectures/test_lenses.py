@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.config import ConfigReader
-from gptkit.architectures.decoder import Decoder
+from gptkit.architectures.decoder import DecoderFamily
 from gptkit.architectures.fields import choice, flag
 from gptkit.architectures.lenses import Lens
 from gptkit.errors import CannotExpress
@@ -36,7 +36,7 @@ def test_windows_come_back(kinds: list[str], width: int) -> None:
 def lenses(family: str) -> list[Lens]:
     """Return the lenses of a family."""
     decoder = getattr(ARCHITECTURES[family].read, "__self__", None)
-    if type(decoder) is not Decoder:
+    if type(decoder) is not DecoderFamily:
         return []
     sparse = None if decoder.mixtures is None else decoder.mixtures.sparse
     return [lens for lens in (decoder.layers, decoder.recurrent, sparse) if lens is not None]

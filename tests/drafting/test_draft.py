@@ -160,7 +160,7 @@ def test_a_hostile_name_is_data(sign: str, tmp_path: Path) -> None:
     (docstring, registered) = [each for each in tree.body if isinstance(each, ast.Expr)]
     assert isinstance(docstring.value, ast.Constant) and ast.unparse(registered) == "register(FAMILY)"
     called = {ast.unparse(each.func) for each in ast.walk(tree) if isinstance(each, ast.Call)}
-    assert called <= {"Field", "Decoder", "Leaf", "leaves_of", "DECODER.architecture", "register", "RotaryKind"}
+    assert called <= {"Field", "DecoderFamily", "Leaf", "leaves_of", "DECODER.architecture", "register", "RotaryKind"}
     assert not mark.exists()
 
 
