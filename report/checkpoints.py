@@ -1,4 +1,4 @@
-"""What the commands say of checkpoints: opened, drawn at random, converted, counted; 80 columns are enough for all."""
+"""Reports on checkpoints that are opened, initialised, counted or converted. They fit 80 columns."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from ..converter.outline import Outline
     from ..converter.transfer import Transferred
 
-_SHOWN = 5  # tensors named, of however many
+_SHOWN = 5  # the most tensors that are named
 _Facts = Sequence[tuple[str, str]]
 
 
-def _facts_report(title: str, before: _Facts, spec: ModelSpec, behind: _Facts, notes: Iterable[str]) -> RenderableType:
-    """What is known of a model, a row a fact: its tree in words, without what it has not, between others; and notes."""
-    words = [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
-    table = plain_table(("", False), ("", False), rows=[*before, *words, *behind])
+def _facts_report(title: str, before: _Facts, spec: ModelSpec, after: _Facts, notes: Iterable[str]) -> RenderableType:
+    """Return a table of facts, with the tree in words after the facts `before`, and notes."""
+    aspects = [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
+    table = plain_table(("", False), ("", False), rows=[*before, *aspects, *after])
     return Group(Text(title, style="bold"), table, *(Text(f"note: {note}") for note in notes))
 
 
 def load_summary(checkpoint: Checkpoint) -> RenderableType:
-    """Family, components, dtypes, files, and anything unexpected."""
+    """Return the family, components, dtypes, files and notes of a checkpoint."""
     spec, files, history = checkpoint.spec, checkpoint.files, checkpoint.origin.history
     stored = sorted({checkpoint.stored_of(leaf)[0] for leaf in checkpoint.leaves})
     where = f"{counted(len(files), 'file')}, {rounded_bytes(sum(path.stat().st_size for path in files))}"
@@ -45,12 +45,12 @@ def load_summary(checkpoint: Checkpoint) -> RenderableType:
         ("parameters", f"{count(spec).total:,}"),
         ("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}"),
     ]
-    steps = [("history", ", ".join(f"{key} {value}" for key, value in each.items())) for each in history]
+    steps = [("history", ", ".join(f"{key} {value}" for key, value in entry.items())) for entry in history]
     return _facts_report(str(checkpoint.reference), facts, spec, steps, checkpoint.notes)
 
 
 def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `load_summary` says, for programs."""
+    """Return the content of `load_summary` as plain JSON values."""
     return {
         "schema_version": 1,
         "model": checkpoint.reference,
@@ -69,43 +69,41 @@ def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A tree with random weights, which `load --random` tells of.
-
-    initialisation: in words. finite: whether a forward pass gave logits that are numbers, None where there was none.
-    out, nbytes: the folder that they were written to, and how large its weights are. notes: for a person.
-    """
+    """A model with random weights, the result of `load --random`."""
 
     reference: str
     tree: Outline
     dtype: str
     seed: int
-    initialisation: str
-    finite: bool | None
-    out: str | None = None
-    nbytes: int = 0
+    initialisation: str  # in words
+    finite: bool | None  # whether a forward pass gave finite logits; None without a forward pass
+    out: str | None = None  # the folder to which the weights were written
+    nbytes: int = 0  # the size of the written weights
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
         spec, nbytes = self.tree.spec, None if self.out is None else self.nbytes
         more = {"out": self.out, "bytes": nbytes, "components": describe(spec), "notes": list(self.notes)}
-        told = {"schema_version": 1, "model": self.reference, "family": self.tree.origin.family}
-        told |= {"parameters": count(spec).total, "dtype": self.dtype, "initialisation": self.initialisation}
-        return {**told, "seed": self.seed, "finite_logits": self.finite, **more}
+        data = {"schema_version": 1, "model": self.reference, "family": self.tree.origin.family}
+        data |= {"parameters": count(spec).total, "dtype": self.dtype, "initialisation": self.initialisation}
+        return {**data, "seed": self.seed, "finite_logits": self.finite, **more}
 
     def summary(self) -> RenderableType:
+        """Return the report for the terminal."""
         spec = self.tree.spec
         logits = {True: "logits are finite", False: "logits are NaN or infinite", None: "none"}[self.finite]
         facts = [
             ("family", self.tree.origin.family or "none"),
             ("parameters", f"{count(spec).total:,} as {self.dtype}"),
         ]
-        drawn = [("weights", self.initialisation), ("seed", str(self.seed)), ("forward pass", logits)]
-        drawn += [("written", f"{rounded_bytes(self.nbytes)} of weights")] if self.out is not None else []
-        return _facts_report(f"{self.reference}, random weights", facts, spec, drawn, self.notes)
+        after = [("weights", self.initialisation), ("seed", str(self.seed)), ("forward pass", logits)]
+        after += [("written", f"{rounded_bytes(self.nbytes)} of weights")] if self.out is not None else []
+        return _facts_report(f"{self.reference}, random weights", facts, spec, after, self.notes)
 
 
 def source_lines(counts: Sequence[ModelCount]) -> list[str]:
-    """Where counted models came from, what their files hold, and what else there is to know."""
+    """Return the commits, the stored dtypes and the notes of counted models."""
     lines = []
     for model in counts:
         name = f"{model.name}: " if len(counts) > 1 else ""
@@ -122,7 +120,7 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
 
 
 def conversion_lines(conversion: Conversion) -> list[str]:
-    """What was written, or would be."""
+    """Return what a conversion wrote or would write."""
     source, plan, transferred = conversion.source, conversion.plan, conversion.transferred
     wrote, family = "wrote" if conversion.published else "would write", source.origin.family or "a model"
     size = f"{plan.tensors} tensors in {counted(len(plan.shards), 'file')}, {rounded_bytes(plan.nbytes)}"
@@ -132,10 +130,10 @@ def conversion_lines(conversion: Conversion) -> list[str]:
     if transferred is None:
         sizes = [(shard.name, shard.size, f", {len(shard.outputs)} tensors") for shard in plan.shards]
         sizes += [(name, len(text), "") for name, text in plan.texts.items()]
-        sizes += [(each.name, each.path.stat().st_size, "") for each in plan.companions]
+        sizes += [(file.name, file.path.stat().st_size, "") for file in plan.companions]
         lines += [f"  {name}  {rounded_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
-        alone = [shard.name for shard in plan.shards] == [conversion.target.name]
-        lines.append(f"  disk: {rounded_bytes(plan.nbytes)}{'' if alone else ', and a manifest'}")
+        one_file = [shard.name for shard in plan.shards] == [conversion.target.name]
+        lines.append(f"  disk: {rounded_bytes(plan.nbytes)}{'' if one_file else ', and a manifest'}")
         memory, largest = rounded_bytes(conversion.memory), rounded_bytes(plan.largest)
         lines.append(f"  memory: {memory} of tensors; the largest has {largest}")
     else:
@@ -147,8 +145,8 @@ def conversion_lines(conversion: Conversion) -> list[str]:
 
 
 def _transfer_lines(done: Transferred) -> list[str]:
-    """What a person should know of how the tensors went over: what this run's quantising and rounding cost."""
-    from ..converter.dtypes import Quantisation, Rounding  # here, because it imports numpy
+    """Return the loss of quantising and rounding, and which values are not finite."""
+    from ..converter.dtypes import Quantisation, Rounding  # imports numpy
 
     lines = []
     if done.quantised:

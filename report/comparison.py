@@ -1,4 +1,4 @@
-"""What `compare` prints, in the terminal, as Markdown, as CSV and as a page: a star marks rows that differ, or bold."""
+"""The report of `compare`, for the terminal, as Markdown, as CSV and as a page. It marks rows that differ."""
 
 import csv
 import io
@@ -18,17 +18,17 @@ from .quantities import abbreviated, counted, decimal, decimal_bytes
 from .sheets import Terminal, drawing, plain_table
 
 _MARK = "*"
-_GAP = 2  # blank characters between two columns
-_MOST_LINES = 4  # a cell that would need more lines than this makes the table a list
-MOST_DRAWN = 12  # models whose layers a page draws
+_GAP = 2  # blanks between two columns
+_MOST_LINES = 4  # if a cell needs more lines, the table becomes a list
+MOST_DRAWN = 12  # the most models whose layers a page draws
 
 
 @dataclass(frozen=True)
 class _ComparedLine:
-    """A row as it is shown: its label, a cell a model, whether it is one that differs, and whether it is a cost."""
+    """A row of the table."""
 
     label: str
-    cells: tuple[str, ...]
+    cells: tuple[str, ...]  # one for each model
     differs: bool
     cost: bool = False
 
@@ -38,7 +38,7 @@ def _lines(comparison: Comparison, rows: Sequence[AspectRow]) -> list[_ComparedL
 
 
 def _cost_lines(comparison: Comparison) -> list[_ComparedLine]:
-    """The costs, as they are written: parameters to the last one, the rest in four digits."""
+    """Return the costs: parameters in full, everything else in four digits."""
     lines = []
     for name, figures in comparison.costs().items():
         words = (
@@ -64,7 +64,7 @@ def _conditions(comparison: Comparison) -> str:
 def comparison_table(
     terminal: Terminal, comparison: Comparison, rows: Sequence[AspectRow] | None = None
 ) -> RenderResult:
-    """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
+    """Yield a table with a column for each model if they fit, or else a list of aspects."""
     rows = comparison.shown() if rows is None else rows
     names, shown = [model.name for model in comparison.models], _lines(comparison, rows)
     table = _side_by_side(terminal, names, shown)
@@ -74,13 +74,13 @@ def comparison_table(
     if len(names) > 1:
         differ = any(row.differs for row in rows)
         marks = f"{_MARK} marks what differs." if differ else "The models are alike in these rows."
-        left = len(comparison.rows) - len(rows)
-        yield terminal.note(f"{marks} --all adds {counted(left, 'row')} in which they are alike." if left else marks)
+        alike = len(comparison.rows) - len(rows)
+        yield terminal.note(f"{marks} --all adds {counted(alike, 'row')} in which they are alike." if alike else marks)
     yield from map(terminal.note, comparison.told)
 
 
 def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> Grid | None:
-    """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
+    """Return a table with a column for each model, or None if a word would be broken or a cell be too high."""
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
     first = max(len(line.label) for line in shown) + len(_MARK) + 1
     widths = shared_out(terminal.width - first - _GAP * len(names), [[*column] for column in columns])
@@ -101,7 +101,7 @@ def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_Com
 
 
 def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> RenderResult:
-    """An aspect, and below it each value with the models that have it."""
+    """Yield the aspects, each followed by its values and the models that have them."""
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:
             yield ""
@@ -117,27 +117,27 @@ def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequen
         table.add_column(width=2)
         table.add_column(width=min(max(map(len, by_value)), room), overflow="fold")
         table.add_column(overflow="fold")
-        for value, who in by_value.items():
-            table.add_row("", terminal.text(value), terminal.text(", ".join(who)))
+        for value, having in by_value.items():
+            table.add_row("", terminal.text(value), terminal.text(", ".join(having)))
         yield table
 
 
 def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
-    """The widths of columns, with as many cells on one line as can be; None where words break or cells get too tall."""
+    """Return the widths of columns so that most cells have one line, or None if words break or cells get too high."""
     widths = [_longest_word(column) for column in columns]
-    left = room - sum(widths)
-    if left < 0:
+    free = room - sum(widths)
+    if free < 0:
         return None
-    while left > 0:  # to whichever cell lacks least to stand on one line
-        lacking = [
-            min((len(cell) - width for cell in column if len(cell) > width), default=left + 1)
+    while free > 0:  # to the cell that needs the least more to stand on one line
+        missing = [
+            min((len(cell) - width for cell in column if len(cell) > width), default=free + 1)
             for column, width in zip(columns, widths, strict=True)
         ]
-        least = min(lacking)
-        if least > left:
+        least = min(missing)
+        if least > free:
             break
-        widths[lacking.index(least)] += least
-        left -= least
+        widths[missing.index(least)] += least
+        free -= least
     tall = any(
         len(cell) > _MOST_LINES * width for column, width in zip(columns, widths, strict=True) for cell in column
     )
@@ -149,7 +149,7 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def comparison_markdown(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
-    """The table in Markdown; the labels of rows that differ are bold."""
+    """Return the table in Markdown, with bold labels of rows that differ."""
     names = [model.name for model in comparison.models]
     written = [["", *map(_cell, names)], ["---"] * (len(names) + 1)]
     for line in _lines(comparison, rows):
@@ -160,31 +160,31 @@ def comparison_markdown(comparison: Comparison, rows: Sequence[AspectRow]) -> st
 
 
 def _cell(words: str) -> str:
-    """Text that stays in its cell: a name out of a file is somebody else's."""
+    """Escape text for a cell. A name from a file can contain anything."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in words)
     return "".join(f"\\{letter}" if letter in "\\|*_`<>[]" else letter for letter in plain)
 
 
 def comparison_csv(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
-    """The table as CSV: aspects in words, costs as integers, with a column that says whether a row differs."""
+    """Return the table as CSV: aspects in words, costs as integers, and a column that says whether a row differs."""
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
     writer.writerow(["aspect", "differs", *(model.name for model in comparison.models)])
     for row in rows:
         writer.writerow([row.name, "yes" if row.differs else "no", *row.words])
     for name, figures in comparison.costs().items():
-        exact = name  # with its unit and conditions, where they are not in the figures
+        label = name  # with the unit and the conditions, which the figures do not contain
         if name == "weights" or name.startswith("KV"):
-            exact = f"{name.replace(',', '')}, bytes in {comparison.dtype if name == 'weights' else comparison.cached}"
+            label = f"{name.replace(',', '')}, bytes in {comparison.dtype if name == 'weights' else comparison.cached}"
         elif name.startswith("FLOPs"):
-            exact = f"{name}, {comparison.context} in sight"
+            label = f"{name}, {comparison.context} in sight"
         differs = "yes" if len(set(figures)) > 1 else "no"
-        writer.writerow([exact, differs, *("" if each is None else each for each in figures)])
+        writer.writerow([label, differs, *("" if figure is None else figure for figure in figures)])
     return written.getvalue()
 
 
 def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
-    """The table of aspects, the costs as bars, the cache by context, and the layers of each model."""
+    """Return the HTML page: the aspects, the costs as bars, the cache by context, and diagrams of the layers."""
     models = comparison.models
     totals = [model.costs.parameters for model in models]
     size = (
@@ -196,7 +196,6 @@ def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
     notes = comparison.told
     if len(models) > MOST_DRAWN:
         notes = (*notes, f"Layers are drawn of the first {MOST_DRAWN} models; gptkit show draws any.")
-    # Rows that differ are lit.
     names = [model.name for model in models]
     lit = frozenset(index for index, row in enumerate(rows) if row.differs)
     words, figures = (("component", False), *((name, False) for name in names)), [(name, True) for name in names]
@@ -205,10 +204,11 @@ def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
     cells = tuple((line.label, *line.cells) for line in _cost_lines(comparison))
     costs = Table("Costs of each model", (("cost", False), *figures), cells)
     charts = parameter_bars([(model.name, count(model.spec).by_component) for model in models])
-    # Where a table of positions is shorter than the context, there are no FLOPs.
+    # A model whose table of positions is shorter than the context has no FLOPs.
     able = [(model.name, model.costs.flops) for model in models if model.sees]
     title = f"FLOPs of a token that sees {comparison.context:,}, by component"
     charts += [bars(able, title=title, what="FLOPs")] if able else []
+    cache = cache_chart([(model.name, model.spec) for model in models], comparison.cached)
     layers = [figure for model in models[:MOST_DRAWN] for figure in layer_diagrams(model.spec, model.name)]
     return Page(
         title=many if len(models) > MOST_NAMES else ", ".join(names),
@@ -216,7 +216,7 @@ def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
         sections=(
             Section("Components", (aspects,)),
             Section("Costs", (Lines((_conditions(comparison),)), costs, *charts)),
-            Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in models], comparison.cached),)),
+            Section("Key-value cache", (cache,)),
             Section("Layers", tuple(layers), beside=True),
             *noted(notes),
         ),

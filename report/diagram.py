@@ -1,4 +1,4 @@
-"""The block diagram of an architecture, drawn from its tree: a figure with a box a node, and a line an edge."""
+"""The block diagram of an architecture as a figure: a box for each node of the graph, and a line for each edge."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +11,26 @@ from .placement import SHAPED, Area, Box, Metrics, Size, Wire, boxed, experts_wo
 from .quantities import dimensions
 from .structure import SYMBOLS, Kind, Node, Structure, layers_label, output_shape, structure
 
-_FONT, _LINE, _PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
-_SUM = 18  # the width of a sum's circle
-_HEADS = 15  # the height of the heads' picture in the scores' box
+_FONT, _LINE, _PAD = 11, 14, 5  # pixels: font size, line height, and the space between words and border
+_SUM = 18  # the width of the circle of a sum
+_HEADS = 15  # the height of the picture of the heads in the box of the scores
 PHONE = 343  # the width of a page's text on a screen of 375 pixels
 ROOMS = (30, 24, 20, 18, *range(16, 8, -1))
-"""Letters that a line of words may have; the first with which the diagram fits a phone is taken."""
-_TRUNK_ROOM = 40  # the same of boxes on the stream, which have all of the width
-_HEADS_MOST = 130  # how wide that picture makes the box at most
-_HEADS_ROOM = 3  # the least width of a head in that picture; what has more heads than fit shows some of its groups
-_GROUPED_ROOM = 2  # the same where several share a key head
-_STEP = 14  # pixels between the points that can be pointed at
-EDGE = 6  # blank around the picture
+"""Widths of a line of words in letters. The first one with which the diagram fits a phone is used."""
+_TRUNK_ROOM = 40  # the width of a line on the stream, where boxes can be as wide as the diagram
+_HEADS_MOST = 130  # the most width that the picture of the heads adds to its box
+_HEADS_ROOM = 3  # the least width of a head in that picture; if not all heads fit, it shows some groups
+_GROUPED_ROOM = 2  # the least width of a head if several share a key head
+_STEP = 14  # pixels between the points with a hint
+EDGE = 6  # the margin of the picture
 _LEAST = 300  # the least width of a picture
 
 
 def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
-    """The path from tokens to logits through a layer, or IndexError. model: its name, where several are drawn."""
+    """Draw the path from tokens to logits through a layer. `model` is a name for the title.
+
+    Raise IndexError if there is no such layer.
+    """
     graph = structure(spec)
     kind = graph.kind_of(layer)
     nodes, label = graph.path(kind), layers_label(graph, kind)
@@ -39,7 +42,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
     shapes = [{**_rounded(block, 8, {"width": 0}, "var(--raised)"), "layer": "below"}]
     shapes += [{**_rounded(frame, 6, dotted, "var(--rounding)"), "layer": "below"} for frame in placed.frames]
     shapes += [shape for wire in placed.wires for shape in _line(wire)]
-    shapes.sort(key=lambda shape: "layer" not in shape)  # the heads of lines behind them
+    shapes.sort(key=lambda shape: "layer" not in shape)  # the heads of lines come after the lines
     shapes += [shape for box in placed.boxes for shape in (*_border(box), *_heads(box))]
     notes = [note for box in placed.boxes for note in _words(box)]
     notes.append(_note(width - _PAD, top + _LINE // 2 + 3, label, True, "right"))
@@ -55,7 +58,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
 
 
 def _summary(graph: Structure, kind: Kind) -> str:
-    """What a diagram shows, in a sentence or two."""
+    """Return a description of the diagram in two sentences."""
     words = describe(graph.spec, (kind.block,))
     parts = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
     parts += [f"{aspect} {words[aspect]}" for aspect in ("q/k norm", "window") if words[aspect] != "none"]
@@ -64,13 +67,13 @@ def _summary(graph: Structure, kind: Kind) -> str:
 
 
 def _node_table(nodes: Sequence[Node], label: str) -> Table:
-    """The nodes of a path in the order of computation, for those who cannot see it drawn."""
+    """Return the nodes of a path in the order of computation, as a table."""
     rows = []
     for node in nodes:
         what = ", ".join(filter(None, [node.title if node.op != "linear" else "", node.detail]))
         parameters = f"{node.parameters:,}" if node.weights else "tied" if node.tied else "–"
         rows.append((node.id, what, ", ".join(node.inputs) or "–", output_shape(node), parameters, node.formula))
-    columns = [("node", False), ("what it is", False), ("of", False), ("gives", False)]
+    columns = [("node", False), ("what it is", False), ("inputs", False), ("output", False)]
     columns += [("parameters", True), ("formula", False)]
     return Table(f"The block diagram as a table, {label}", tuple(columns), tuple(rows), folded=True)
 
@@ -99,19 +102,19 @@ def _measure(node: Node, lanes: int, room: int) -> Size:
 
 
 def title_lines(node: Node, lines: Sequence[str]) -> int:
-    """How many of a box's lines are its title, which may be folded."""
+    """Return the number of lines of a box's title, which may be folded."""
     whole = node.title.replace(" ", "")
     return next(n for n in range(1, len(lines) + 1) if "".join(lines[:n]).replace(" ", "") == whole)
 
 
 def text_width(text: str, bold: bool = False) -> int:
-    """Pixels that a line takes at most, in the usual sans-serif fonts (those of DejaVu Sans, the widest)."""
+    """Return the width of a line in pixels in DejaVu Sans, the widest of the usual sans-serif fonts."""
     em = sum(0.32 if c in " ,.;:|'ilj()" else 0.9 if c in "mwMW×→≤" else 0.62 for c in text)
     return round(_FONT * em * (1.1 if bold else 1.0)) + 1
 
 
 _FILLS = {"attention": "var(--zero)", "feed_forward": "var(--cell-0)", "norm": "var(--good-ground)"}
-"""What boxes with weights are painted in, by the module; the ends are `--raised`."""
+"""The colours of boxes with weights, by module. Boxes outside of layers are `--raised`."""
 
 
 def _border(box: Box) -> list[dict[str, Any]]:
@@ -144,15 +147,15 @@ def _rounded(area: Area, r: int, line: dict[str, Any], fill: str) -> dict[str, A
 
 
 def _heads(box: Box) -> list[dict[str, Any]]:
-    """In the scores' box: the key heads, each below the query heads that share it."""
+    """Return bars in the box of the scores: the key heads, below the query heads that share them."""
     if box.node.op != "scores":
         return []
     heads, group = _heads_of(box.node)
     shown = _shown(box)
-    each = (box.width - 2 * _PAD) / (shown if shown == heads // group else shown + 1)
+    width = (box.width - 2 * _PAD) / (shown if shown == heads // group else shown + 1)
     top, bars = box.bottom - _HEADS - _PAD // 2, []
     for index in range(shown):
-        left, room = box.left + _PAD + index * each, each - (min(3, each / 4) if shown > 1 else 0)
+        left, room = box.left + _PAD + index * width, width - (min(3, width / 4) if shown > 1 else 0)
         wide = room / group * (0.8 if group > 1 else 1)
         bars.append((left, top + 7, room, "var(--mark)"))
         bars += [(left + number * room / group, top, wide, "var(--quiet)") for number in range(group)]
@@ -164,13 +167,14 @@ def _heads(box: Box) -> list[dict[str, Any]]:
 
 
 def _heads_of(node: Node) -> tuple[int, int]:
-    """Query heads, and how many of them share a key head."""
+    """Return the number of query heads, and how many of them share a key head."""
     scores = node.operation
     assert isinstance(scores, Scores)
     return scores.heads, scores.heads // scores.kv_heads
 
 
 def _shown(box: Box) -> int:
+    """Return the number of key heads that fit into the picture."""
     heads, group = _heads_of(box.node)
     fit = max((box.width - 2 * _PAD) // (group * (_HEADS_ROOM if group == 1 else _GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
@@ -184,7 +188,7 @@ def _words(box: Box) -> list[dict[str, Any]]:
         return [_note(box.left + 2 * _PAD, box.middle, box.lines[0], False, "left")]
     notes = []
     first = title_lines(node, box.lines)
-    shape = False  # whose second line has no bracket of its own
+    shape = False  # whether a shape has begun, whose second line has no bracket
     for index, line in enumerate(box.lines):
         shape = shape or line.startswith("(")
         y = box.top + _PAD + _LINE * index + _LINE // 2
@@ -202,7 +206,7 @@ def _note(x: int, y: int, text: str, bold: bool, anchor: str, quiet: bool = Fals
 
 
 def _line(wire: Wire) -> list[dict[str, Any]]:
-    """A line and its head, where it ends."""
+    """Return a line with its arrow head."""
     stream = all(x == METRICS.stream for x, _ in wire.points)
     path = "M" + "L".join(f"{x},{y}" for x, y in wire.points)
     line = {"type": "path", "path": path, "line": _LINES["residual" if stream else wire.kind], "layer": "below"}
@@ -224,7 +228,7 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """What pointing at a box tells: unseen points, one a box for keyboards (`hovertext`), more for a mouse."""
+    """Return invisible points with hints: one for each box for keyboards (`hovertext`), and more for a mouse."""
     middles, more = [], []
     for box in boxes:
         hint = _hint(box.node)
@@ -245,7 +249,7 @@ def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
 
 
 def _hint(node: Node) -> str:
-    lines = [f"gives {output_shape(node)}", *(f"{name} [{dimensions(shape)}]" for name, shape in node.weights)]
+    lines = [f"output {output_shape(node)}", *(f"{name} [{dimensions(shape)}]" for name, shape in node.weights)]
     lines += [f"{node.copies:,} of them"] if node.copies > 1 else []
     lines += [f"{node.parameters:,} parameters"] if node.parameters else []
     lines += ["tied: the embedding's weight, stored once"] if node.tied else []

@@ -1,7 +1,7 @@
-"""A model drawn for the terminal: its tree with shapes, and the data's path through one of its layers.
+"""The path of the data through a layer, drawn for the terminal.
 
-The path is laid out by `placement`, a character being a unit. Where it is wider than the terminal, it is a list in the
-order of computation. Drawings need no colours, and get by with ASCII where the terminal has nothing else.
+`placement` lays it out in units of one character. If it is wider than the terminal, it becomes a list in the order of
+computation. Drawings need no colours, and use only ASCII if the terminal has nothing else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,24 +13,24 @@ from ..components.operations import Scores
 from .placement import SHAPED, Box, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
 from .structure import Kind, Node, Structure, layers_label, output_shape
 
-_STREAM, _TRUNK, _LEFT, _BESIDE = 2, 0, 6, 2
-"""Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
-ROOMS = (28, *range(24, 7, -1))  # letters that a line of words may have; the first with which the drawing fits is taken
+_STREAM, _TRUNK, _LEFT, _GAP = 2, 0, 6, 2
+"""The columns of the residual stream, of boxes on it and of the lanes, and the gap between two lanes."""
+ROOMS = (28, *range(24, 7, -1))  # widths of a line of words; the first one with which the drawing fits is used
 _TRUNK_ROOM = 40
-_BRACKET = 2  # columns of the bracket on the right that holds the block together
+_BRACKET = 2  # columns of the bracket around the block, on the right
 _WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
-"""What ASCII has instead, in words."""
+"""Replacements in ASCII, in words."""
 
 
 def plain_words(text: str, ascii_only: bool) -> str:
-    """Text with the characters that the terminal has."""
+    """Return text, in ASCII if the terminal has nothing else."""
     if not ascii_only:
         return text
     return "".join(_WORDS.get(letter, letter) for letter in text).encode("ascii", "replace").decode()
 
 
 def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = False) -> Iterator[Text]:
-    """The lines of the drawing, none wider than `width`; of the list, where a drawing would be."""
+    """Yield the lines of the drawing, or of a list if the drawing is wider than `width`."""
     nodes = graph.path(kind)
     label = layers_label(graph, kind)
     placed = place(nodes, metrics(ascii_only), width - _BRACKET, ROOMS)
@@ -41,24 +41,24 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
 
 
 def metrics(ascii_only: bool) -> Metrics:
-    """How large things are, in characters."""
+    """Return the sizes of things, in characters."""
 
     def measure(node: Node, lanes: int, room: int) -> Size:
         lines = _lines(node, lanes * room, ascii_only)
         wide = max(map(len, lines))
         if node.op == "add":
             return tuple(lines), wide, 1
-        more = 1 if node.op == "scores" else 0  # a row of the line below the heads, which are letters too
+        more = 1 if node.op == "scores" else 0  # a row for the line below the heads, which are drawn as letters
         return tuple(lines), wide + (4 if boxed(node) else 2), len(lines) + (2 if boxed(node) else more)
 
     def least(copies: int) -> int:
         return 2 * (len(experts_words(copies)) + 4)
 
-    return Metrics(measure, least, _STREAM, _TRUNK, _LEFT, _BESIDE, gap=0, track=1, around=(2, 1))
+    return Metrics(measure, least, _STREAM, _TRUNK, _LEFT, _GAP, gap=0, track=1, around=(2, 1))
 
 
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
-    """What stands at a node's place, the title first; `room` is 0 on the trunk."""
+    """Return the text of a node, the title first. `room` is 0 on the trunk."""
     if node.op == "add":
         return ["+" if ascii_only else "⊕"]
     if node.op in ("tokens", "stream"):
@@ -73,7 +73,7 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
 
 
 def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
-    """Query heads in two lines, each group above the key head that it shares; as many groups as there is room for."""
+    """Return the query heads and below them the key heads that they share, as many groups as fit."""
     scores = node.operation
     assert isinstance(scores, Scores)
     groups, group = scores.kv_heads, scores.heads // scores.kv_heads
@@ -93,13 +93,13 @@ _LIGHT = {
     (1, 1, 0, 1): "├", (1, 1, 1, 0): "┤", (0, 1, 1, 1): "┬", (1, 0, 1, 1): "┴", (1, 1, 1, 1): "┼",
     (1, 0, 0, 0): "│", (0, 1, 0, 0): "│", (0, 0, 1, 0): "─", (0, 0, 0, 1): "─",
 }  # fmt: skip
-"""Lines that meet in a character: up, down, left, right."""
+"""The characters of lines that meet: up, down, left, right."""
 _HEAVY = {"│": "┃", "├": "┠", "┤": "┨", "┼": "╂", "┬": "┰", "┴": "┸"}
-"""The same where what goes up and down is the residual stream."""
+"""The characters in which the vertical line is the residual stream."""
 
 
 class _Canvas:
-    """Characters, the lines between them, and their styles; y counts down."""
+    """A drawing made of characters with styles. y counts downwards."""
 
     def __init__(self, placed: Placement, label: str, ascii_only: bool) -> None:
         self.width, self.height, self.ascii_only = placed.width + _BRACKET, placed.height, ascii_only
@@ -109,7 +109,7 @@ class _Canvas:
         for wire in placed.wires:
             self._wire(wire)
         across, along = (".", ":") if ascii_only else ("╌", "╎")
-        for frame in placed.frames:  # a dashed border, below what crosses it, with its words at the lower right
+        for frame in placed.frames:  # dashed, below the lines that cross it, with its words at the lower right
             right, bottom, words = frame.right - 1, frame.bottom - 1, f" {experts_words(frame.copies)} "
             for x in range(frame.left, right + 1):
                 for y in range(frame.top, bottom + 1):
@@ -119,7 +119,7 @@ class _Canvas:
             self._write(right - len(words), bottom, words, "")
         for box in placed.boxes:
             self._box(box)
-        # What holds the block together, on the right.
+        # The bracket around the block.
         top, bottom, x = placed.box("x").top, placed.box("block_output").top, self.width - 1
         self._join(x, top, _DOWN, _LEFTWARDS)
         self._join(x, bottom, _UP, _LEFTWARDS)
@@ -128,18 +128,18 @@ class _Canvas:
         self._write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
 
     def _join(self, x: int, y: int, *ways: int) -> None:
-        """A line that leaves a character's middle in some of four ways."""
+        """Draw lines from the middle of a character in some of four directions."""
         joint = self.joints.setdefault((x, y), [0, 0, 0, 0])
         for way in ways:
             joint[way] = 1
 
     def _down(self, x: int, top: int, bottom: int) -> None:
-        """A line down the rows from `top` to the one before `bottom`, open at both ends."""
+        """Draw a line from row `top` to the row before `bottom`, open at both ends."""
         for y in range(top, bottom):
             self._join(x, y, _UP, _DOWN)
 
     def _along(self, y: int, one: int, other: int) -> None:
-        """A line along a row, from the middle of one column to that of another."""
+        """Draw a line along a row, from the middle of one column to that of another."""
         low, high = min(one, other), max(one, other)
         for x in range(low, high + 1):
             self._join(x, y, *([_LEFTWARDS] if x > low else []), *([_RIGHTWARDS] if x < high else []))
@@ -169,7 +169,7 @@ class _Canvas:
             self._down(end, turn + 1, points[3][1])
 
     def _box(self, box: Box) -> None:
-        """A node's words, with a border where it has weights."""
+        """Draw the words of a node, with a border if it has weights."""
         if box.node.op == "add":
             self._write(box.left, box.top, box.lines[0], "bold")
             return
@@ -177,7 +177,7 @@ class _Canvas:
         for index, line in enumerate(box.lines):
             left = box.left + (box.width - len(line)) // 2
             if not bordered:
-                left = box.left + _BESIDE if box.trunk else box.port - len(line) // 2
+                left = box.left + _GAP if box.trunk else box.port - len(line) // 2
             style = "bold" if index == 0 else "dim" if line.startswith("(") else ""
             self._write(left, box.top + bordered + index, line, style)
         if not bordered:
@@ -200,7 +200,7 @@ class _Canvas:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}
 
     def _cell(self, x: int, y: int) -> tuple[str, str]:
-        """A character and its style; lines go over frames, words over lines."""
+        """Return a character and its style. Lines cover frames, and words cover lines."""
         letter, style = self.letters.get((x, y), (" ", ""))
         joint = self.joints.get((x, y))
         if joint is None or letter not in " .:╌╎":
@@ -212,6 +212,7 @@ class _Canvas:
         return _HEAVY.get(drawn, drawn) if heavy else drawn, "bold" if heavy else "dim"
 
     def lines(self) -> Iterator[Text]:
+        """Yield the lines of the drawing."""
         for y in range(self.height):
             cells = [self._cell(x, y) for x in range(self.width)]
             line = Text(no_wrap=True, overflow="ignore")
@@ -222,12 +223,12 @@ class _Canvas:
 
 
 def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> Iterator[Text]:
-    """The nodes one below the other, each with what it is made of, for terminals too narrow for a drawing."""
+    """Yield the nodes as a list with their inputs, for terminals that are too narrow for a drawing."""
     for node in nodes:
         name, parts = f"{label}: x", []
         if node.op != "stream":
             title = node.title if node.title != node.id.rpartition(".")[2] else ""
-            sources = f"of {', '.join(node.inputs)}" if node.inputs else ""
+            sources = f"from {', '.join(node.inputs)}" if node.inputs else ""
             details = filter(None, [sources, ", ".join(filter(None, [title, node.detail]))])
             name, parts = node.id, [*((words, "") for words in details), (output_shape(node), "dim")]
         for words, style in [(name, "bold"), *parts]:

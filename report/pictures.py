@@ -1,7 +1,7 @@
-"""What --html, --png and --svg write: a page, and one of its figures as a picture for a talk or a paper.
+"""Writes the page of --html, and for --png and --svg one of its figures as a picture for a talk or a paper.
 
-Pictures are drawn by the system's Chrome or Chromium, which kaleido drives, with the plotly.js that lies in plotly's
-package. Nothing is fetched: no MathJax, and the browser's proxy is a port where nobody listens.
+kaleido draws pictures with the system's Chrome or Chromium and the plotly.js of plotly's package. Nothing is fetched:
+there is no MathJax, and the browser's proxy is a port on which nobody listens.
 """
 
 import math
@@ -18,17 +18,17 @@ from ..errors import UsageError
 from . import pages
 from .pages import Figure, Page, safe
 
-_WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
-_SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
-_NOWHERE = "127.0.0.1:9"  # a proxy that nobody is: the discard port
+_WIDTH = 520  # pixels: in a column of a paper (84 mm), 12 pixels are 6 points high
+_SCALE = 4  # pixels of a PNG per pixel of the drawing: 600 dots per inch in such a column
+_NOWHERE = "127.0.0.1:9"  # the discard port
 _SECONDS = 120
 _FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
-_TITLE = 26  # pixels above the figure for its name
+_TITLE = 26  # pixels above the figure for its title
 
 
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
-    """Raise UsageError where one of them could not be made or written: before the work, not after it."""
+    """Raise UsageError if a file cannot be made or written. Called before the work, not after it."""
     if html is not None:
         suffix, problem = html.suffix.lower(), f"--html {html}: the name of a page must end in .html"
         if suffix in (".png", ".svg"):
@@ -56,7 +56,7 @@ def _can_draw(option: str) -> None:
 
 
 def _browser() -> str | None:
-    """The browser that kaleido would take: what BROWSER_PATH names, its own download, or one of the system."""
+    """Return the browser that kaleido uses: that of BROWSER_PATH, its own download, or one of the system."""
     from choreographer.browsers.chromium import Chromium
 
     named = os.environ.get("BROWSER_PATH")
@@ -69,11 +69,11 @@ def _browser() -> str | None:
 def write(
     page: Page, html: Path | None, png: Path | None, svg: Path | None, name: str | None = None
 ) -> list[tuple[Path, str]]:
-    """Write the page and pictures of one of its figures (by words of its title, or the first), where asked for.
+    """Write the page, and pictures of one of its figures, and return the paths with the titles of the figures.
 
-    Each file is written whole or not at all, and replaces what is there. Returns the paths written, and the title of
-    the figure in each, "" of the page. Raises UsageError where one cannot be written or drawn, or there is no such
-    figure.
+    `name` is the title of the figure or words of it; by default, the first figure is drawn. The title of the page is
+    "". Files are replaced, and never written in part. Raise UsageError if a file cannot be written or drawn, or there
+    is no such figure.
     """
     written: list[tuple[Path, str]] = []
     if html is not None:
@@ -97,7 +97,7 @@ def write(
 
 
 def _named(figures: Sequence[Figure], name: str) -> Figure:
-    """The figure with this title, or the only one whose title has these words; raises UsageError for none or many."""
+    """Return the figure with this title, or the only one with these words in it. Raise UsageError for none or many."""
     wanted = name.casefold()
     fitting = [figure for figure in figures if figure.title.casefold() == wanted]
     fitting = fitting or [each for each in figures if all(word in each.title.casefold() for word in wanted.split())]
@@ -109,13 +109,13 @@ def _named(figures: Sequence[Figure], name: str) -> Figure:
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
-    """Figures as "png" or "svg" files: on white, with a legend; raises UsageError where the browser fails."""
+    """Return figures as "png" or "svg" files on white, with a legend. Raise UsageError if the browser fails."""
     import asyncio
 
-    with ThreadPoolExecutor(1) as thread:  # where there is a loop already, in a notebook, it goes on
+    with ThreadPoolExecutor(1) as thread:  # a notebook already runs a loop in this thread
         try:
             return thread.submit(asyncio.run, _drawn(figures)).result()
-        except Exception as error:  # whatever the browser, its pipes or its threads say
+        except Exception as error:  # of any kind: from the browser, its pipes or its threads
             why = " ".join(str(error).split()) or type(error).__name__
             raise UsageError(
                 f"Chrome could not draw the picture: {why}",
@@ -126,21 +126,21 @@ def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
 async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
     from kaleido import Kaleido
 
-    made = []
+    contents = []
     async with Kaleido(mathjax=False, proxy_server=_NOWHERE, timeout=_SECONDS, path=_browser()) as kaleido:
         for figure, form in figures:
             spec = _static(figure)
             size = {"width": max(figure.width, _WIDTH), "height": spec["layout"]["height"]}
             options = {"format": form, **size, "scale": _SCALE if form == "png" else 1}
             content = bytes(await kaleido.calc_fig(spec, opts=options))
-            # The same file for the same figure: plotly makes its names by chance.
-            chance = re.search(rb'id="defs-([0-9a-f]{6})"', content) if form == "svg" else None
-            made.append(content if chance is None else content.replace(chance[1], b"gptkit"))
-    return made
+            # plotly uses random names. Without them, a figure always gives the same file.
+            random = re.search(rb'id="defs-([0-9a-f]{6})"', content) if form == "svg" else None
+            contents.append(content if random is None else content.replace(random[1], b"gptkit"))
+    return contents
 
 
 def _static(figure: Figure) -> dict[str, Any]:
-    # page.css's colours by name, as they are in the light
+    """Return the plotly figure with its title, its legend, and the colours of page.css for light mode."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     light = style[style.index(":root {") : style.index("@media")]
     values = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", light))
@@ -157,13 +157,13 @@ def _static(figure: Figure) -> dict[str, Any]:
             data.append(_in_sight(trace) if trace["type"] == "treemap" else {**trace, "showlegend": False})
     legend = [_legend(key.style.split(), key.words, values) for key in figure.keys if key.style != "counts"]
     more = 0
-    if legend:  # below the figure; plotly gives all of its entries the width of the longest
+    if legend:  # plotly gives all entries the width of the longest
         widest = 50 + 7 * max(len(entry["name"]) for entry in legend)
         more = 12 + 20 * math.ceil(len(legend) / max(1, max(figure.width, _WIDTH) // widest))
     margin = {"t": 0, **layout.get("margin", {})}
     nested = any(trace["type"] == "treemap" for trace in data)
     if nested:
-        margin["t"] = 2  # its bar above is left out
+        margin["t"] = 2  # the bar above the areas is left out
     corner = {"xref": "container", "yref": "container", "x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top"}
     bottom = {"xref": "container", "yref": "container", "x": 0, "y": 0, "yanchor": "bottom"}
     layout = {
@@ -177,14 +177,14 @@ def _static(figure: Figure) -> dict[str, Any]:
         "showlegend": bool(legend),
         "legend": {"orientation": "h", "traceorder": "normal", **bottom},
     }
-    if nested:  # the legend's traces bring axes along
+    if nested:  # the traces of the legend have axes
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
-    # Names of their own, instead of those that plotly draws lots for.
+    # With these names, plotly does not choose random ones.
     return {"data": [{**trace, "uid": str(n)} for n, trace in enumerate([*data, *legend])], "layout": layout}
 
 
 def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
-    """Nested areas without those that open elsewhere, which would be most of the file; nothing leads back."""
+    """Return nested areas without the levels that only a click opens, which would be most of the file."""
     depth: dict[str, int] = {"": 0}
     for place, parent in zip(trace["ids"], trace["parents"], strict=True):
         depth[place] = depth[parent] + 1
@@ -192,7 +192,7 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
 
     def cut(values: Any) -> Any:
         if isinstance(values, dict):
-            return {name: cut(each) for name, each in values.items()}
+            return {name: cut(part) for name, part in values.items()}
         listed = isinstance(values, list) and len(values) == len(trace["ids"])
         return [values[index] for index in shown] if listed else values
 
@@ -200,16 +200,17 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _painted(value: Any, values: dict[str, str]) -> Any:
+    """Replace names of colours by their values."""
     if isinstance(value, str):
         named = re.fullmatch(r"var\((--[\w-]+)\)", value)
         return values[named[1]] if named else value
     if isinstance(value, list):
-        return [_painted(each, values) for each in value]
-    return {key: _painted(each, values) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_painted(part, values) for part in value]
+    return {key: _painted(part, values) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, Any]:
-    """A trace with nothing in it but its entry in the legend."""
+    """Return a trace that has only an entry in the legend."""
     line = style[0] == "line"
     colour = values[f"--{style[1] if line else style[0]}"]
     drawn: dict[str, Any] = {"mode": "markers", "marker": {"symbol": "square", "size": 12, "color": colour}}
@@ -221,7 +222,7 @@ def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, A
 
 
 def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A heatmap's cells as rectangles, since plotly draws it as a bitmap, and a trace of its words and colour bar."""
+    """Return a heatmap's cells as rectangles, and a trace of words and colour bar. plotly would draw a bitmap."""
     low, high = trace.get("zmin", 0.0), trace.get("zmax", 1.0)
     cells, x, y, text, ink = [], [], [], [], []
     for row, column in ((row, column) for row, line in enumerate(trace["z"]) for column in range(len(line))):
@@ -233,7 +234,7 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
         x.append(trace["x"][column])
         y.append(row)
         text.append(trace["text"][row][column] if trace.get("texttemplate") else "")
-        # White or black, whichever has the larger contrast, 1 to 21, as WCAG 2.2 defines it.
+        # White or black text, whichever has the larger contrast as defined by WCAG 2.2.
         light = _luminance(colour) + 0.05
         ink.append("#ffffff" if 1.05 / light > light / 0.05 else "#000000")
     marker: dict[str, Any] = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
@@ -244,7 +245,7 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
 
 
 def _between(scale: list[tuple[float, str]], part: float) -> str:
-    """A colour of a scale: where `part` of it, from 0 to 1, is behind."""
+    """Return the colour of a scale at `part`, from 0 to 1."""
     part = min(max(part, 0.0), 1.0)
     (a, first), (b, second) = next((pair for pair in pairwise(scale) if part <= pair[1][0]), scale[-2:])
     weight = (part - a) / (b - a) if b > a else 0.0

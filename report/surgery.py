@@ -1,4 +1,4 @@
-"""What `swap` and `swaps` tell: what is possible, what was done, what each step costs; 80 columns are enough."""
+"""The reports of `swap` and `swaps`: what is possible, what was done, and what the steps cost. They fit 80 columns."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _HEADINGS = {
     "needs a text": "Possible, needs a text to be fitted on (--calibrate FILE)",
     "refused": "Not possible here",
 }
-"""The groups of a listing."""
+"""The headings of a listing, by verdict."""
 
 
 _TWO, _THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
 
 
 def listing_report(listing: Listing) -> RenderableType:
-    """Every swap on a model, by what it would guarantee, with its costs; papers and code by option."""
+    """Return the swaps of a model by guarantee, with their costs, and the papers and code from which they come."""
     before = listing.before
     costly = f"a token that sees {before.context:,}: {rounded_flops(before.total_flops)}FLOP"
     size = f"{before.parameters:,} parameters; {costly}, {rounded_bytes(before.cache_bytes())} of cache in bf16"
@@ -47,16 +47,16 @@ def listing_report(listing: Listing) -> RenderableType:
         if entries:
             parts += [Text(), Text(f"{heading} ({len(entries)})", style="bold")]
             parts.append(_refusals(entries) if verdict == "refused" else _possible(entries, before))
-    known: dict[str, dict[str, None]] = {}
+    sources: dict[str, dict[str, None]] = {}
     for entry in listing.entries:
         if entry.verdict != "refused":
-            known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
-    rows = [(Text(f"--{name.replace('_', '-')}"), Text("; ".join(each), style="dim")) for name, each in known.items()]
+            sources.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
+    rows = [(Text(f"--{n.replace('_', '-')}"), Text("; ".join(papers), style="dim")) for n, papers in sources.items()]
     return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*_TWO, rows=rows))
 
 
 def _possible(entries: Sequence[Listed], before: Costs) -> Table:
-    """A row a swap: what it gives, and how its costs change."""
+    """Return a row for each possible swap: its result, and how the costs change."""
     rows = []
     for entry in entries:
         cells: list[str | Text] = ["?"] * 3
@@ -69,7 +69,7 @@ def _possible(entries: Sequence[Listed], before: Costs) -> Table:
 
 
 def _refusals(entries: Sequence[Listed]) -> Table:
-    """A row a reason: which swaps it stops, and what would be possible."""
+    """Return a row for each reason: the swaps that are not possible, and alternatives."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         reasons.setdefault((entry.said, f"\n{entry.hint}" if entry.hint else ""), []).append(entry.asked)
@@ -78,7 +78,7 @@ def _refusals(entries: Sequence[Listed]) -> Table:
 
 
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
-    """Each swap, its guarantee, what it needs and its source, under its option's heading in `groups`."""
+    """Return all swaps with guarantees, requirements and sources, under the headings that `groups` has by option."""
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
         rows = []
@@ -97,7 +97,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
-    """A row a recipe, with its steps."""
+    """Return a row for each recipe, with its steps."""
     rows = []
     for recipe in recipes:
         steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.every, 1))
@@ -106,19 +106,19 @@ def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
 
 
 def registry_json(swaps: Sequence[Swap]) -> dict[str, Any]:
-    """What `registry_report` says, for programs."""
+    """Return the content of `registry_report` as plain JSON values."""
     fields = ("option", "form", "takes", "gives", "guarantee", "needs", "source", "by_layer", "calibrated")
     return {"schema_version": 1, "swaps": [{name: getattr(swap, name) for name in fields} for swap in swaps]}
 
 
 def recipes_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
-    """What `recipes_report` says, for programs."""
+    """Return the content of `recipes_report` as plain JSON values."""
     fields = ("name", "description", "step")
-    return {"schema_version": 1, "recipes": [{name: each.as_json()[name] for name in fields} for each in recipes]}
+    return {"schema_version": 1, "recipes": [{name: recipe.as_json()[name] for name in fields} for recipe in recipes]}
 
 
 def swap_lines(result: SwapResult) -> list[str]:
-    """What was exchanged, at what price, and how well the guarantee held."""
+    """Return the lines that report a swap: the result, its costs, and the measured differences."""
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
     what = "a swap that needs training" if result.guarantee == "retrained" else f"{result.guarantee} swap"
@@ -157,7 +157,7 @@ def swap_lines(result: SwapResult) -> list[str]:
 
 
 def _stored_lines(result: SwapResult, computed: bool) -> list[str]:
-    """What computed tensors are stored as, and why; nothing where none is."""
+    """Return the dtype of computed tensors and its reason, or nothing if no tensor was computed."""
     asked = None if result.recipe is None else result.recipe.dtype
     exact, whole = result.guarantee == "exact", asked is not None and result.family is not None
     if not whole and not computed:
@@ -170,7 +170,7 @@ def _stored_lines(result: SwapResult, computed: bool) -> list[str]:
 
 
 def costs_table(before: Costs, after: Costs) -> Table:
-    """Costs before and after."""
+    """Return a table of the costs before and after."""
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
         rows.append(("active per token", before.active, after.active, "{:,}".format))
@@ -185,11 +185,12 @@ def costs_table(before: Costs, after: Costs) -> Table:
 
 
 def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]], str]:
-    """The columns, and a row a step: what it guarantees, and what it costs by itself where that was measured; and what
-    these figures mean, in words, "" without any.
+    """Return the columns and rows of a table of steps, and what its figures mean, in words ("" without figures).
+
+    A row has the guarantee of a step and, if it was measured, the cost of the step by itself.
     """
     measured = result.each
-    text = [each.perplexity for each in measured if each.perplexity is not None]
+    text = [one.perplexity for one in measured if one.perplexity is not None]
     columns = [("step", False), ("", False), ("guarantee", False), ("params", True)]
     columns += [("KL", True), ("top-1", True)] if measured else []
     columns += [("perplexity", True)] if text else []
@@ -208,20 +209,18 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
         rows.append(tuple(cells))
     on_text = any(one.kl_text is not None for one in measured)
     where = "KL and top-1 on the text, perplexity after it" if on_text else "KL and top-1 on the probe"
-    return tuple(columns), rows, f"each step against the one before, {where}" if measured else ""
+    return tuple(columns), rows, f"each step compared with the one before, {where}" if measured else ""
 
 
 def steps_report(result: SwapResult) -> RenderableType:
-    """The steps of a chain, and what their figures mean."""
+    """Return the table of steps, and what its figures mean."""
     columns, rows, words = steps_cells(result)
     table = plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
     return Group(Text(f"{words}:", style="dim"), table) if words else table
 
 
 def dry_run_report(result: SwapResult) -> RenderableType:
-    """Return tables of the tree that would come out, its costs, and what each step guarantees. The notes of the steps
-    are among `swap_lines`.
-    """
+    """Return tables of the resulting tree, its costs and the guarantees of the steps. `swap_lines` has their notes."""
     before, spec = costs(result.source.spec), result.spec
     return Group(
         parameter_table([ModelCount(str(result.target), "as it would be", spec)]),

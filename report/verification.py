@@ -1,4 +1,4 @@
-"""What `verify` tells: how far logits are apart, the two verdicts, and on pages where in the tree a difference lies."""
+"""The report of `verify`: the differences of the logits, the verdicts, and the first component that differs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ..parity.score import MistakeScore
     from ..parity.verify import Verification
 
-_SHOWN = 5  # tensors named, of however many
+_SHOWN = 5  # the most tensors that are named
 _PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
-"""Columns of a row a prompt: how far the logits are apart."""
+"""The columns of the table of prompts: how much the logits differ."""
 _PLACES = (("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
 _VERDICTS = {
     "identical": "Identical to the last bit",
@@ -41,8 +41,8 @@ _VERDICTS = {
 _WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
 _NOT_COMPARED = "The components were not compared; the notes say why."
 _PACKAGES = ("transformers", "torch")
-"""Whose versions decide what is compared."""
-_RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
+"""The packages whose versions matter."""
+_RELATIVE = "Relative: the largest difference, divided by the reference's largest value at this place, in float64."
 
 
 def _packages() -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def _versions() -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Tensors by name, at most so many, those of all layers together."""
+    """Return the first names of tensors, with one name for the tensors of all layers."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
     return some_of(names, _SHOWN, ", … ({} more)")
 
@@ -64,17 +64,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def verification_report(result: Verification) -> RenderableType:
-    """A row a prompt, then the two verdicts."""
+    """Return a row for each prompt, the verdicts, and the components around the first that differs."""
     lines = [*verdict_lines(result), *_versions()]
     lines = [part for line in lines for part in whole_words(line, 80, 0, 10) or [line]]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     divergence = result.divergence
     if divergence is not None and divergence.first is not None:
-        # The components around the first that parts, in the order of computation.
         first = next(index for index, place in enumerate(divergence.places) if place.parts)
         rows = []
         for place in divergence.places[max(first - 3, 0) : first + 6]:
-            mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
+            mark = "<- first difference" if place is divergence.first else "differs" if place.parts else "equal"
             rows.append((place.name, scientific(place.relative), scientific(place.noise), mark))
         parts += [Text(), plain_table(*_PLACES, rows=rows)]
     if result.damage is not None:
@@ -88,7 +87,7 @@ def _prompt_cells(prompt: LogitDifference) -> tuple[str, ...]:
 
 
 def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
-    """A row a prompt, of long names the beginning."""
+    """Return a row for each prompt. Long names are cut."""
     rows: list[list[str | Text]] = []
     for name, *figures in map(_prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
@@ -97,25 +96,25 @@ def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
 
 
 def verdict_lines(result: Verification) -> list[str]:
-    """The verdicts in words."""
+    """Return the lines of the verdicts, with their reasons."""
     lines = []
     if result.bytes is not None:
-        bad, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
-        lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
+        different, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
+        lines.append(f"bytes     {compared - len(different)} of {compared} tensors equal {result.bytes.against}")
         lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
-        if bad and not result.bytes.required:
-            lines.append(f"          the architectures differ, so the other {len(bad)} may differ too")
+        if different and not result.bytes.required:
+            lines.append(f"          the architectures differ, so the other {len(different)} may differ too")
         else:
-            lines += [f"          differs: {name}" for name in bad[:_SHOWN]]
-            lines += [f"          … ({len(bad) - _SHOWN} more)"] if len(bad) > _SHOWN else []
+            lines += [f"          differs: {name}" for name in different[:_SHOWN]]
+            lines += [f"          … ({len(different) - _SHOWN} more)"] if len(different) > _SHOWN else []
         if result.bytes.alone:
-            lines += indented(f"{len(result.bytes.alone)} on one side alone: {_some(result.bytes.alone)}")
+            lines += indented(f"{len(result.bytes.alone)} only on one side: {_some(result.bytes.alone)}")
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
     worst = f", max Δ {scientific(max(prompt.maximum for prompt in result.prompts))}"
     reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
     lines.append(f"function  {_WORDS[result.verdict]}{reach}: {where}{worst}")
-    noise, marks, divergence = result.noise, result.score, result.divergence
+    noise, score, divergence = result.noise, result.score, result.divergence
     if noise is not None:
         lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
         sides = f"transformers {scientific(noise.reference)}, gptkit {scientific(noise.candidate)}"
@@ -124,11 +123,11 @@ def verdict_lines(result: Verification) -> list[str]:
             lines.append(f"          sdpa against eager in float32: transformers {scientific(noise.paths)}")
         lines += [f"          {_rounds_worse(dtype, noise.errors[dtype])}" for dtype in noise.imprecise]
     if result.verdict != "different":
-        for each in result.limited:
-            lines += textwrap.wrap(f"LIMITED   not looked at: {each}", 80, subsequent_indent=" " * 10)
-    if marks is not None:
-        lines += _score_lines(marks)
-        if marks.missed and result.same:
+        for limit in result.limited:
+            lines += textwrap.wrap(f"LIMITED   not looked at: {limit}", 80, subsequent_indent=" " * 10)
+    if score is not None:
+        lines += _score_lines(score)
+        if score.missed and result.same:
             lines.append("          the models agree, but the probe should have caught more mistakes")
     if divergence is not None:
         if divergence.first is not None:
@@ -140,14 +139,14 @@ def verdict_lines(result: Verification) -> list[str]:
     return lines + [f"note: {note}" for note in result.notes]
 
 
-def _score_lines(marks: MistakeScore) -> list[str]:
-    """Say how many mistakes made on purpose the probe detects, and which it does not."""
-    seen = marks.tried - len(marks.missed)
-    lines = [f"probe     {seen} of {marks.tried} mistakes made on purpose were caught"]
-    for how, names in (("only with", marks.caught_random), ("nor with", marks.invisible)):
+def _score_lines(score: MistakeScore) -> list[str]:
+    """Return how many mistakes made on purpose the probe catches, and which it does not."""
+    caught = score.tried - len(score.missed)
+    lines = [f"probe     {caught} of {score.tried} mistakes made on purpose were caught"]
+    for how, names in (("only with", score.caught_random), ("nor with", score.invisible)):
         if names:
             lines += indented(f"not visible on this checkpoint, {how} random weights: {', '.join(names)}")
-    return lines + [f"          MISSED: {name}" for name in marks.missed]
+    return lines + [f"          MISSED: {name}" for name in score.missed]
 
 
 def _apart(functions: float, allowed: float) -> str:
@@ -167,7 +166,7 @@ def _cause_words(divergence: Divergence) -> list[str]:
 
 
 def port_report(result: PortVerification) -> RenderableType:
-    """A port's verdict: a row a prompt, then where it leaves the reference."""
+    """Return the report of a port: a row for each prompt, the verdict, and the first component that differs."""
     lines = [
         f"function  {_WORDS[result.verdict]}: {result.against} against {result.reference}",
         f"          {_apart(result.functions, result.allowed)}",
@@ -190,23 +189,24 @@ def port_report(result: PortVerification) -> RenderableType:
     lines += [*(f"note: {note}" for note in result.notes), *_versions()]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     if result.matches:
-        start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
+        start = max(next((i for i, match in enumerate(result.matches) if match.place.parts), 0) - 4, 0)
         shown = result.matches[start : start + 9]
-        rows = [(each.place.name, scientific(each.place.relative), Text(each.module or "-")) for each in shown]
+        rows = [(match.place.name, scientific(match.place.relative), Text(match.module or "-")) for match in shown]
         parts += [Text(), plain_table(*_PLACES[:2], ("your module", False), rows=rows)]
     return Group(*parts)
 
 
 def port_causes(result: PortVerification) -> list[str]:
-    """The mistakes that explain what a port computes, in words."""
+    """Return the mistakes that explain the results of a port, in words."""
     if result.functions <= result.allowed:
         return []
     causes = []
     for cause in result.causes:
         which = f"{cause.mistake}, together with {cause.also}" if cause.also else cause.mistake
-        what = f"the reference with {'these mistakes' if cause.also else 'this mistake'} computes what yours does"
-        partly = f"it explains {cause.part}, and logits still differ by {scientific(cause.left)}: more is wrong"
-        causes.append(f"{which}: {what if cause.explains else partly}")
+        mistakes = "these mistakes" if cause.also else "this mistake"
+        whole = f"with {mistakes}, the reference gives the same results as your port"
+        partly = f"it explains {cause.part}, but the logits still differ by {scientific(cause.left)}: more is wrong"
+        causes.append(f"{which}: {whole if cause.explains else partly}")
     return causes or ["not found among the mistakes tried"]
 
 
@@ -214,7 +214,7 @@ def port_causes(result: PortVerification) -> list[str]:
 
 
 def verification_page(result: Verification) -> Page:
-    """The page of a verification."""
+    """Return the HTML page of a verification."""
     from ..parity.card import command
 
     verdict = _VERDICTS[result.verdict]
@@ -223,7 +223,7 @@ def verification_page(result: Verification) -> Page:
         if result.bytes is not None and not result.bytes.hold:
             verdict += ", but the bytes differ"
         elif not result.passed:
-            verdict += ", but not all was looked at" if result.limited else ", but the probe missed mistakes"
+            verdict += ", but not everything was examined" if result.limited else ", but the probe missed mistakes"
     facts = [("computed in", result.dtype), ("attention", result.attention)]
     sections = [
         *([] if result.damage is None else damage_sections(result.damage)),
@@ -266,19 +266,19 @@ def _page(
 
 
 def port_page(result: PortVerification) -> Page:
-    """The page of a port's verification."""
+    """Return the HTML page of the verification of a port."""
     same = "The functions are the same. Components are compared where they differ."
     blocks: list[Lines | Figure] = [Lines((same if result.functions <= result.allowed else _NOT_COMPARED,))]
     if result.matches:
-        words = "Each component of the reference beside the nearest output of your modules."
+        words = "The table has the nearest output of your modules for each component of the reference."
         first = result.first
         if first is not None:
             words = f"{first.place.name}: the first component that no module of yours computes. {words}"
-        places, modules = [each.place for each in result.matches], [each.module for each in result.matches]
+        places, modules = [match.place for match in result.matches], [match.module for match in result.matches]
         blocks = [_places_figure(places, None if first is None else first.place, words, modules)]
     causes = port_causes(result)
     if causes:
-        words = "Causes, found by making mistakes in the reference:"
+        words = "Likely causes, from mistakes made on purpose in the reference:"
         blocks = [Lines((words,)), Lines(tuple(causes), listed=True), *blocks]
     facts = [
         ("between the functions, in float64", scientific(result.functions)),
@@ -312,20 +312,20 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
         where = "No component differs by more than rounding."
     causes = tuple(_cause_words(divergence))
     none = ["No cause was found among the repairs tried."] if result.verdict == "different" and not causes else []
-    listed = (Lines(("Likely causes, found by trying repairs:",)), Lines(causes, listed=True)) if causes else ()
+    listed = (Lines(("Likely causes, from trying repairs:",)), Lines(causes, listed=True)) if causes else ()
     return (Lines((where, *none)), *listed, _places_figure(places, first, summary))
 
 
 def _places_figure(
     places: Sequence[Part], first: Part | None, summary: str, modules: Sequence[str | None] | None = None
 ) -> Figure:
-    """The difference at each place, and of a port the user's modules that are nearest to them."""
+    """Draw the difference at each place. For a port, the hints and the table name the user's nearest modules."""
     cells, rows = [], []
     first_index = next((index for index, place in enumerate(places) if place.parts), None)
     for index, place in enumerate(places):
         mark = "more than rounding explains" if place.parts else "equal" if place.relative == 0 else "within rounding"
         lines = [f"relative difference: {_figure(place.relative)}", f"rounding there: {_figure(place.noise)}", mark]
-        mark = "parts here" if index == first_index else "differs" if place.parts else mark
+        mark = "first difference" if index == first_index else "differs" if place.parts else mark
         row = [place.name, _figure(place.relative), _figure(place.noise), mark]
         if modules is not None:
             lines.append(f"your module: {modules[index] or 'none has an output of its size'}")
@@ -340,7 +340,7 @@ def _places_figure(
         title="Difference by component and layer",
         summary=summary,
         measure="relative difference",
-        table=Table(caption, columns, tuple(rows), lit, folded=True, bold="the first that parts"),
+        table=Table(caption, columns, tuple(rows), lit, folded=True, bold="the first that differs"),
         marked=next((cell for cell, place in zip(cells, places, strict=True) if place is first), None),
     )
 
@@ -353,16 +353,17 @@ def _bytes(result: Verification) -> Iterator[Section]:
     verdict = result.bytes
     if verdict is None:
         return
-    bad = verdict.different
-    line = f"{verdict.compared - len(bad):,} of {counted(verdict.compared, 'tensor')} equal {verdict.against}."
+    different = verdict.different
+    line = f"{verdict.compared - len(different):,} of {counted(verdict.compared, 'tensor')} equal {verdict.against}."
     if verdict.cast:
         line += f" {len(verdict.cast):,} of them in value: they are stored in another dtype."
     if verdict.alone:
-        line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {_some(verdict.alone)}."
-    if bad and not verdict.required:
+        line += f" {counted(len(verdict.alone), 'tensor')} only on one side: {_some(verdict.alone)}."
+    if different and not verdict.required:
         line += " The architectures differ, so tensors may differ too. The function was compared."
-    caption = f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"
-    names = [Table(caption, ((caption, False),), tuple((name,) for name in bad), folded=True)] if bad else []
+    caption = f"{counted(len(different), 'tensor')} that differ{'s' if len(different) == 1 else ''}"
+    rows = tuple((name,) for name in different)
+    names = [Table(caption, ((caption, False),), rows, folded=True)] if different else []
     yield Section("Bytes", (Lines((line,)), *names))
 
 
@@ -389,8 +390,8 @@ def _mistakes(result: Verification) -> Iterator[Section]:
     score = result.score
     if score is None:
         return
-    seen = score.tried - len(score.missed)
-    words = f"{seen} of {score.tried} mistakes made on purpose were caught by this probe."
+    caught = score.tried - len(score.missed)
+    words = f"{caught} of {score.tried} mistakes made on purpose were caught by this probe."
     kinds = {
         "caught": score.caught,
         "not visible on this checkpoint, caught with random weights": score.caught_random,

@@ -244,7 +244,7 @@ def test_pointing_and_a_keyboard_tell_shape_parameters_and_formula(show: Any) ->
     label = shown.page.locator(".picture .hovertext").first
     label.wait_for()
     text = label.text_content()
-    for words in ("feed_forward.router", "gives (B, T, 8)", "weight [8 × 4,096]", "32,768 parameters", "x·Wᵀ"):
+    for words in ("feed_forward.router", "output (B, T, 8)", "weight [8 × 4,096]", "32,768 parameters", "x·Wᵀ"):
         assert words in text, words
     shown.page.locator(".picture").first.focus()
     told = []

@@ -226,7 +226,7 @@ def test_padding_that_is_ignored_is_a_cause(port):
     assert [(made.mistake, made.explains, made.also) for made in result.causes] == [(PADDING, True, "")]
     assert result.first is None
     (line,) = port_causes(result)
-    assert line == f"{PADDING}: the reference with this mistake computes what yours does"
+    assert line == f"{PADDING}: with this mistake, the reference gives the same results as your port"
 
 
 @few(1)
@@ -318,7 +318,7 @@ def test_the_command(port):
     assert "no module of yours computes" in run.stdout
     said = " ".join(run.stdout.split())
     cause = "RoPE pairs element 0 with 1, not with d/2"
-    assert f"cause {cause}: the reference with this mistake computes what" in said
+    assert f"cause {cause}: with this mistake, the reference gives" in said
     assert "probe 5 inputs with 361 tokens" in said
     assert (
         "note: not tested: left padding, right padding, because forward() of your module has no argument "

@@ -300,5 +300,5 @@ def test_the_page_of_several_steps_has_what_each_costs_by_itself(tmp_path: Path)
     assert steps.title == "Step by step" and isinstance(table, Table)
     assert table.rows == tuple(rows) and [heading for heading, _ in table.columns] == [name for name, _ in columns]
     assert isinstance(steps.blocks[0], Lines) and steps.blocks[0].lines[0].startswith(
-        "Each step against the one before"
+        "Each step compared with the one before"
     )

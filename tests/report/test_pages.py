@@ -187,7 +187,7 @@ def test_the_figure_has_every_place_with_its_rounding() -> None:
     # The same figures as a table, the first place lit.
     assert len(figure.table.rows) == len(cells)
     (lit,) = figure.table.lit
-    assert figure.table.rows[lit] == ("layer 1 attention q", "2.5e-01", "5.0e-07", "parts here")
+    assert figure.table.rows[lit] == ("layer 1 attention q", "2.5e-01", "5.0e-07", "first difference")
 
 
 def test_identical_models_are_said_to_be_and_their_zeros_have_a_colour() -> None:
@@ -280,7 +280,7 @@ def test_a_port_has_a_page_too() -> None:
         notes=(f"not probed: {ATTACK}",),
     )
     text = Parsed(render(port_page(told))).text
-    assert "RoPE on queries alone: it explains this place, and logits still differ by 2.5e-01" in text
+    assert "RoPE on queries alone: it explains this place, but the logits still differ by 2.5e-01" in text
     assert f"not probed: {ATTACK}" in text
     assert "<script" not in cells[2, "1"][1]
     same = dataclasses.replace(
@@ -648,4 +648,4 @@ def test_the_keyboard_reaches_everything(show: Any) -> None:
     assert any(tag == "PRE" for tag, _ in reached)
     rows = shown.page.locator("figure details tbody tr")
     assert rows.count() == 36
-    assert "parts here" in shown.page.locator("figure details tr.lit").inner_text()
+    assert "first difference" in shown.page.locator("figure details tr.lit").inner_text()
