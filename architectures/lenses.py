@@ -285,17 +285,16 @@ def after(name: str, default: int) -> Lens:
     return Lens(get, put, lambda chosen, sizes: {name: chosen.randint(0, sizes["layers"])})
 
 
-def by_type(default: int, name: str = "", read: Callable[[ConfigReader, str, int], int] = none_or_more) -> Lens:
+def by_type(default: int, name: str = "") -> Lens:
     """Return the lens of `mlp_layer_types`, which says "dense" or "sparse" of each layer.
 
     Args:
         default: the number of dense layers, which come first where `mlp_layer_types` is absent.
         name: the config field that says another such number.
-        read: the reader of that field.
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
-        layers, start = values["layers"], read(config, name, default) if name else default
+        layers, start = values["layers"], none_or_more(config, name, default) if name else default
         types = config.raw("mlp_layer_types")
         if types is None:
             return [layer >= start for layer in range(layers)]

@@ -5,7 +5,6 @@ drafts tokens (`layers.47`), is left out there too.
 """
 
 from ..base import BEHIND
-from ..config import ConfigReader
 from ..decoder import Mixtures
 from ..fields import SIGMOID_ROUTER, with_defaults
 from ..latent import MADE, LatentDecoder
@@ -37,7 +36,7 @@ _DECODER = LatentDecoder(
     fixed=SIGMOID_ROUTER,
     kv_heads=20,
     turning=RotaryKind(entire=True),
-    mixtures=Mixtures(by_type(1, "first_k_dense_replace", ConfigReader.layers)),
+    mixtures=Mixtures(by_type(1)),
 )
 
 _GLM4_MOE_LITE = _DECODER.architecture(
@@ -49,4 +48,5 @@ _GLM4_MOE_LITE = _DECODER.architecture(
     config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
     carried=BEHIND,
     irrelevant={**MADE, **OF_DRAFTS},
+    refused={"first_k_dense_replace": ((1,), "transformers ignores this field: only the first layer is dense")},
 )
