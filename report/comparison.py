@@ -41,13 +41,8 @@ def _cost_lines(comparison: Comparison) -> list[_ComparedLine]:
     """Return the costs: parameters in full, everything else in four digits."""
     lines = []
     for name, figures in comparison.costs().items():
-        words = (
-            "{:,}".format
-            if name in ("parameters", "active")
-            else decimal
-            if name.startswith("FLOPs")
-            else decimal_bytes
-        )
+        whole = "{:,}".format if name in ("parameters", "active") else None
+        words = whole or (decimal if name.startswith("FLOPs") else decimal_bytes)
         cells = tuple("–" if figure is None else words(figure) for figure in figures)
         lines.append(_ComparedLine(name, cells, len(set(figures)) > 1, True))
     return lines

@@ -12,7 +12,7 @@ from ..surgery.options import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, noted, put, ready, write_page
-from .quantities import counted, four_digits, scientific
+from .quantities import counted, perplexity_words, scientific
 from .sheets import indented
 from .surgery import steps_cells
 
@@ -41,7 +41,7 @@ def damage_lines(damage: Damage) -> list[str]:
         f"          on {damage.on}, in {damage.dtype}",
     ]
     if total.before is not None and total.after is not None:
-        lines.append(f"          perplexity {four_digits(total.before)} -> {four_digits(total.after)}")
+        lines.append(f"          perplexity {perplexity_words(total.before)} -> {perplexity_words(total.after)}")
     if len(damage.bins) > 1:
         for pick, label, which in ((max, "position", "worst"), (min, "", "best")):
             extreme = pick(damage.bins, key=lambda each: each.kl)
@@ -93,7 +93,7 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
     facts = [("guarantee", guarantee_in_words(result.guarantee))]
     facts += [("KL, nats per token", scientific(total.kl)), ("top-1", f"{total.top1:.1%}")]
     if total.before is not None and total.after is not None:
-        facts.append(("perplexity", f"{four_digits(total.before)} → {four_digits(total.after)}"))
+        facts.append(("perplexity", f"{perplexity_words(total.before)} → {perplexity_words(total.after)}"))
     if measured is not None:
         facts += [(f"relative error in {dtype}", scientific(error)) for dtype, error in measured.relative.items()]
     before, after = result.parameters
@@ -139,7 +139,7 @@ def _position_table(damage: Damage) -> Table:
     rows = []
     for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
         perplexities = () if each.before is None or each.after is None else (each.before, each.after)
-        figures = (f"{each.positions:,}", scientific(each.kl), f"{each.top1:.1%}", *map(four_digits, perplexities))
+        figures = (f"{each.positions:,}", scientific(each.kl), f"{each.top1:.1%}", *map(perplexity_words, perplexities))
         rows.append((name, *figures))
     return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=_LARGEST)
 
@@ -187,7 +187,7 @@ def _layer_table(layers: Sequence[LayerDamage]) -> Table:
         stream = "-"
         if layer.stream is not None:
             stream = f"{layer.stream:.1%}" if layer.stream > 1e-3 else scientific(layer.stream)
-        perplexities = [four_digits(n) for n in (layer.perplexity_before, layer.perplexity_after) if n is not None]
+        perplexities = [perplexity_words(n) for n in (layer.perplexity_before, layer.perplexity_after) if n is not None]
         rows.append((name, stream, scientific(layer.kl), f"{layer.top1:.1%}", *perplexities))
     caption = "If the models ended after a layer"
     return Table(caption, tuple(columns), tuple(rows), _largest([layer.kl for layer in layers]), bold=_LARGEST)

@@ -161,17 +161,12 @@ _ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
 class _Lanes:
     """The lanes of a path: which nodes are on the trunk, and in which stage, rank and lanes the other nodes are."""
 
-    nodes: dict[str, Node]
-    """The nodes by name, in the order of computation."""
-    trunk: list[str]
-    """The names of the nodes on the trunk, first to last."""
-    stage: dict[str, str]
-    """For each node that is not on the trunk, the node of the trunk to which it leads."""
+    nodes: dict[str, Node]  # by name, in the order of computation
+    trunk: list[str]  # the names of the nodes on the trunk, first to last
+    stage: dict[str, str]  # for nodes that are not on the trunk, the node of the trunk to which they lead
     rank: dict[str, int]
-    spans: dict[str, _Span]
-    """For each node that is not on the trunk, its lanes in its stage."""
-    lanes: dict[str, int]
-    """The number of lanes of each stage."""
+    spans: dict[str, _Span]  # for nodes that are not on the trunk, their lanes in their stage
+    lanes: dict[str, int]  # the number of lanes, by stage
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = {node.id: node for node in nodes}

@@ -19,9 +19,6 @@ def dimensions(shape: Sequence[int | str], times: str = " × ") -> str:
     return times.join(size if isinstance(size, str) else f"{size:,}" for size in shape)
 
 
-# --- bytes and large numbers -----------------------------------------------------------------------------------------
-
-
 def decimal(number: int, unit: str = "") -> str:
     """Return four digits with a decimal prefix: 7.568 GFLOP, 13.75 G; below 1,000 the number itself."""
     if number < 1000:
@@ -53,7 +50,7 @@ def rounded_bytes(nbytes: float) -> str:
 
 
 def rounded_flops(flops: float) -> str:
-    """Return FLOPs with two decimals and a space before the prefix: 1,234 M, 1.24 M, 16.10 G."""
+    """Return FLOPs with two decimals and a space before the prefix: 1.24 M, 16.10 G."""
     if flops < 1000:
         return f"{flops:,.0f}"
     power = next((power for power in (1, 2, 3) if flops / 1000**power < 1000), 4)
@@ -81,9 +78,6 @@ def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
         value, power = value / base, power + 1
     digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
     return f"{value:,.{digits}f} {units[power]}"
-
-
-# --- shares and changes ----------------------------------------------------------------------------------------------
 
 
 def percentage(part: int, total: int) -> str:
@@ -126,9 +120,6 @@ def cost_change(before: float, after: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %"
 
 
-# --- errors and losses -----------------------------------------------------------------------------------------------
-
-
 def scientific(error: float) -> str:
     """Return an error in two digits, such as 1.2e-05, and 0 only if it is exactly 0."""
     return "0" if error == 0 else f"{error:.1e}"
@@ -157,15 +148,10 @@ def nats(loss: float) -> str:
 
 
 def perplexity_words(perplexity: float) -> str:
-    """Return a perplexity with two decimals, and without them from 1,000 on: 24.31, 1,234."""
+    """Return a perplexity with two decimals, or none from 1,000 on: 24.31, 1,234."""
     if perplexity >= 1e7:
         return scientific(perplexity)
     return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
-
-
-def four_digits(perplexity: float) -> str:
-    """Return a perplexity in four digits: 27.00, 1,234, 1.2e+07."""
-    return f"{perplexity:#,.4g}".rstrip(".") if perplexity < 1e6 else f"{perplexity:.1e}"
 
 
 def duration(seconds: float) -> str:

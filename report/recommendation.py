@@ -3,7 +3,6 @@
 from typing import Any
 
 from rich.console import RenderResult
-from rich.padding import Padding
 from rich.text import Text
 
 from ..analysis.recommend import ComponentChoice, Recommendation
@@ -43,26 +42,18 @@ def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderRe
         yield table
     for choice in advice.choices if terminal.width < _NARROWEST else ():
         yield terminal.text(choice.words)
-        yield _item(terminal, choice.why, "  ")
+        yield from terminal.wrapped(choice.why, 2, further=0)
         if choice.paper is not None:
-            yield _item(terminal, str(choice.paper), "  ")
+            yield from terminal.wrapped(str(choice.paper), 2, further=0)
     yield from ("", _costs_sheet(advice), "")
     for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
         findings = [finding.words for finding in advice.findings if finding.against == against]
         if findings:
             yield Text(title, style="bold")
-            yield from (_item(terminal, words) for words in findings)
+            for words in findings:
+                yield from terminal.wrapped(f"- {words}", 0)
             yield ""
     yield from map(terminal.note, advice.notes)
-
-
-def _item(terminal: Terminal, words: str, before: str = "- ") -> Padding:
-    """Return words with `before` in front, whose continued lines are indented."""
-    table = plain_table(gap=0)
-    table.add_column(no_wrap=True, width=len(before))
-    table.add_column(overflow="fold")
-    table.add_row(terminal.text(before), terminal.text(words))
-    return Padding(table, 0)
 
 
 def _costs_sheet(advice: Recommendation) -> Sheet:

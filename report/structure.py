@@ -180,23 +180,8 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
         caption = _caption(operation, operations)
         if isinstance(operation, ops.Rotate):
             caption = caption._replace(formula=positions)
-        nodes.append(
-            Node(
-                id=operation.id,
-                op=type(operation).__name__.lower(),
-                inputs=inputs,
-                shape=operation.shape,
-                operation=operation,
-                title=caption.title,
-                detail=caption.detail,
-                formula=caption.formula,
-                weights=operation.weights,
-                copies=operation.copies,
-                residual=residual,
-                choice=choice,
-                tied=operation.tied,
-            )
-        )
+        start = (operation.id, type(operation).__name__.lower(), inputs, operation.shape, operation)
+        nodes.append(Node(*start, *caption, operation.weights, operation.copies, residual, choice, operation.tied))
     return tuple(nodes)
 
 
