@@ -57,7 +57,9 @@ def _cells(variant: Variant) -> tuple[str, ...]:
 def _named(variants: Sequence[Variant]) -> list[tuple[str, Variant]]:
     """Return variants with their labels, which include the number of tokens if a variant has several budgets."""
     several = len({variant.name for variant in variants}) < len(variants)
-    return [(f"{each.name}, {each.tokens:,} tokens" if several else each.name, each) for each in variants]
+    return [
+        (f"{variant.name}, {variant.tokens:,} tokens" if several else variant.name, variant) for variant in variants
+    ]
 
 
 def ablation_sheet(ablation: Ablation) -> Sheet:
@@ -160,18 +162,18 @@ def _differences_figure(ablation: Ablation) -> Figure:
     differences = [(name, variant.difference) for name, variant in _named(ablation.rows) if variant.difference]
     errors = {
         "type": "data", "symmetric": False, "color": "var(--c1)", "thickness": 2,
-        "array": [0.0 if each.high is None else each.high - each.mean for _, each in differences],
-        "arrayminus": [0.0 if each.low is None else each.mean - each.low for _, each in differences],
+        "array": [0.0 if gap.high is None else gap.high - gap.mean for _, gap in differences],
+        "arrayminus": [0.0 if gap.low is None else gap.mean - gap.low for _, gap in differences],
     }  # fmt: skip
-    hints = [f"<b>{safe(name)}</b><br>{_signed(each.mean)}<br>{_interval(each)}" for name, each in differences]
+    hints = [f"<b>{safe(name)}</b><br>{_signed(gap.mean)}<br>{_interval(gap)}" for name, gap in differences]
     marks = {"marker": {"color": "var(--c1)", "size": 9}, "error_x": errors, "hovertext": hints, "hoverinfo": "text"}
-    rows, means = list(range(len(differences))), [each.mean for _, each in differences]
+    rows, means = list(range(len(differences))), [gap.mean for _, gap in differences]
     trace = {"type": "scatter", "mode": "markers", "x": means, "y": rows, **marks}
     by_name = {"tickvals": rows, "ticktext": [safe(name) for name, _ in differences], "autorange": "reversed"}
     x, y = axis("loss minus the base's, nats per token"), axis("", **by_name)
     layout = plot_layout(60 + 34 * len(differences), x, y, shapes=[vertical_line(0)])
     columns = (("variant", False), ("minus base", True), (_INTERVAL, True))
-    cells = tuple((name, _signed(each.mean), _interval(each)) for name, each in differences)
+    cells = tuple((name, _signed(gap.mean), _interval(gap)) for name, gap in differences)
     table = Table("The differences as a table", columns, cells, folded=True)
     summary = "The held-out loss of each variant minus that of the base with the same seed. Bars are 95 % intervals."
     return figure("Difference from the base", summary, [trace], [Key("c1", "less is better")], table, layout)

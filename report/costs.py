@@ -302,7 +302,7 @@ def _explained(models: Sequence[_Costed]) -> list[Sheet]:
     for name, _, figures in models:
         total = figures.explained
         if total is not None:
-            rows = [SheetRow(each.label, (each.formula, f"{each.value:,}")) for each in total.terms]
+            rows = [SheetRow(term.label, (term.formula, f"{term.value:,}")) for term in total.terms]
             rows.append(SheetRow(_TOTAL, (total.formula, f"{total.total:,}"), "bold", ruled=True))
             for index, letter in enumerate(total.symbols):
                 rows.append(SheetRow(letter.name, (letter.meaning, f"{letter.value:,}"), "dim", ruled=not index))

@@ -44,7 +44,7 @@ def damage_lines(damage: Damage) -> list[str]:
         lines.append(f"          perplexity {perplexity_words(total.before)} -> {perplexity_words(total.after)}")
     if len(damage.bins) > 1:
         for pick, label, which in ((max, "position", "worst"), (min, "", "best")):
-            extreme = pick(damage.bins, key=lambda each: each.kl)
+            extreme = pick(damage.bins, key=lambda span: span.kl)
             lines.append(f"{label:<10}KL {scientific(extreme.kl)} at {extreme.name}, the {which}")
     if damage.layers:
         lines.append("layer     KL if both models ended there, and how far residual streams differ:")
@@ -117,8 +117,8 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
 def report_paths(path: Path) -> tuple[Path, Path]:
     """Return the paths of the page (.html) and of its figures (.json). Raise UsageError if one cannot be written."""
     paths = path.with_suffix(".html"), path.with_suffix(".json")
-    for each in paths:
-        ready(each)
+    for report_path in paths:
+        ready(report_path)
     return paths
 
 
@@ -137,11 +137,11 @@ def _position_table(damage: Damage) -> Table:
     if damage.total.before is not None:
         columns += [("perplexity before", True), ("perplexity after", True)]
     rows = []
-    for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
-        perplexities = () if each.before is None or each.after is None else (each.before, each.after)
-        figures = (f"{each.positions:,}", scientific(each.kl), f"{each.top1:.1%}", *map(perplexity_words, perplexities))
+    for name, span in (*((span.name, span) for span in damage.bins), ("all", damage.total)):
+        perplexities = () if span.before is None or span.after is None else (span.before, span.after)
+        figures = (f"{span.positions:,}", scientific(span.kl), f"{span.top1:.1%}", *map(perplexity_words, perplexities))
         rows.append((name, *figures))
-    return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=_LARGEST)
+    return Table("By position", tuple(columns), tuple(rows), _largest([span.kl for span in damage.bins]), bold=_LARGEST)
 
 
 def _largest(divergences: Sequence[float]) -> frozenset[int]:
@@ -160,11 +160,11 @@ def _lens_figure(damage: Damage) -> Figure:
     for layer in damage.layers:
         same = layer.before == layer.after
         pair = f"after layer {layer.after} of both" if same else f"after layers {layer.before} and {layer.after}"
-        for each, value in zip(damage.bins, layer.by_bin, strict=True):
-            lines = (f"KL: {scientific(value)} nats per token", f"at position {each.name}", pair)
-            cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), lines, not value <= _ROUNDING))
+        for span, value in zip(damage.bins, layer.by_bin, strict=True):
+            lines = (f"KL: {scientific(value)} nats per token", f"at position {span.name}", pair)
+            cells.append(Cell(f"at {span.name}", layer.after, _or_infinite(value), lines, not value <= _ROUNDING))
     worst = max(damage.layers, key=lambda layer: _or_infinite(layer.kl))
-    columns = (("layer", False), *((f"at {each.name}", True) for each in damage.bins))
+    columns = (("layer", False), *((f"at {span.name}", True) for span in damage.bins))
     rows = tuple((str(layer.after), *map(scientific, layer.by_bin)) for layer in damage.layers)
     return heatmap(
         cells,

@@ -120,8 +120,8 @@ def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> R
     for mark, curve in zip(marks, curves, strict=False):
         made_for = "" if curve.context is None else f"  made for {curve.context:,} tokens"
         yield terminal.text(f"{mark} ").append(terminal.text(curve.name)).append(terminal.clean(made_for), style="dim")
-    places = list(dict.fromkeys((each.first, each.last) for curve in curves for each in curve.bins))
-    by_place = [{(each.first, each.last): each.nats for each in curve.bins} for curve in curves]
+    places = list(dict.fromkeys((span.first, span.last) for curve in curves for span in curve.bins))
+    by_place = [{(span.first, span.last): span.nats for span in curve.bins} for curve in curves]
     names = [_positions(first, last) for first, last in places]
     beyond = [_BEYOND] if any(first == context for first, _ in places) else []
     room = terminal.width - max(map(len, ["position", *names, *beyond])) - 2
@@ -179,21 +179,21 @@ def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
     for index, curve in enumerate(curves):
         colour, dash = f"c{index % PALETTE}", DASHES[index % len(DASHES)]
-        bins = [each for each in curve.bins if math.isfinite(each.nats.value)]
+        bins = [span for span in curve.bins if math.isfinite(span.nats.value)]
         hints = [
-            f"<b>{safe(curve.name)}</b><br>position {_positions(each.first, each.last)}, {each.tokens:,} tokens"
-            f"<br>{_estimate(each.nats)} nats per token"
-            for each in bins
+            f"<b>{safe(curve.name)}</b><br>position {_positions(span.first, span.last)}, {span.tokens:,} tokens"
+            f"<br>{_estimate(span.nats)} nats per token"
+            for span in bins
         ]
         paint = f"var(--{colour})"
-        errors = {"type": "data", "array": [each.nats.error or 0 for each in bins], "color": paint, "thickness": 1}
-        points: dict[str, Any] = {"x": [math.sqrt((each.first + 1) * (each.last + 1)) for each in bins]}
-        points |= {"y": [each.nats.value for each in bins], "error_y": errors, "hovertext": hints, "hoverinfo": "text"}
+        errors = {"type": "data", "array": [span.nats.error or 0 for span in bins], "color": paint, "thickness": 1}
+        points: dict[str, Any] = {"x": [math.sqrt((span.first + 1) * (span.last + 1)) for span in bins]}
+        points |= {"y": [span.nats.value for span in bins], "error_y": errors, "hovertext": hints, "hoverinfo": "text"}
         style = {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 6}}
         traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(curve.name), **points, **style})
         keys.append(Key(f"line {colour} {dash}", curve.name))
-        for each in curve.bins:
-            rows.append((curve.name, _positions(each.first, each.last), f"{each.tokens:,}", _estimate(each.nats)))
+        for span in curve.bins:
+            rows.append((curve.name, _positions(span.first, span.last), f"{span.tokens:,}", _estimate(span.nats)))
     width = max(curve.width for curve in curves)
     x = powers(1, width) | {"title": {"text": "position, in tokens"}}
     layout = plot_layout(360, x, axis("nats per token"))

@@ -36,7 +36,7 @@ class Metrics:
     stream: int  # the x of the trunk
     trunk: int  # the left edge of boxes on the trunk
     left: int  # the left edge of the lanes
-    beside: int  # the gap between two lanes
+    lane_gap: int
     gap: int  # the least gap between two ranks
     track: int  # the height of a track in that gap
     around: _Point  # the margin of a frame (x, y)
@@ -287,7 +287,7 @@ class _Arrangement:
             self.inside.setdefault(graph.stage[name], []).append(name)
         gaps = {}  # the gaps before each lane and after the last: a frame needs larger ones
         for stage in stages:
-            gaps[stage] = [0, *[metrics.beside] * (graph.lanes[stage] - 1), 0]
+            gaps[stage] = [0, *[metrics.lane_gap] * (graph.lanes[stage] - 1), 0]
             if stage in self.inside:
                 first, last = graph.hull(self.inside[stage])
                 gaps[stage][first] += metrics.around[0]
