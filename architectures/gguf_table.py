@@ -809,7 +809,7 @@ _ROWS = (
             "expert_weights_norm": False, "expert_shared_count": 0,
         },
         always={
-            "expert_gating_func": lambda config: 1 if config["expert_selection_fn"] == "softmax" else 2,
+            "expert_gating_func": lambda config: 1 if config.get("expert_selection_fn", "softmax") == "softmax" else 2,
             "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
         },
         assumed={

@@ -113,6 +113,7 @@ IN_STEPS |= {"recurrent_gemma", "rwkv", "falcon_h1", "mamba", "falcon_mamba", "j
 MEASURED = {
     "eager": {
         **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), 0.06),
+        "cohere_compass_text": 0.11,
         "ernie4_5": 0.01,
         "glm": 0.003,
         "glm4": 0.004,
@@ -128,9 +129,17 @@ MEASURED = {
         "bert": 0.002,
         "distilbert": 0.003,
         "modernbert": 0.003,
+        "modernbert-decoder": 0.004,
         "llama4_text": 0.33,
     },
-    "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.39},
+    "sdpa": {
+        "cohere": 0.14,
+        "cohere2": 0.15,
+        "cohere2_moe": 0.12,
+        "cohere_compass_text": 0.18,
+        "gpt_neox": 0.14,
+        "llama4_text": 0.39,
+    },
 }
 """Where transformers keeps more, at most so much. Of Cohere it takes the mean off twice in every norm, and with windows
 makes a mask for each sequence. Of ERNIE, GLM and Helium neighbours turn as slices. Of DeepSeek-V3's routers it keeps
