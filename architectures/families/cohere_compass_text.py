@@ -12,7 +12,7 @@ from typing import Any
 from ...components import LayerNorm, ModelSpec, Rotary
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder
+from ..decoder import DecoderFamily
 from ..draws import WINDOWS, Config, Sizes, kind_by_layer, sometimes
 from ..fields import PRE, Field, without
 from ..lenses import Lens, attentions, write_windows
@@ -74,7 +74,7 @@ def _draw_layers(chosen: Random, sizes: Sizes) -> Config:
     return {**windows, _ROPE: {kind: rope() for kind in ("full_attention", "sliding_attention")}}
 
 
-_DECODER = Decoder(
+_DECODER = DecoderFamily(
     {**without(cohere.DECODER.fields, "use_qk_norm"), "logit_scale": Field("head.multiplier", 1.0, _scale)},
     norm=LayerNorm,
     norms=PRE[:1],

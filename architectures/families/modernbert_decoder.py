@@ -50,7 +50,7 @@ def _draw_windows(chosen: Random, sizes: Sizes) -> Config:
     return sometimes(chosen, fields)
 
 
-class _Decoder(DecoderFamily):
+class _ModernBertDecoder(DecoderFamily):
     """A decoder whose first attention has no norm before it, and whose head has a transform."""
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
@@ -63,7 +63,7 @@ class _Decoder(DecoderFamily):
         return {**super().draw(chosen, stated, **own), **modernbert.draw_transform(chosen)}
 
 
-_DECODER = _Decoder(
+_DECODER = _ModernBertDecoder(
     modernbert.FIELDS,
     norm=LayerNorm,
     fixed={"feed_forward.fused": True},

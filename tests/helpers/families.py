@@ -2037,6 +2037,10 @@ class Variant:
         return self.name
 
 
+DESCRIBED = {architecture_of(config).name for config in CONFIGS.values()}
+"""The families that have configs above. `_variants` adds drawn ones of the others."""
+
+
 def _is_telling(config: Mapping[str, Any]) -> bool:
     """Return whether mistakes show on a drawn config: it has several layers, several heads of more than one pair, a few
     shards, a context as long as the tests' texts, and no field that is not read.
@@ -2052,8 +2056,7 @@ def _is_telling(config: Mapping[str, Any]) -> bool:
 
 
 def _variants() -> list[Variant]:
-    described = {architecture_of(config).name for config in CONFIGS.values()}
-    for family in [name for name in ARCHITECTURES if name not in described]:
+    for family in [name for name in ARCHITECTURES if name not in DESCRIBED]:
         drawn = filter(_is_telling, (ARCHITECTURES[family].drawn(number) for number in itertools.count()))
         names = (family, f"{family}-1", f"{family}-2")
         CONFIGS.update(zip(names, drawn, strict=False))
