@@ -71,7 +71,7 @@ def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Le
 
 
 def qkv(suffix: str) -> tuple[str, str, str]:
-    """The shared names of one block's q, k and v `suffix` ("weight" or "bias")."""
+    """Return the shared names of the "weight" or "bias" of a block's q, k and v."""
     base = "blocks.{layer}.attention."
     return f"{base}q_proj.{suffix}", f"{base}k_proj.{suffix}", f"{base}v_proj.{suffix}"
 
@@ -93,11 +93,11 @@ class BoundLeaf:
     value: int = 0
 
     def to_shared(self, tensor: Any) -> list[Any]:
-        """The checkpoint's tensor -> the shared tensors, in the order of `shared`."""
+        """Split the checkpoint's tensor into the shared tensors, in the order of `shared`."""
         return self.layout.forward(tensor, self.sizes)
 
     def to_checkpoint(self, tensors: Sequence[Any]) -> Any:
-        """The shared tensors, in the order of `shared` -> the checkpoint's tensor."""
+        """Join the shared tensors, in the order of `shared`, into the checkpoint's tensor."""
         return self.layout.inverse(tensors, self.sizes)
 
     @property
@@ -141,11 +141,11 @@ class Stacked:
 
     @property
     def of_experts(self) -> bool:
-        """Whether experts are stacked."""
+        """Return whether the parameter holds all experts, stacked along its first dimension."""
         return "{expert}" in self.checkpoint[0]
 
     def leaf(self, name: str, parts: Sequence[Sequence[BoundLeaf]]) -> BoundLeaf:
-        """The parameter as a leaf; `parts` as the names in `bound`."""
+        """Return the parameter as a leaf. `parts` are the leaves of its parts, grouped as the names in `bound`."""
         if not self.of_experts:
             return replace(parts[0][0], checkpoint=name)
         (rows, columns), count = parts[0][0].shape, len(parts[0])
@@ -156,7 +156,7 @@ class Stacked:
         return BoundLeaf(name, (len(parts), count * rows, columns), shared, shapes, layout, sizes)
 
     def gather(self, names: Sequence[Sequence[str]], read: Callable[[str], Any]) -> Any:
-        """The parameter, of the checkpoint tensors that `read` gives."""
+        """Return the parameter, made of the checkpoint tensors that `read` returns."""
         parts = [concatenate([read(name) for name in each], 0) for each in names]
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
@@ -288,17 +288,17 @@ class Architecture:
 
     @property
     def refusals(self) -> dict[str, tuple[tuple[Any, ...], str]]:
-        """The config fields that it refuses, with the harmless values of each and the reason."""
+        """Return the config fields that the family refuses, with their harmless values and the reason."""
         return {name: each for name, each in {**COMMON_REFUSED, **self.refused}.items() if each is not None}
 
     @property
     def ignored(self) -> dict[str, str]:
-        """The config fields that change nothing here, each with the reason."""
+        """Return the config fields that change nothing in this family, each with the reason."""
         found = {**COMMON_IRRELEVANT, **self.irrelevant}
         return {name: reason for name, reason in found.items() if reason is not None}
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
-        """A reader of what is about the language model, that knows this family's other spellings."""
+        """Return a reader of the language model's fields that knows this family's other spellings."""
         return ConfigReader(config, self.config_aliases).part(self.part)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -310,7 +310,7 @@ class Architecture:
         return self.spec_and_unknown(config)[0]
 
     def spec_and_unknown(self, config: Mapping[str, Any]) -> tuple[ModelSpec, list[str]]:
-        """The tree, and the config's fields that neither it nor transformers knows."""
+        """Return the tree, and the config fields that neither gptkit nor transformers knows."""
         reader = self.reader(config)
         whole = reader.outer or reader
         for each in dict.fromkeys((whole, reader)):
@@ -352,7 +352,7 @@ class Architecture:
         return {"model_type": self.name, "architectures": [self.class_of(spec)], **beyond, **self.write(spec)}
 
     def class_of(self, spec: ModelSpec) -> str:
-        """The transformers class that computes a tree."""
+        """Return the transformers class that computes a tree."""
         return self.hf_class if spec.head is not None or not self.base_class else self.base_class
 
     def other_class(self, config: Mapping[str, Any] | None) -> str | None:
@@ -408,7 +408,7 @@ class Architecture:
 
     @cached_property
     def usual(self) -> ModelSpec:
-        """The tree of a config.json that says nothing but what is `stated` everywhere."""
+        """Return the tree of a config.json that has only the fields that every file states."""
         return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(
@@ -472,7 +472,7 @@ class Architecture:
         return found
 
     def repeats(self, spec: ModelSpec) -> dict[str, str]:
-        """All parameters of transformers' modules that are one with another."""
+        """Return all parameters of transformers' modules that are the same as another parameter."""
         own = {leaf.checkpoint for leaf in self.bind(spec)} if self.repeated else set()
         repeated = {name: other for name, other in self.repeated.items() if name not in own}
         return {**repeated, **self.borrowed(spec)}
@@ -489,7 +489,7 @@ class Architecture:
         return bound
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
-        """The weight map of files with tensors of these names."""
+        """Return the weight map of files that have tensors of these names."""
         found = {each for name in names for each in self.spellings(name)} if self.stacked else set()
         return self.bind(spec) if found.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
@@ -560,17 +560,17 @@ class Architecture:
 
 
 def _with_own_head(spec: ModelSpec) -> ModelSpec:
-    """The tree with a head that is not tied."""
+    """Return the tree with a head that is not tied."""
     return structs.replace(spec, head=structs.replace(spec.has_head(), tied=False))
 
 
 def _layer(name: str) -> str | None:
-    """The first number in a name: nine digits at most, since int() itself refuses very long ones."""
+    """Return the first number in a name. It has nine digits at most, since int() refuses very long ones."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 
 def _kind(attention: Any) -> str | None:
-    """What transformers calls a layer with this attention in `layer_types`."""
+    """Return transformers' name for a layer with this attention, as in `layer_types`."""
     if attention is None:
         return None
     if getattr(attention, "window", None) is None:

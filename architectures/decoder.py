@@ -95,7 +95,7 @@ class DecoderFamily:
 
     @property
     def kinds(self) -> Kinds:
-        """The components of its trees, for `Architecture.kinds`."""
+        """Return the components of the family's trees, for `Architecture.kinds`."""
         positions = {self.table} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
         return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures})
@@ -148,7 +148,7 @@ class DecoderFamily:
             tied = config.outer.boolean(names["tied"], tied)
 
         def of(part: str) -> dict[str, Any]:
-            """The dotted roles of a part; a scale that is null is the usual one."""
+            """Return the values of a part's dotted roles. A scale of None is left out: the usual one applies."""
             said = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
             return {role.partition(".")[2]: value for role, value in said.items() if role.startswith(f"{part}.")}
 
@@ -220,7 +220,7 @@ class DecoderFamily:
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Put into the values of roles what follows from the others; `names` are the fields that roles have."""
+        """Add the values that follow from others. `names` maps roles to config fields, for error messages."""
         if values["head_dim"] is None:
             if values["hidden"] % values["heads"]:
                 wanted = f"a multiple of {names['heads']} ({values['heads']})"
@@ -240,7 +240,7 @@ class DecoderFamily:
         heads, head_dim, count = values["heads"], values["head_dim"], values["layers"]
 
         def head_norm(count: int) -> Any:
-            """Of the queries or keys of so many heads."""
+            """Return the norm of the queries or keys of `count` heads."""
             if not values.get("head_norms", self.head_norms):
                 return None
             groups = {"groups": count} if self.head_norms in ("own", "apart") else {}

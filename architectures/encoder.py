@@ -149,7 +149,7 @@ _B, LAYER = "blocks.{layer}.", "bert.encoder.layer.{layer}."
 
 
 def layers_of(layer: str) -> tuple[Leaf, ...]:
-    """The leaves of BERT's layers, whose names begin so."""
+    """Return the leaves of BERT's layers, whose checkpoint names begin with `layer`."""
     return leaves_of(
         {
             layer + "attention.self.query": _B + "attention.q_proj",
@@ -165,7 +165,7 @@ def layers_of(layer: str) -> tuple[Leaf, ...]:
 
 
 def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
-    """The leaves of what is before BERT's layers."""
+    """Return the leaves of BERT's embeddings."""
     return leaves_of(
         {
             prefix + "embeddings.word_embeddings": "embedding",
@@ -177,5 +177,5 @@ def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
 
 
 def renamed_norms(*names: str) -> tuple[tuple[str, str], ...]:
-    """`Architecture.aliases` of norms as TensorFlow calls their parameters."""
+    """Return `Architecture.aliases` for norms whose parameters have TensorFlow's names."""
     return tuple((f"{n}.{old}", f"{n}.{new}") for n in names for old, new in (("gamma", "weight"), ("beta", "bias")))

@@ -40,7 +40,7 @@ class EncoderDecoder:
         object.__setattr__(self, "kinds", self.encoder.kinds | self.decoder.kinds | {CrossAttention})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
+        """Return the family of these trees. `more` are fields of `Architecture` other than the usual ones."""
         usual = {
             "model_types": (name,),
             "hf_config": hf_class.replace("ForConditionalGeneration", "Config"),
@@ -58,7 +58,7 @@ class EncoderDecoder:
         return {**drawn[0], **drawn[1]}
 
     def read(self, config: ConfigReader) -> ModelSpec:
-        """The tree of a config; raises ConfigError for a field of another type or range."""
+        """Read the tree of a config. Raises ConfigError for a field of another type or range."""
         encoder, decoder = self.encoder.read(config), self.decoder.read(config)
         blocks = {block: _across(block) for block in dict.fromkeys(decoder.blocks)}
         first = [
@@ -73,7 +73,7 @@ class EncoderDecoder:
         )
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """The config fields of a tree; raises CannotExpress where it is of one stack, or of other components."""
+        """Return the config fields of a tree. Raises CannotExpress for one stack, or for other components."""
         encoder = spec.encoder
         if encoder is None:
             raise CannotExpress("the model has no encoder, but this architecture needs one")
@@ -88,7 +88,7 @@ class EncoderDecoder:
 
 
 def _across(block: Block) -> Block:
-    """A decoder's layer with cross-attention behind its own."""
+    """Return a decoder layer with cross-attention after its self-attention."""
     first, *others = block.sublayers
     own = of_kind(first.mixer, Attention)
     fields = ("hidden_size", "heads", "head_dim", "scale", "qkv_bias", "output_bias", "scaling", "softmax")

@@ -29,14 +29,14 @@ _ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 
 def name_of(activation: Activation) -> str:
-    """transformers' name of an activation. Raises CannotExpress: it has none."""
+    """Return transformers' name of an activation. Raises CannotExpress if it has none."""
     if activation not in _ACTIVATION_NAMES:
         raise CannotExpress(f"transformers has no name for the activation {activation!r}")
     return _ACTIVATION_NAMES[activation]
 
 
 def activation_named(config: ConfigReader, name: str, default: str) -> Activation:
-    """The activation that a field names."""
+    """Read the activation that a field names."""
     found: Activation = config.choice(name, default, ACTIVATIONS)
     return found
 

@@ -24,7 +24,7 @@ _EPS = 1e-6  # of the norms on latents, whatever the config says of the others
 
 
 def _from_zero(config: ConfigReader, name: str, default: int) -> int:
-    """A size that may be 0."""
+    """Read a size that may be 0."""
     found = config.raw(name, default)
     return 0 if type(found) is int and found == 0 else config.integer(name, default)
 
@@ -62,12 +62,12 @@ class LatentDecoder(DecoderFamily):
     tables: bool = False
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Nothing follows: the sizes of heads are given."""
+        """Add nothing, since the config states the sizes of heads."""
 
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], _: Mapping[str, Any]
     ) -> Sequence[LatentAttention]:
-        """One for all layers."""
+        """Return the same attention for every layer."""
         heads, fields = values["heads"], dict(own)
         kv_heads = config.optional_integer("num_key_value_heads", self.kv_heads)
         if kv_heads not in (None, heads):
@@ -123,7 +123,7 @@ class LatentDecoder(DecoderFamily):
         return {**config, "num_key_value_heads": config["num_attention_heads"], **rope, **pairs}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """The config fields of a tree; raises as `DecoderFamily.write`."""
+        """Return the config fields of a tree; raises as `DecoderFamily.write`."""
         attention = of_kind(spec.blocks[0].attention, LatentAttention)
         rotary = of_kind(attention.position, Rotary)
         rope = write_rotary(rotary, rotary.dim, self.turning)
@@ -135,7 +135,7 @@ class LatentDecoder(DecoderFamily):
 
 
 def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
-    """The tensors of latent attention in a layer, by how names of ours (`block`) and checkpoints' (`layer`) begin."""
+    """Return the leaves of latent attention; shared names begin with `block`, checkpoint names with `layer`."""
     ours, theirs = f"{block}attention.", f"{layer}self_attn."
     down = tuple(
         Leaf(f"{theirs}kv_a_proj_with_mqa.{each}", (f"{ours}kv_down_proj.{each}", f"{ours}k_rope_proj.{each}"), layout)

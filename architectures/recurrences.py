@@ -25,7 +25,7 @@ _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
 def limits(config: ConfigReader) -> dict[str, Any]:
-    """Between what steps are kept, `least` and `most` of the component, by `time_step_limit`."""
+    """Read `time_step_limit`, the smallest and the largest step size: `least` and `most` of the component."""
     found: Any = config.raw("time_step_limit", (0.0, math.inf))
     numbers = [math.inf if each == _INFINITE else each for each in found] if isinstance(found, list | tuple) else []
     fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
@@ -44,7 +44,7 @@ def least_step(config: ConfigReader, name: str, default: float) -> float:
 
 
 def write_limits(mixer: Mamba2) -> dict[str, Any]:
-    """The field that `limits` reads, where it says something."""
+    """Return the field that `limits` reads, unless it has its default."""
     if (mixer.least, mixer.most) == (0, None):
         return {}
     return {"time_step_limit": [mixer.least, _INFINITE if mixer.most is None else mixer.most]}
@@ -119,7 +119,7 @@ def draw_limits(chosen: Random) -> list[float]:
 
 
 def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[ModelSpec], dict[str, Any]]:
-    """What writes Mamba-2, and which layers have attention: `types` makes fields of that."""
+    """Return the writer of Mamba-2. `types` turns the list of layers with attention into config fields."""
 
     def written(spec: ModelSpec) -> dict[str, Any]:
         mixers = [block.mixer("recurrence") for block in spec.blocks]
@@ -134,7 +134,7 @@ def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[Model
 
 
 def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
-    """Mamba-2 of a layer, as the module `theirs`."""
+    """Return the leaves of a layer's Mamba-2, whose checkpoint names begin with `theirs`."""
     ours = B + "recurrence."
     read, mixed = ("gate", "x", "b", "c", "dt"), ("x", "b", "c")
     rows: dict[str, Any] = {"split": "part", "parts": ("inner", "inner", "states", "states", "heads")}
@@ -154,7 +154,7 @@ def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
 
 
 def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:
-    """How many numbers steps are made of, where "auto" stands for a sixteenth of the stream's."""
+    """Read the rank of the step sizes, where "auto" means a sixteenth of the hidden size."""
     return math.ceil(hidden / 16) if config.raw(name, "auto") == "auto" else config.integer(name)
 
 
@@ -172,7 +172,7 @@ def step_rank(hidden: int) -> Field:
 
 
 def width_of(config: ConfigReader, name: str, hidden: int) -> int:
-    """How many channels there are, by how many times as many as the stream has."""
+    """Read the number of channels from a field that is a multiple of the hidden size."""
     times = config.integer(name, 2)
     if times * hidden >= 2**31:
         raise config.fail(name, times, f"less than 2^31 / hidden_size ({hidden})")
@@ -180,7 +180,7 @@ def width_of(config: ConfigReader, name: str, hidden: int) -> int:
 
 
 def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
-    """Norms of what each token chooses."""
+    """Return the norms of the step sizes, B and C."""
     return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
 
 
@@ -222,7 +222,7 @@ def write_alone(spec: ModelSpec) -> Config:
 
 
 def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
-    """Mamba of a layer, as the module `theirs`."""
+    """Return the leaves of a layer's Mamba, whose checkpoint names begin with `theirs`."""
     ours = B + "recurrence."
     halves: dict[str, Any] = {"split": "part", "parts": ("inner", "inner")}
     chosen = Layout("part inner", split="part", parts=("rank", "state", "state"))
@@ -276,7 +276,7 @@ def _draw_delta_nets(chosen: Random, sizes: Sizes) -> Config:
 
 
 def _write_delta_nets(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `delta_nets` reads."""
+    """Return the config fields that `delta_nets` reads."""
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     first = next((of_kind(each, GatedDeltaNet) for each in mixers if each is not None), None)
     sizes = {} if first is None else write_fields(_DELTA, first)

@@ -143,7 +143,7 @@ def read_rotaries(
 
 
 def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
-    """What stands beside the parameters and is about them."""
+    """Return the fields next to the RoPE parameters that belong to them."""
     part, original = config.raw(kind.part or PART), config.raw(ORIGINAL, kind.original)
     found = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
@@ -154,7 +154,7 @@ def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[
 def _rotary(
     rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind, tables: int | None = None
 ) -> Rotary:
-    """The component that some parameters say, of a head of width `dim`; `tables` as in `read_rotary`."""
+    """Return the component for RoPE parameters and heads of width `dim`; `tables` is as in `read_rotary`."""
     scaling = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(scaling, str):
         raise rope.fail("rope_type", scaling, "a string")
@@ -292,12 +292,12 @@ def _read_scaling(
 
 
 def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
-    """The number at `name`, or the inferred one where it is null, zero or absent (transformers' `or`)."""
+    """Read a number. If it is null, zero or absent, return the inferred one, as transformers' `or` does."""
     return rope.number(name) if rope.raw(name) else inferred
 
 
 def _rotations(rope: ConfigReader, name: str, default: float) -> float:
-    """YaRN's beta: a number of turns, of which a logarithm is taken."""
+    """Read YaRN's beta, a number of rotations whose logarithm is taken."""
     value = _number_or(rope, name, default)
     if not 1e-9 <= value <= 1e9:
         raise rope.fail(name, value, "a number of rotations from 1e-9 to 1e9")
@@ -305,7 +305,7 @@ def _rotations(rope: ConfigReader, name: str, default: float) -> float:
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Section 3.4 of YaRN, with the mscale ratio of DeepSeek where both of its numbers are given."""
+    """Return the attention factor of YaRN's section 3.4, with DeepSeek's mscale ratio if both numbers are there."""
     if rope.raw("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
@@ -378,7 +378,7 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 
 
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
-    """config.json keys for a rotary component on heads of a width, in the form that transformers 4 and 5 both read."""
+    """Return the config fields of a rotary component, in the form that transformers 4 and 5 both read."""
     part = {kind.part: _part(rotary.exponent, head_dim)} if kind.part else {}
     scaling = _scaling(rotary) or (None if kind.usual is None else {"rope_type": "default"})
     # A config class that has names of its own for the types believes the original context beside the parameters.
@@ -387,7 +387,9 @@ def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY)
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
-    """`rope_parameters` by kind of layer, as transformers 5 reads it; with `head_dim` the part of a head that turns."""
+    """Return `rope_parameters` by kind of layer, as transformers 5 reads it. With `head_dim`, it includes the part of a
+    head that turns.
+    """
     part = {} if head_dim is None else {kind: _part(each.exponent, head_dim) for kind, each in by_kind.items()}
     return {
         "rope_parameters": {
@@ -402,7 +404,7 @@ def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -
 
 
 def _part(turned: int, head_dim: int) -> float:
-    """The factor of which transformers makes so many dimensions."""
+    """Return the factor from which transformers computes `turned` dimensions."""
     part = turned / head_dim
     return part if int(head_dim * part) == turned else (turned + 0.5) / head_dim
 

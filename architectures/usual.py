@@ -46,7 +46,7 @@ STACKED = (
 
 
 def shared_expert(name: str) -> dict[str, str]:
-    """The modules of a shared expert of that name."""
+    """Return the modules of a shared expert that checkpoints call `name`."""
     return {f"{T}mlp.{name}.{each}": f"{B}feed_forward.shared.{each}" for each in PROJECTIONS}
 
 
@@ -100,7 +100,7 @@ OUTPUT_NORM_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_OUT
 
 
 def fairseq(top: str) -> dict[str, str]:
-    """The modules of a layer in models that come from fairseq, below `top`."""
+    """Return the modules of a layer in models from fairseq; names in checkpoints begin with `top`."""
     b, t = "blocks.{layer}.", top + "layers.{layer}."
     return {
         **{f"{t}self_attn.{name}_proj": f"{b}attention.{name}_proj" for name in ("k", "v", "q")},
@@ -113,10 +113,10 @@ def fairseq(top: str) -> dict[str, str]:
 
 
 def two_parallel_norms(block: Block) -> bool:
-    """40b: attention and feed-forward side by side, each behind its own norm."""
+    """Return whether attention and feed-forward run in parallel, each with its own norm (Falcon 40B)."""
     return block.parallel and block.feed_forward_norm is not None
 
 
 def other_norms(block: Block) -> bool:
-    """7b and 11b share one norm; rw has two in a row."""
+    """Return whether a block has another arrangement of norms: one that both share, or two in a row."""
     return not two_parallel_norms(block)

@@ -21,7 +21,7 @@ from ..usual import ATTENTION, EMBEDDING, B, T
 
 
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2 | None]:
-    """What stands in the layers without attention."""
+    """Return Mamba-2 for each layer without attention, and None for the others."""
     count, whole = values["layers"], config.raw("attn_layer_indices")
     if not isinstance(whole, list) or any(type(each) is not int for each in whole) or not {*whole} & {*range(count)}:
         wanted = "a list with one of the layers at least: transformers' cache fails without attention"
@@ -40,7 +40,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Which part of a head turns is read among the rope parameters alone."""
+    """Write the part of a head that turns among the RoPE parameters, where alone transformers reads it."""
     mixers = [block.mixer("attention") for block in spec.blocks]
     attention = of_kind(next((each for each in mixers if each is not None), None), Attention)
     found = write_rotaries({"all": of_kind(attention.position, Rotary)}, attention.head_dim)

@@ -66,7 +66,7 @@ _STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)
 
 
 def with_bias(read: Any, base: str) -> Any:
-    """What reads a tree whose logits have a bias, unless the class without a head is named."""
+    """Return the reader of trees whose logits have a bias, unless config.json names `base`, which has no head."""
 
     def tree(config: ConfigReader) -> ModelSpec:
         spec: ModelSpec = read(config)
@@ -77,7 +77,7 @@ def with_bias(read: Any, base: str) -> Any:
 
 
 def without_bias(write: Any, base: str) -> Any:
-    """What writes it."""
+    """Return the writer of such trees."""
 
     def fields(spec: ModelSpec) -> dict[str, Any]:
         return {**write(spec), **({} if spec.has_head().bias else {"architectures": [base]})}

@@ -22,7 +22,7 @@ _CODEGEN_DECODER = replace(DECODER, fixed={**DECODER.fixed, "attention.fused": T
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     heads = config.integer("n_head", 16)
     if heads % _CORES:
         raise config.fail("n_head", heads, f"a multiple of {_CORES}")
@@ -30,7 +30,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, object]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     heads = spec.blocks[0].attention.heads
     if heads % _CORES:
         raise CannotExpress(

@@ -27,7 +27,9 @@ _PATTERN = "prefix_dense_sliding_window_pattern"
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, and its positions: in those with a window, and in dense ones where these are all without."""
+    """Return the window and the positions of each layer. Layers without a window have no positions, except dense ones
+    where `prefix_dense_sliding_window_pattern` is 1.
+    """
     count, head_dim = values["layers"], values["head_dim"]
     first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, values)
     if first > count:
@@ -52,14 +54,14 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of each layer's window and positions."""
+    """Return the config fields that `_layers` reads."""
     mixers = [(of_kind(block.attention, Attention), hasattr(block.feed_forward, "experts")) for block in spec.blocks]
     bare = any(each.window is None and each.position is None and not mixed for each, mixed in mixers)
     return {**write_windows(spec), _PATTERN: 2 if bare else 1}
 
 
 def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
-    """The width of dense layers, that of an expert where it is not said."""
+    """Read the width of dense layers, by default that of an expert."""
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
 
 
@@ -107,7 +109,7 @@ _RMS = replace(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree: RMSNorm where it has an eps of its own, else LayerNorm."""
+    """Read the tree of a config.json: with RMSNorm if `rms_norm_eps` is there, and otherwise with LayerNorm."""
     if config.raw("rms_norm_eps") is None:
         return _DECODER.read(config)
     config.raw("layer_norm_eps")
@@ -115,7 +117,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     fields = (_RMS if isinstance(spec.final_norm, RMSNorm) else _DECODER).write(spec)
     scaling = fields.pop("rope_scaling")
     return {**fields, **({"rope_parameters": scaling} if scaling else {})}

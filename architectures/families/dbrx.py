@@ -23,14 +23,14 @@ _EXPERT = _B + "feed_forward.experts.{expert}."
 
 
 def _untied(config: ConfigReader, name: str, default: bool) -> bool:
-    """False, since transformers' class refuses true."""
+    """Return False, and refuse true as transformers' class does."""
     if config.boolean(name, default):
         raise config.fail(name, True, "false: transformers refuses true")
     return False
 
 
 def _normalised(config: ConfigReader, name: str, default: float) -> bool:
-    """Whether weights are divided by a norm of theirs, which here is their sum."""
+    """Return whether the weights of experts are divided by their norm, which gptkit supports only as the sum."""
     power = config.raw(name, default)
     if power not in (None, 1):
         raise config.fail(name, power, "1 or null")
@@ -38,12 +38,12 @@ def _normalised(config: ConfigReader, name: str, default: float) -> bool:
 
 
 def _named(config: ConfigReader, name: str, default: str) -> Any:
-    """The activation that an object names."""
+    """Read the activation whose name is inside an object."""
     return activation_named(config.inner(name), "name", default)
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """All layers are alike; what transformers has beside the fields of the table, it goes by others for."""
+    """Return no values by layer; read the fields that transformers writes but does not use."""
     count = values["layers"]
     config.inner("attn_config").raw("rope_theta")
     config.inner("ffn_config").raw("hidden_size")
@@ -90,7 +90,7 @@ _DECODER = DecoderFamily(
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     fields = _DECODER.write(spec)
     return {**fields, "attn_config": {**fields["attn_config"], "rope_theta": fields["rope_theta"]}}
 

@@ -24,7 +24,7 @@ _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """The tree; groups are there where `topk_method` says so."""
+    """Read the tree of a config.json. Experts are in groups if `topk_method` is group_limited_greedy."""
     grouped = config.choice("topk_method", "greedy", _METHODS)
     names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
     found = {role: config.optional_integer(name) for name, role in names.items()}
@@ -36,7 +36,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _written(spec: ModelSpec) -> Mapping[str, Any]:
-    """The fields of groups."""
+    """Return the config fields of the groups of experts."""
     inner = (block.feed_forward for block in spec.blocks)
     mixture = next((each for each in inner if isinstance(each, MixtureOfExperts)), None)
     if mixture is None or mixture.groups == 1:

@@ -18,7 +18,7 @@ _WINDOW = 4096
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, and which layers have no positions."""
+    """Return the window of each layer, and which layers have no positions."""
     # Of the patterns that are strings ("LLLG") transformers makes no layer types.
     stated = isinstance(config.raw("layer_types"), list)
     config.raw("sliding_window_pattern")
@@ -31,7 +31,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of each layer's window; without any no window is said, and all layers have positions."""
+    """Return the config fields of the windows. If no layer has a window and all have positions, the width is null."""
     fields = write_windows(spec)
     turned = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
     return {**fields, "sliding_window": None} if turned and "sliding_attention" not in fields["layer_types"] else fields

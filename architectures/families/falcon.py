@@ -24,7 +24,7 @@ from ..usual import GROUPED_BIAS, GROUPED_WEIGHT, other_norms, two_parallel_norm
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The heads of keys and values and the positions, alike in all layers."""
+    """Return the key-value heads and the positions, which are the same in all layers."""
     count, head_dim = values["layers"], values["head_dim"]
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, which is hidden_size / num_attention_heads")
@@ -47,7 +47,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _is_grouped(config: ConfigReader) -> bool:
-    """Whether it is of the new decoder architecture, that of 40b."""
+    """Return whether the model has Falcon 40B's architecture, in which query heads share key-value heads in groups."""
     return config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
 
 
@@ -79,7 +79,7 @@ _DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     parallel, norms, grouped = (
         config.boolean("parallel_attn", True),
         config.raw("num_ln_in_parallel_attn"),
@@ -96,7 +96,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     first = spec.blocks[0]
     attention = of_kind(first.attention, Attention)
     grouped = attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)

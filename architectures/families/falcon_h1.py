@@ -26,7 +26,7 @@ _BRANCHES = {  # the multipliers of what each mixer reads, and of what it gives
 
 
 def _multipliers(config: ConfigReader, name: str, count: int) -> list[float]:
-    """So many numbers above 0; null stands for ones."""
+    """Read a list of `count` numbers above 0. Null stands for ones."""
     found = config.raw(name)
     found = [1.0] * count if found is None else found
     numbers = isinstance(found, list) and all(type(each) in (int, float) and 0 < each < 1e30 for each in found)

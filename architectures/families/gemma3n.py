@@ -38,7 +38,7 @@ from .gemma4 import BEHIND, FIELDS, INPUTS, LATE, TOWERS, UNUSED
 
 
 def _read_width(config: ConfigReader, name: str, default: int) -> int:
-    """The first layer's units; the others' are read when layers are there."""
+    """Read the width of all feed-forwards. A list by layer is read later, by `_units`; 1 stands for it."""
     said = config.raw(name, default)
     return config.integer(name, default) if not isinstance(said, list) else 1
 
@@ -54,7 +54,7 @@ SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where not
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, positions, and where its keys and values come from."""
+    """Return the window and positions of each layer, and whether it uses the keys and values of an earlier layer."""
     count, head_dim = values["layers"], values["head_dim"]
     found = _WINDOWS.get(config, values)
     shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [each["window"] for each in found]
@@ -70,7 +70,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `_layers` and `_read` read."""
+    """Return the config fields that `_layers` and `_read` read."""
     first, inputs = spec.blocks[0], of_kind(spec.layer_inputs, LayerEmbedding)
     inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
     return {
@@ -123,7 +123,7 @@ _DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     spec = _DECODER.read(config)
     hidden, count, norm = spec.hidden_size, len(spec.blocks), of_kind(spec.final_norm, RMSNorm)
     if hidden % of_kind(spec.blocks[0].attention, Attention).heads:
@@ -160,7 +160,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _units(config: ConfigReader, count: int) -> list[int]:
-    """Of each layer's feed-forward."""
+    """Return the width of each layer's feed-forward."""
     said = config.raw("intermediate_size", _FIELDS["intermediate_size"].default)
     if not isinstance(said, list):
         return [said] * count
@@ -170,7 +170,7 @@ def _units(config: ConfigReader, count: int) -> list[int]:
 
 
 def _shares(config: ConfigReader, count: int) -> list[float]:
-    """Which share of each layer's units is 0."""
+    """Return for each layer the share of its units that are 0."""
     said, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
     if said is None:
         return [SPARSITY] * sparse + [0.0] * (count - sparse)

@@ -70,13 +70,13 @@ _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_
 
 
 def _types(config: ConfigReader, count: int) -> list[str]:
-    """The kind of each layer; the last one sees all tokens, whatever is said."""
+    """Return the kind of each layer. The last layer always has full attention."""
     usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(count)]
     return [*config.layer_types(usual)[:-1], FULL]
 
 
 def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
-    """The fields of `_HEADS` for each kind of layer, where they are not those of all."""
+    """Return the fields of `_HEADS` for each kind of layer that differs from the fields of the whole model."""
     said = config.raw("per_layer_config")
     if said is None:
         full = {"head_dim": config.integer("global_head_dim", 512)}
@@ -104,7 +104,7 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
 
 
 def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, by default of that width, positions, heads, and where its keys and values come from."""
+    """Return the window (`width` by default), positions and heads of each layer, and where its keys come from."""
     count, head_dim = values["layers"], values["head_dim"]
     types, eps = _types(config, count), _FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
     window, context = config.integer("sliding_window", width), _FIELDS["max_position_embeddings"]
@@ -135,7 +135,7 @@ def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) ->
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `layers` and `_read` read."""
+    """Return the config fields that `layers` and `_read` read."""
     attentions = [of_kind(block.attention, Attention) for block in spec.blocks]
     fields = write_windows(spec)
     first: dict[str, Any] = {}
@@ -201,7 +201,7 @@ DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     spec = scaled(config, DECODER.read(config))
     hidden, count = spec.hidden_size, len(spec.blocks)
     activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
@@ -239,7 +239,9 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def scaled(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """The tree with what multiplies the stream behind blocks, and wider where keys are those of earlier layers."""
+    """Return the tree with a factor of the hidden states after each block, and with wider feed-forwards where
+    `use_double_wide_mlp` says so: in layers that use the keys of earlier layers.
+    """
     wide, blocks = config.boolean("use_double_wide_mlp", False), []
     for block in spec.blocks:
         inner: Any = block.feed_forward
@@ -250,7 +252,7 @@ def scaled(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 
 def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
-    """The mixture beside the feed-forward of every layer, where there is one."""
+    """Return the mixture of experts that every layer has in addition to its feed-forward, or None."""
     if not config.boolean("enable_moe_block", False):
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             config.raw(name)  # which say nothing then
@@ -272,7 +274,7 @@ def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     inners: list[Any] = [block.mixer("feed_forward") for block in spec.blocks]
     if not any(isinstance(each, DenseBesideExperts) for each in inners):
         return DECODER.write(spec)

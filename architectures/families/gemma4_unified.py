@@ -22,7 +22,7 @@ _OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `_read` reads."""
+    """Return the config fields that `_read` reads."""
     return {name: value for name, value in gemma4.written(spec).items() if name not in _OF_INPUTS}
 
 
@@ -34,7 +34,7 @@ _DECODER = replace(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     return gemma4.scaled(config, _DECODER.read(config))
 
 

@@ -23,12 +23,12 @@ FUSED_BIAS = Layout("(part heads head_dim)", split="part", parts=("1", "1", "1")
 
 
 def _conv1d(outputs: str, inputs: str) -> Layout:
-    """A linear [out, in] that lies [in, out]."""
+    """Return the layout of a linear layer that is stored as [in, out]."""
     return Layout(f"({inputs}) ({outputs})", f"({outputs}) ({inputs})")
 
 
 def _scales(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's factor of scores."""
+    """Return the factor of the attention scores of each layer."""
     layers, head_dim = values["layers"], values["head_dim"]
     scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
     by_layer = config.boolean("scale_attn_by_inverse_layer_idx", False)
@@ -36,7 +36,7 @@ def _scales(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _write_scales(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of each layer's factor of scores."""
+    """Return the config fields that `_scales` reads."""
     first = of_kind(spec.blocks[0].attention, Attention)
     return {  # `without_rounding` rounds scales
         "scale_attn_weights": math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12),

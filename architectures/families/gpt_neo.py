@@ -19,7 +19,7 @@ _GLOBAL, _LOCAL = "global", "local"
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Of the layers that are local."""
+    """Return the window of each local layer, and None for global ones."""
     count = values["layers"]
     groups = config.raw("attention_types")
     found: list[Any] = []
@@ -41,7 +41,7 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of the windows."""
+    """Return the config fields of the windows."""
     found = [block.attention.window for block in spec.blocks]
     kinds = [_GLOBAL if window is None else _LOCAL for window in found]
     pairs, last = divmod(len(kinds), 2)

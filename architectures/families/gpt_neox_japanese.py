@@ -21,13 +21,13 @@ from ..usual import GROUPED_WEIGHT
 
 
 def _layers(_config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The last layer's attention has a bias."""
+    """Return for each layer whether attention has an output bias: only the last one has."""
     count = values["layers"]
     return [{"output_bias": layer == count - 1} for layer in range(count)]
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The width of the feed-forward, which a config says by a factor."""
+    """Return the factor that gives the width of the feed-forward. Raises CannotExpress if it is not a whole number."""
     width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
     if width % spec.hidden_size:
         raise CannotExpress(f"the feed-forward's width {width} is not a multiple of the hidden size {spec.hidden_size}")
@@ -63,7 +63,7 @@ _DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     times = config.integer("intermediate_multiple_size", 4, most=4096)
     return _DECODER.read(config, intermediate=times * config.integer("hidden_size", 2560))
 

@@ -57,7 +57,7 @@ MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 
 
 def both(suffix: str) -> tuple[str, str]:
-    """The shared names of an expert's gate and up."""
+    """Return the shared names of an expert's gate and up projections."""
     return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
 
 

@@ -36,7 +36,7 @@ def turning(rounding: Literal["input", "keys"]) -> Lens:
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config field of the positions."""
+    """Return the config field of the positions."""
     return {"rotary_dim": of_kind(spec.blocks[0].attention.position, Rotary).dim}
 
 

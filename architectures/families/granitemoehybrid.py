@@ -22,7 +22,7 @@ from .granitemoe import FIELDS, FIXED, LEAVES, STACKED, shared_mlp
 
 
 def _some(config: ConfigReader, name: str, default: int) -> int | None:
-    """A number of experts; None for 0."""
+    """Read a number of experts, where 0 means None."""
     found = none_or_more(config, name, default)
     if found > MOST_EXPERTS:
         raise config.fail(name, found, f"up to {MOST_EXPERTS:,}")
@@ -35,14 +35,14 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
 
 
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2 | None]:
-    """What stands in the layers without attention."""
+    """Return Mamba-2 for each layer without attention, and None for the others."""
     count = values["layers"]
     mixer = read_mamba2(config, values)
     return [mixer if kind == LINEAR else None for kind in one_of(config, count, [LINEAR] * count, LINEAR)]
 
 
 def _positions(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """None, unless `position_embedding_type` says so."""
+    """Return no positions for any layer, unless `position_embedding_type` is rope."""
     layers = values["layers"]
     kind = config.raw("position_embedding_type")
     if kind not in (None, "nope", "rope"):

@@ -13,7 +13,7 @@ from . import hunyuan_v1_dense as dense
 
 
 def _alike(config: ConfigReader, name: str, default: int) -> int:
-    """A number of experts, or a list of one number for every layer."""
+    """Read a number of experts, or a list with the same number for every layer."""
     value = config.raw(name, default)
     layers = config.layers("num_hidden_layers", 32)
     if isinstance(value, list) and len(value) == layers and len({str(each) for each in value}) == 1:

@@ -30,7 +30,7 @@ _MAMBA = {
 
 
 def _every(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
-    """Which layers are of a kind: one of so many, from the first one on."""
+    """Return for each layer whether it is of a kind: one in every `period` layers is, from layer `offset` on."""
     every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
     if type(first) is not int or not 0 <= first < every:
         raise config.fail(f"{what}_layer_offset", first, f"a number from 0, below {what}_layer_period ({every})")
@@ -38,14 +38,14 @@ def _every(config: ConfigReader, what: str, period: int, offset: int, layers: in
 
 
 def _written_every(what: str, there: Sequence[bool]) -> dict[str, int]:
-    """The fields that `_every` reads; where layers lie otherwise another list is read back."""
+    """Return the config fields that `_every` reads. If no period fits, they are read back as other layers."""
     places = [layer for layer, each in enumerate(there) if each] or [len(there)]
     every = places[1] - places[0] if len(places) > 1 else len(there) + 1
     return {f"{what}_layer_period": max(every, places[0] + 1), f"{what}_layer_offset": places[0]}
 
 
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba | None]:
-    """What stands in the layers without attention."""
+    """Return Mamba for each layer without attention, and None for the others."""
     hidden, whole = values["hidden"], _every(config, "attn", 8, 4, values["layers"])
     if not any(whole):
         raise config.fail(

@@ -23,7 +23,7 @@ CONV = "conv"
 
 
 def _types(config: ConfigReader, layers: int) -> Sequence[str]:
-    """Each layer's: by `layer_types`, or attention in those of `full_attn_idxs`, or in all."""
+    """Return the kind of each layer by `layer_types`, or else by `full_attn_idxs`. Without both, all have attention."""
     whole = config.raw("full_attn_idxs")
     if whole is not None and (not isinstance(whole, list) or any(type(each) is not int for each in whole)):
         raise config.fail("full_attn_idxs", whole, "a list of layers")
@@ -34,7 +34,7 @@ def _types(config: ConfigReader, layers: int) -> Sequence[str]:
 def convolutions(
     config: ConfigReader, values: Mapping[str, Any], types: Callable[[ConfigReader, int], Sequence[str]] = _types
 ) -> list[ShortConvolution | None]:
-    """What stands in the layers without attention; `types` reads each layer's kind, of so many."""
+    """Return the convolution of each layer without attention, and None for the others. `types` reads the kinds."""
     hidden = values["hidden"]
     kernel, bias = config.integer("conv_L_cache", 3), config.boolean("conv_bias", False)
     mixer = ShortConvolution(hidden_size=hidden, channels=hidden, kernel=kernel, bias=bias)
@@ -42,7 +42,7 @@ def convolutions(
 
 
 def write_convolutions(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `convolutions` reads."""
+    """Return the config fields that `convolutions` reads."""
     mixers = [block.mixer("convolution") for block in spec.blocks]
     first = next((of_kind(each, ShortConvolution) for each in mixers if each is not None), None)
     own = {} if first is None else {"conv_L_cache": first.kernel, "conv_bias": first.bias}
@@ -50,7 +50,9 @@ def write_convolutions(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _units(config: ConfigReader, name: str, default: int) -> int:
-    """As many as are stated, or two thirds of these, times a factor, in whole multiples, where that is switched on."""
+    """Read the width of the feed-forward. `block_auto_adjust_ff_dim` makes it two thirds as large, multiplied by a factor
+    and rounded up to a multiple.
+    """
     stated = config.integer(name, default)
     of, factor = config.integer("block_multiple_of", 256), config.optional_number("block_ffn_dim_multiplier", 1.0)
     if not config.boolean("block_auto_adjust_ff_dim", True):

@@ -26,7 +26,7 @@ _CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's chunk, its positions with norms behind them, or what its queries grow by."""
+    """Return the chunk of each layer, and either its positions with norms after them, or how its queries grow."""
     count, head_dim = values["layers"], values["head_dim"]
     every, turned = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     turned = turned or [int((layer + 1) % every != 0) for layer in range(count)]
@@ -49,7 +49,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of what differs by layer."""
+    """Return the config fields that `_layers` reads."""
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
     warm = next((each.temperature for each in mixers if each.temperature is not None), None)
     found = {} if warm is None else {_GROWTH: warm.growth, _LENGTH: warm.original_context}
@@ -64,7 +64,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
-    """The layers of `moe_layers`, or every so many."""
+    """Return which layers are mixtures: those of `moe_layers`, or one in every `interleave_moe_layer_step`."""
     count = values["layers"]
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
     listed = list(range(step - 1, count, step)) if listed is None else listed

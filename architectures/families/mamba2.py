@@ -42,7 +42,7 @@ _STARTS = dict.fromkeys(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     tree, mixer, expand = read_fields(_TREE, config), read_fields(_MIXER, config), config.integer("expand", 2)
     heads, width, groups, hidden = mixer["heads"], mixer["head_dim"], mixer["groups"], tree["hidden"]
     if heads * width != hidden * expand:
@@ -55,7 +55,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     mixer = of_kind(spec.blocks[0].mixer("recurrence"), Mamba2)
     own = {"expand": multiple_of_hidden(mixer), **write_fields(_MIXER, mixer), **write_limits(mixer)}
     return {**write_alone(spec), **own}

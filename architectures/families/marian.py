@@ -24,7 +24,7 @@ SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPo
 
 
 def _sines(spec: ModelSpec) -> Any:
-    """The sines and cosines of a stack, (positions, hidden): sines in the first half of the columns."""
+    """Return the sines and cosines of a stack, (positions, hidden), with the sines in the first half of the columns."""
     import numpy as np
 
     rows = of_kind(spec.positions, SinusoidalPositions).length
@@ -78,7 +78,7 @@ def _leaves() -> tuple[Leaf, ...]:
 
 
 def _unwritten(spec: ModelSpec) -> int:
-    """The sines and cosines of both stacks."""
+    """Return how many numbers the sines and cosines of both stacks are."""
     stacks = [each for each in (spec, spec.encoder) if each is not None]
     return sum(each.positions.length * each.hidden_size for each in stacks if each.positions is not None)
 

@@ -32,7 +32,7 @@ _YARN = {
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What queries grow by, in all layers."""
+    """Return how queries grow with their position, the same in all layers."""
     count = values["layers"]
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     rope = config.inner("rope_scaling" if found[0].data else "rope_parameters")
@@ -56,7 +56,7 @@ _DECODER = DecoderFamily(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_l
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     fields = _DECODER.write(spec)
     grows = of_kind(of_kind(spec.blocks[0].attention, Attention).temperature, Temperature)
     length = {ORIGINAL: grows.original_context}

@@ -42,7 +42,7 @@ KINDS = {
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's: half of `local_attention` on either side, and the token itself."""
+    """Return the window of each layer: half of `local_attention` on either side, and the token itself."""
     layers = values["layers"]
     every = config.integer("global_attn_every_n_layers", 3)
     types = config.layer_types(["sliding_attention" if layer % every else "full_attention" for layer in range(layers)])

@@ -73,7 +73,7 @@ _MIXTURE = {
 
 
 def _types(config: ConfigReader) -> list[str]:
-    """Each layer's kind; the number of layers is how many there are."""
+    """Return the kind of each layer. Their number is the number of layers."""
     pattern, types = config.raw("hybrid_override_pattern"), config.kinds_of_layers()
     if types is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) > MAX_LAYERS or not {*pattern} <= _KINDS.keys():
@@ -114,7 +114,7 @@ def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> Mixtur
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     types, tree, mamba = _types(config), read_fields(_TREE, config), read_fields(_MAMBA, config)
     attention, inner = read_fields(_ATTENTION, config), read_fields(_FEED_FORWARD, config)
     hidden, eps, units = tree["hidden"], tree["eps"], inner.pop("intermediate_size")
@@ -153,7 +153,7 @@ _PARTS: dict[type, tuple[str, Fields]] = {
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     mixers, fields = [block.sublayers[0].mixer for block in spec.blocks], dict[str, Any]()
     for mixer in mixers:
         fields |= write_fields(_PARTS[type(mixer)][1], mixer)

@@ -29,7 +29,7 @@ _FACTORS = ("short_mscale", "long_mscale")
 
 
 def _two(config: ConfigReader, name: str, default: int) -> int:
-    """The number of experts a token, which is no other."""
+    """Return 2, the number of experts per token, and refuse other numbers."""
     found = config.raw(name, default)
     if found != 2:
         raise config.fail(name, found, "2: transformers ignores this field and uses two experts")
@@ -37,7 +37,7 @@ def _two(config: ConfigReader, name: str, default: int) -> int:
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The positions of all layers, whose tables are multiplied by a factor of their own."""
+    """Return the positions of all layers. LongRoPE's tables are multiplied by a factor of their own."""
     count, head_dim = values["layers"], values["head_dim"]
     context = _DECODER.fields["max_position_embeddings"].value(config, "max_position_embeddings")
     rotary = read_rotary(config, head_dim, context, _ROTARY)
@@ -72,7 +72,7 @@ _DECODER = DecoderFamily(
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
+    """Return the config fields of a tree."""
     fields = _DECODER.write(spec)
     scaling = of_kind(of_kind(spec.blocks[0].attention, Attention).position, Rotary).scaling
     if not isinstance(scaling, LongRopeScaling):

@@ -22,7 +22,7 @@ FIELDS = with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=24, 
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Each layer's: from `layer_types`, or of every other layer below `max_window_layers`, where switched on."""
+    """Return the window of each layer: by `layer_types`, or of every other layer below `max_window_layers`."""
     layers = values["layers"]
     on, below = config.boolean("use_sliding_window", False), config.raw("max_window_layers", 28)
     off = not on and config.raw("sliding_window") == 0  # as transformers writes it
@@ -38,7 +38,7 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
 
 
 def _write_windows(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `windows` reads."""
+    """Return the config fields that `_windows` reads."""
     return {**write_windows_above(spec), "max_window_layers": len(spec.blocks)}
 
 

@@ -28,7 +28,7 @@ _RECURRENT, _WHOLE = "recurrent", "attention"
 
 
 def _half(config: ConfigReader, name: str, default: int) -> int:
-    """Units of the feed-forward, where a field says those of gate and up together."""
+    """Read the width of the feed-forward from a field that is the sum of gate and up."""
     both = config.integer(name, default)
     if both < 2:
         raise config.fail(name, both, "at least 2, because gate_proj and up_proj each get half of it")
@@ -36,7 +36,7 @@ def _half(config: ConfigReader, name: str, default: int) -> int:
 
 
 def _root(values: Mapping[str, Any]) -> float:
-    """√hidden, as near as bf16 comes to it: so transformers' class keeps it, whatever it computes in."""
+    """Return √hidden rounded to bf16, as transformers' class stores it for every dtype."""
     (bits,) = struct.unpack("<I", struct.pack("<f", values["hidden"] ** 0.5))
     (found,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
     return float(found)
@@ -48,7 +48,7 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[st
 
 
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU | None]:
-    """What stands in the layers without attention, which `block_types` says over and over."""
+    """Return the recurrence of each layer without attention, and None for the others. `block_types` is repeated."""
     names, count = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE]), values["layers"]
     known = isinstance(names, list) and all(each in (_RECURRENT, _WHOLE) for each in names)
     types = (names * 100)[:count] if known else []
@@ -74,7 +74,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU 
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The fields that `_windows` and `_recurrences` read."""
+    """Return the config fields that `_windows` and `_recurrences` read."""
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
     first = next((of_kind(each, RGLRU) for each in mixers if each is not None), None)
@@ -145,7 +145,7 @@ def _gate(theirs: str, ours: str) -> tuple[Leaf, ...]:
 
 
 def _prepare(model: Any) -> None:
-    """Have recurrences forget what they keep of an earlier text, before each pass that begins one."""
+    """Make recurrences forget the states of an earlier text before each pass that begins a text."""
 
     def forget(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if not bool(named["position_ids"][:, 0].any()):

@@ -23,7 +23,7 @@ _EPS = 1e-5  # of the last norm, whatever config.json says
 
 
 def _widened(eps: float, halvings: int) -> float:
-    """The eps of a norm that reads a stream which was halved so often."""
+    """Return the eps of a norm whose input, the hidden states, was halved `halvings` times."""
     return eps * 4.0**halvings
 
 
@@ -92,7 +92,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rescaled(spec: ModelSpec) -> dict[str, float]:
-    """What writes into the stream, by how much smaller that is."""
+    """Return the tensors that write into the hidden states, and the factor of each."""
     first, found = of_kind(spec.embedding.norm, LayerNorm), dict[str, float]()
     for layer, block in enumerate(spec.blocks):
         times = (first.eps / of_kind(block.sublayers[0].norm, LayerNorm).eps) ** 0.5

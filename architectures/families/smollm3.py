@@ -18,7 +18,7 @@ from ..usual import LEAVES
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Which layers have positions, and the windows of those that have one."""
+    """Return the window of each layer, and which layers have no positions."""
     count = values["layers"]
     every = config.integer("no_rope_layer_interval", 4)
     turned = config.raw("no_rope_layers")
@@ -39,7 +39,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of what differs by layer."""
+    """Return the config fields that `_layers` reads."""
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
     window = next((each.window for each in mixers if each.window is not None), None)
     return {

@@ -19,18 +19,18 @@ from ..obstacles import of_kind
 
 
 def _decoder_layers(config: ConfigReader, name: str, default: int) -> int:
-    """As many as the encoder has, where nobody says."""
+    """Read the number of decoder layers, by default that of encoder layers."""
     return config.layers("num_layers", default) if config.raw(name) is None else config.layers(name)
 
 
 def _scale(config: ConfigReader, name: str, _: Any) -> float:
-    """By what states are multiplied before the head: where it is tied, unless another field says so."""
+    """Read the factor of the hidden states before the head. By default, tied heads have one."""
     scaled = config.boolean(name, config.boolean("tie_word_embeddings", True))
     return float(config.integer("d_model", 512) ** -0.5) if scaled else 1.0
 
 
 def _activation(config: ConfigReader, name: str, default: str) -> Any:
-    """The name behind "gated-", which for GELU means its approximation; or the one in a field of its own."""
+    """Read the activation: `dense_act_fn`, or else the name after "gated-", where gelu means its tanh approximation."""
     said = config.string(name, default)
     gated, _, function = said.rpartition("-")
     usual = "gelu_new" if said == "gated-gelu" else function
@@ -40,7 +40,7 @@ def _activation(config: ConfigReader, name: str, default: str) -> Any:
 
 
 def _named(activation: Any, gated: bool) -> str:
-    """What `_activation` reads."""
+    """Return the field that `_activation` reads. Raises CannotExpress for a gated exact GELU."""
     name = "gelu" if gated and activation == "gelu_new" else name_of(activation)
     if gated and activation == "gelu":
         raise CannotExpress(
@@ -50,7 +50,7 @@ def _named(activation: Any, gated: bool) -> str:
 
 
 def _stack(gated: bool, both: bool) -> DecoderFamily:
-    """One of the two stacks."""
+    """Return the table of one of the two stacks; `both` says that attention looks in both directions."""
     return DecoderFamily(
         {
             "vocab_size": Field("vocab", 32128),
@@ -98,13 +98,13 @@ _STACKS = {gated: EncoderDecoder(_stack(gated, True), _stack(gated, False)) for 
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
+    """Read the tree of a config.json."""
     gated = config.string("feed_forward_proj", "relu").startswith("gated-")
     return _STACKS[config.boolean("is_gated_act", gated)].read(config)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> config.json."""
+    """Return the config fields of a tree."""
     for stack in (spec, spec.encoder):
         for block in () if stack is None else stack.blocks:
             of_kind(getattr(block.attention, "position", None), Buckets)
@@ -112,12 +112,12 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _is_gated(block: Block) -> bool:
-    """Whether a layer's feed-forward has two matrices that read the stream."""
+    """Return whether a layer's feed-forward is gated."""
     return isinstance(block.mixer("feed_forward"), GatedFeedForward)
 
 
 def _layers(stack: str, shared: str, parts: tuple[str, ...]) -> tuple[Leaf, ...]:
-    """The leaves of a stack, whose layers' modules are numbered by sub-layer."""
+    """Return the leaves of a stack, in which the modules of a layer are numbered by sub-layer."""
     found: tuple[Leaf, ...] = ()
     names = {"attention": "SelfAttention", "cross_attention": "EncDecAttention"}
     for index, part in enumerate(parts):

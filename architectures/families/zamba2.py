@@ -29,7 +29,7 @@ _USUAL += [LINEAR] * 3 + [_HYBRID] + [LINEAR] * 2
 
 
 def _types(config: ConfigReader) -> list[str]:
-    """Each layer's kind."""
+    """Return the kind of each layer."""
     count, types = config.layers("num_hidden_layers", 54), config.kinds_of_layers("layers_block_type")
     types = _USUAL if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
@@ -46,7 +46,7 @@ def _types(config: ConfigReader) -> list[str]:
 
 
 def _made_of_others(config: ConfigReader, made: dict[str, Any]) -> None:
-    """Refuse fields that transformers' class makes of others, and takes as they stand where a file has them."""
+    """Refuse fields that transformers' class computes from others, unless they have the computed value."""
     config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in made.items()})
 
 
@@ -75,7 +75,7 @@ def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
 
 
 def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: bool) -> SharedTransformer:
-    """The block, as of no layer yet."""
+    """Return the shared block, without the number of a layer."""
     heads, width = config.integer("num_attention_heads", 32), 2 * hidden
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if width % heads:
@@ -142,7 +142,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _several(shared: Sequence[Any]) -> int:
-    """After how many blocks the first comes again."""
+    """Return the number of shared blocks, after which the first one is used again."""
     return sum(of_kind(each, SharedTransformer).weights_from == "own" for each in shared)
 
 
@@ -216,12 +216,12 @@ _ATTENTION, _INNER = _BLOCK + "self_attn.", _BLOCK + "feed_forward."
 
 
 def _gate_up(*columns: str) -> Layout:
-    """Gate above up, of so many columns, or of none."""
+    """Return the layout of a tensor with gate above up; `columns` are its other axes."""
     return Layout(" ".join(("(part intermediate)", *columns)), split="part", parts=("1", "1"))
 
 
 def _both(suffix: str, last: str) -> tuple[str, str]:
-    """The shared names of gate and up."""
+    """Return the shared names of the gate and up projections."""
     return f"{_S}gate_{suffix}.{last}", f"{_S}up_{suffix}.{last}"
 
 
@@ -234,7 +234,7 @@ def _is_hybrid(block: Block) -> bool:
 
 
 def _recurrent(theirs: str, when: Any) -> tuple[Leaf, ...]:
-    """Mamba-2 and its norm, of layers that name them so."""
+    """Return the leaves of Mamba-2 and its norm in the layers for which `when` holds."""
     norm = leaves_of({theirs + "input_layernorm": B + "recurrence_norm"})
     return tuple(replace(leaf, when=when) for leaf in (*mamba2_leaves(theirs + "mamba."), *norm))
 
