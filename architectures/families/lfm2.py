@@ -50,7 +50,7 @@ def write_convolutions(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _units(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward. `block_auto_adjust_ff_dim` makes it two thirds as large, multiplied by a factor
+    """Return the convolution of each layer without attention, None for the others. `types` reads the kinds."""
     and rounded up to a multiple.
     """
     stated = config.integer(name, default)
