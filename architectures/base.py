@@ -28,26 +28,27 @@ from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
 @dataclass(frozen=True)
 class Leaf:
-    """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index, `{expert}`
-    an expert's, `{head}` a head's. Where the tensor holds those of all experts, only the shared names have `{expert}`,
-    and its layout says along which axis they lie (`Layout.each`). With a `{use}` it is of one of the layers that run a
-    shared block: the checkpoint's `{layer}` is the one that stores the block's weights, the shared names' the one that
-    runs it, and `{use}` how many layers before that run any.
-
-    `when` narrows it to the blocks it is for, where a family names one thing differently in its variants; `beside` and
-    `unless` do so by a shared tensor that the tree must have, or must not have. `buffer`: transformers' module stores
-    it as a buffer, which it does not count among the parameters. `value`: which of the values that transformers' module
-    returns is what the component computes.
-    """
+    """One tensor of a checkpoint, and the shared tensors that it holds. It is used if the tree has those."""
 
     checkpoint: str
+    """The template of its name: `{layer}` is the index of a block, `{expert}` of an expert, `{head}` of a head. A leaf
+    with `{use}` belongs to a layer that runs a shared block: `{layer}` is then the layer that stores the block's
+    weights, and `{use}` counts the earlier layers that run any."""
     shared: tuple[str, ...] | str
+    """The templates of the shared names. If the tensor holds all experts, only these have `{expert}`. `{layer}` is the
+    layer that runs the block."""
     layout: Layout = IDENTITY
+    """How the shared tensors are arranged in the tensor; `Layout.each` names the axis of experts."""
     when: Callable[[Block], bool] | None = None
+    """Returns whether a block has this leaf, if variants of a family name one thing differently. None: every block."""
     buffer: bool = False
+    """Whether transformers' module stores the tensor as a buffer, which is not counted as a parameter."""
     beside: str = ""
+    """A shared tensor that the tree must have for this leaf."""
     unless: str = ""
+    """A shared tensor that the tree must not have for this leaf."""
     value: int = 0
+    """Which of the values that transformers' module returns is the component's result."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,9 +79,7 @@ def qkv(suffix: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class BoundLeaf:
-    """A leaf for one tree: names without templates, shapes, and the sizes its layout runs with. `module` is the name of
-    the parameter of transformers' modules that computes with it, where that is another layer's.
-    """
+    """A leaf for one tree: with names instead of templates, shapes, and the sizes of its layout."""
 
     checkpoint: str
     shape: Shape
@@ -90,6 +89,7 @@ class BoundLeaf:
     sizes: Mapping[str, int]
     buffer: bool = False
     module: str = ""
+    """The name of the parameter of transformers' modules that computes with it, if that is another layer's."""
     value: int = 0
 
     def to_shared(self, tensor: Any) -> list[Any]:
@@ -120,15 +120,16 @@ class BoundLeaf:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A parameter of transformers' own modules that is several tensors in its checkpoints, or has another name there.
+    """A parameter of transformers' modules that is several tensors in checkpoints, or has another name there.
 
-    parameter: its name template; checkpoint: the name templates of its parts, one behind the other along the first
-    dimension. Where they name an `{expert}`, the experts' are stacked along a new first dimension. Source:
-    transformers conversion_mapping.py.
+    Source: transformers conversion_mapping.py.
     """
 
     parameter: str
+    """The template of its name."""
     checkpoint: tuple[str, ...]
+    """The templates of the names of its parts, which follow one another along the first dimension. If they name an
+    `{expert}`, the parts of all experts are stacked along a new first dimension."""
 
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
         """Of each layer that has experts, or of all: the parameter, and its parts' names, an expert's together."""
@@ -191,98 +192,105 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of checkpoints.
-
-    name: gptkit's name for it, and the `model_type` that is written.
-    model_types: every `model_type` read as this family.
-    released: when its first weights were published, "2023-02": of families that have a tree the oldest counts.
-    hf_class: the transformers class written to `architectures`; hf_config its config class, for the proofs.
-    base_class: the class of trees without a head, whose names in files lack `prefix`; empty where it has none such.
-    optional: parts of a tree that config.json does not tell of, and that files may lack.
-    own_head: of which trees config.json says that the head is tied even where files hold another.
-    kinds: the components that may stand in its trees, beside the embedding, blocks and head that every tree has.
-    read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
-        that the tree is of these kinds: `config_for` reads the result back and refuses where it differs. One that
-        stands where another should be is asked for by `of_kind`.
-    leaves: see Leaf.
-    foreign_fields: spellings in `config_aliases` that transformers itself ignores, so that it must not be handed them.
-    head: the checkpoint name of the output matrix, which tied models may store a second time.
-    prefix: a name prefix that older files lack.
-    part: the field of composite configs that holds the language model's own (`text_config`); what stands beside it is
-        accounted for by `irrelevant` and `refused`.
-    renamed: (prefix in files of composite models, prefix here) pairs.
-    modules: how names in files begin, and those of transformers' modules that hold the same, where they differ.
-    aliases: (old name template, name template) pairs of older files.
-    dropped: name templates of buffers that hold no weights.
-    unwritten: of a tree how many numbers are parameters of transformers' modules and in no file.
-    repeated: parameters of transformers' modules that are one with another, whose name checkpoints have. Where files
-        hold them too they hold the same: transformers would take them apart else.
-    made: tensors that transformers makes of the config, and takes from files that hold them: their values, of a tree, a
-        numpy array.
-    lent: how names begin of shared blocks, of which transformers has a module in each layer that runs one, and
-        checkpoints the parameters of the first of them.
-    carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
-        `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
-    texts: model types of language models within composite ones that are this family where all tokens are text, each
-        with the config fields that its class takes otherwise than this family's where nothing is stated.
-    stacked: what transformers' modules hold otherwise than their checkpoints.
-    token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
-    stated: config fields that every file states, since without them there is no tree, as the usual one has them.
-    reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
-    apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
-        which is read as tokens; "steps" of one token of each.
-    bounded: whether transformers' class takes no more tokens than the context, though the tree would.
-    rescaled: of a tree the tensors that transformers' class multiplies before it computes, by name, and by what.
-    prepare: what is done to transformers' model before its first pass, and may be done again: what it does to its own
-        weights later is done, and what its modules keep of a pass is forgotten before the next.
-    model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
-        and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
-        module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
-    draw: what chooses -> a random legal config, without `model_type`. See `drawn`.
-    irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly so and this family
-        reads is None.
-    """
+    """A family of checkpoints."""
 
     name: str
+    """gptkit's name of the family, and the `model_type` that gptkit writes."""
     model_types: tuple[str, ...]
+    """Every `model_type` that is read as this family."""
     hf_class: str
+    """The transformers class that gptkit writes to `architectures`."""
     hf_config: str
+    """transformers' config class."""
     kinds: Kinds
+    """The components that the family's trees may have, besides the embedding, blocks and head that every tree has."""
     read: Callable[[ConfigReader], ModelSpec]
+    """Reads the tree of a config.json."""
     write: Callable[[ModelSpec], dict[str, Any]]
+    """Returns the config fields of a tree. It may assume that the tree has only components of `kinds`: `config_for`
+    reads the result back and refuses another tree. `of_kind` raises for a component of the wrong kind."""
     draw: Callable[[Random], Config]
+    """Returns a random legal config, without `model_type`. See `drawn`."""
     leaves: tuple[Leaf, ...]
+    """Every tensor that the family's checkpoints may have."""
     released: str = ""
+    """The month or year of the first published weights ("2023-02"). Of several families for a tree, the oldest
+    counts."""
     base_class: str = ""
+    """The transformers class of trees without a head, whose tensor names in files lack `prefix`. Empty: there is
+    none."""
     optional: tuple[str, ...] = ()
+    """Parts of a tree that config.json does not mention and files may lack."""
     own_head: Callable[[ModelSpec], bool] = lambda spec: False
+    """Returns whether files of a tree may hold a head of their own although config.json says that it is tied."""
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other spellings of config fields."""
     foreign_fields: tuple[str, ...] = ()
+    """Spellings in `config_aliases` that transformers ignores. gptkit does not pass them on to transformers."""
     head: str = "lm_head.weight"
+    """The checkpoint name of the output matrix. Tied models may store it a second time."""
     prefix: str = ""
+    """The beginning of tensor names that older files lack."""
     part: str = ""
+    """The field of composite configs that holds the language model's config ("text_config"). `irrelevant` and `refused`
+    account for the fields next to it."""
     renamed: tuple[tuple[str, str], ...] = ()
+    """Pairs of beginnings of names: in files of composite models, and here."""
     modules: tuple[str, str] = ("", "")
+    """How names begin in files and in transformers' modules, where these differ."""
     aliases: tuple[tuple[str, str], ...] = ()
+    """Pairs of name templates: in older files, and here."""
     dropped: tuple[str, ...] = ()
+    """Name templates of buffers in files that hold no weights."""
     unwritten: Callable[[ModelSpec], int] = lambda spec: 0
+    """Returns how many numbers of a tree are parameters of transformers' modules but in no file."""
     repeated: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of transformers' modules that are the same as another one, with its checkpoint name. Files that hold
+    them must hold equal values, since transformers would otherwise untie them."""
     made: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
+    """Tensors that transformers computes from the config, but takes from files that hold them: functions that return
+    their values, numpy arrays, for a tree."""
     lent: str = ""
+    """How names of shared blocks begin. transformers has a module in each layer that runs such a block, and checkpoints
+    have the parameters of the first one."""
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """How names of tensors begin that have no place in a tree and that conversions carry along, by a group of
+    `CARRIED`. `{layer}` is the number of a layer, `{behind}` that of the layer after the last one."""
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Model types of language models within composite ones that compute as this family if all tokens are text, with
+    the defaults of their config class that differ from this family's."""
     stacked: tuple[Stacked, ...] = ()
+    """Parameters that transformers' modules hold in another form than checkpoints."""
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
+    """The config class's defaults for `TOKEN_IDS`; a missing one is None."""
     stated: Mapping[str, Any] = field(default_factory=dict)
+    """Config fields without which there is no tree, with their usual values."""
     irrelevant: Mapping[str, str | None] = field(default_factory=dict)
+    """Config fields that change nothing, with the reason, besides the common ones. None: this family reads a field that
+    is commonly irrelevant."""
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
+    """Config fields whose harmless values are listed, with the reason for refusing others. "inner.name" is the field
+    `name` of the object `inner`. None: this family accepts a field that is commonly refused."""
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
+    """Returns transformers' attention paths that compute a tree correctly: all, unless `reference_quirk` says why."""
     reference_quirk: str = ""
+    """Why `reference` leaves out a path."""
     apart: tuple[Literal["padding", "steps"], ...] = ()
+    """What transformers' class computes wrongly for batches, which gptkit then does not compare: "padding" before some
+    texts, which it reads as tokens, or "steps" of one token per text."""
     bounded: bool = False
+    """Whether transformers' class accepts at most as many tokens as the context, although the tree would accept
+    more."""
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
+    """Returns the tensors of a tree that transformers' class multiplies before it computes, with the factors."""
     prepare: Callable[[Any], None] = lambda model: None
+    """Prepares transformers' model before each comparison: does now what it does to its own weights later, and makes
+    its modules forget earlier passes. It may be called again."""
     model: str = ""
+    """The function that makes the reference model if transformers has no class for it ("package.module:function"). It
+    takes a config.json and an attention path, and returns a torch module. The module's parameters have checkpoint
+    names, and each is used only by the module that has it. `forward` takes `input_ids` and `attention_mask`, and its
+    result has `logits`."""
 
     # --- config.json <-> tree ---
 

@@ -41,57 +41,60 @@ from .usual import ROTARY_BUFFERS, STACKED
 
 @dataclass(frozen=True)
 class Mixtures:
-    """What is the same in all mixtures of a family, beside the fields of its table with the roles of a mixture.
-
-    sparse: which layers have one. expert, shared: fields of an expert's record,
-    and of the shared one's, that differ from those of a dense layer. normed: whether a norm stands behind a mixture,
-    where none stands behind what is dense.
-    """
+    """What all mixtures of experts of a family have in common, besides the fields with the roles of a mixture."""
 
     sparse: Lens = ALL_LAYERS
+    """Which layers are mixtures."""
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
+    """Fields of an expert's record that differ from those of a dense layer."""
     shared: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the shared expert's record that differ from those of a dense layer."""
     normed: bool = False
+    """Whether a mixture has a norm on its output, which dense layers do not have."""
 
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """What is the same in all trees of a family.
-
-    fields: what its config.json says. norm, mixer, inner: the kinds of its norms, of its attention (another than
-    `Attention` is made by `attentions`) and of its feed-forwards. norms: which a block has, by their names in it, or a
-    function of the values of roles; what stands in attention's place has attention's. fixed: values of roles that no
-    field says, or functions of those that the fields say. rotary: what is assumed of its positions; None where
-    attention has them from `layers`, or has none. learned: whether there is a table of positions, of the kind `table`.
-    The role "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms:
-    how queries and keys are normed: every head by the "same" norm or by its "own" (with a tensor for each head "apart",
-    and without bias), or all heads at once as a "whole";
-    where a field has the role of that name, it says whether. embedding_norm: whether the embedding has a norm. layers:
-    what differs by layer. recurrent: of a family in which not all layers have attention. mixtures: of a family that has
-    mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
-    field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
-    dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
-    whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
-    beside head_dim. square: whether all heads together must be as wide as the stream, head_dim or not.
-    """
+    """What all trees of a family have in common."""
 
     fields: Fields
+    """What config.json says. The plain roles of a mixture of experts are `expert_size` (the width of an expert, by
+    default that of a dense layer), `shared_size` (the width of the shared expert) or `shared_experts` (the same in
+    widths of an expert). Its dotted roles are `mixture.experts`, `mixture.top_k` and so on."""
     norm: type[Any] = RMSNorm
+    """The kind of the norms."""
     mixer: type[Any] = Attention
+    """The kind of attention. A subclass overrides `attentions` for another kind than `Attention`."""
     inner: type[Any] = GatedFeedForward
+    """The kind of the feed-forwards."""
     norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
+    """The norms of a block, by their names in it, or a function of the values of roles. A recurrence has
+    attention's."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of roles that no field says, or functions of the values that the fields say."""
     rotary: RotaryKind | None = USUAL_ROTARY
+    """What is assumed of RoPE. None: `layers` makes the positions, or there are none."""
     learned: bool = False
+    """Whether there is a table of positions."""
     table: type[Any] = LearnedPositions
+    """The kind of that table."""
     head_norms: Literal["", "same", "own", "apart", "whole"] = ""
+    """The norms of queries and keys: the "same" for every head, its "own" for each, its own and "apart" (a tensor for
+    each head, without bias), or one for all heads as a "whole". A field with this role says whether there are any."""
     embedding_norm: bool = False
+    """Whether the embedding has a norm."""
     layers: Lens | None = None
+    """What differs by layer in attention."""
     recurrent: Lens | None = None
+    """What the layers without attention have."""
     mixtures: Mixtures | None = None
+    """The mixtures of experts, if the family has any."""
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
+    """Returns further config fields of a tree."""
     whole_heads: bool = False
+    """Whether transformers' config class refuses a hidden size that the heads do not divide, even with a head_dim."""
     square: bool = False
+    """Whether all heads together must be as wide as the hidden states, even with a head_dim."""
 
     @property
     def kinds(self) -> Kinds:

@@ -35,36 +35,43 @@ _DEFAULT_BASE = 10_000.0
 
 
 class RotaryKind(NamedTuple):
-    """What a family's config class assumes of the rotary positions in its layers, or in one kind of them.
-
-    base: where none is given. theta: the field that has it in configs before transformers 5, if any. scaled: whether
-    their `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where
-    families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
-    dimensions turn, where none says which part. entire: whether transformers fails where a part is said. pairs,
-    rounding, direction, joined: of the component; heads of which a part turns are always joined. usual: the parameters
-    where none are given, with the base where no other may stand beside them. alpha: whether "dynamic" parameters that
-    have an `alpha` stand for a base times alpha ^ (d / (d - 2)). original: the original context where none is given,
-    None for the model's. renewed: of LongRoPE. types: what the config class calls each type that it knows, None for
-    all by their names.
-    """
+    """What a family's config class assumes about RoPE in its layers, or in one kind of layer."""
 
     base: float = _DEFAULT_BASE
+    """The default base."""
     theta: str = "rope_theta"
+    """The field of the base in configs before transformers 5, or "" if there is none."""
     scaled: bool = True
+    """Whether `rope_scaling` applies to these layers."""
     part: str = ""
+    """The field of the part of a head that turns, or "" if whole heads turn."""
     whole: float = 1.0
+    """The default of that part."""
     dims: str = ""
+    """The field of the number of dimensions that turn, if no field says the part."""
     entire: bool = False
+    """Whether transformers fails if the config states a part."""
     pairs: Literal["halves", "adjacent"] = "halves"
+    """See `Rotary.pairs`."""
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
+    """See `Rotary.rounding`."""
     usual: Mapping[str, Any] | None = None
+    """The default parameters. If they include a base, the config may not state another one without parameters."""
     alpha: bool = False
+    """Whether "dynamic" parameters with an `alpha` mean the base times alpha ^ (d / (d - 2))."""
     direction: Literal["forward", "backward"] = "forward"
+    """See `Rotary.direction`."""
     joined: bool = False
+    """See `Rotary.joined`. Heads of which a part turns are always joined."""
     even: bool = False
+    """Whether the number of dimensions that turn must be even."""
     original: int | None = None
+    """The default of the original context; None means the model's context."""
     renewed: bool = False
+    """See `LongRopeScaling`."""
     types: Mapping[str, str] | None = None
+    """The config class's names of the RoPE types that it knows, with transformers' names. None: it knows all of
+    them."""
 
 
 USUAL_ROTARY = RotaryKind()

@@ -50,8 +50,8 @@ def write_convolutions(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _units(config: ConfigReader, name: str, default: int) -> int:
-    """Return the convolution of each layer without attention, None for the others. `types` reads the kinds."""
-    and rounded up to a multiple.
+    """Read the width of the feed-forward. `block_auto_adjust_ff_dim` makes it two thirds as large, times a factor, and
+    rounds it up to a multiple.
     """
     stated = config.integer(name, default)
     of, factor = config.integer("block_multiple_of", 256), config.optional_number("block_ffn_dim_multiplier", 1.0)
