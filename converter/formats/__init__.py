@@ -1,8 +1,9 @@
-"""File formats beside Hugging Face folders and gptkit's own: a module each, imported when one is met or asked for.
+"""File formats other than Hugging Face folders and gptkit's own, one module per format.
 
-A format that can be read tells whether a path is one of its files, what tree lies there (from headers alone), and
-where each tensor is. One that can be written turns a tree into a plan: the files, their headers, every tensor's place.
-How its tensors are named and laid out is declared as leaves, as the families' own checkpoints are (`architectures`).
+A module is imported only when its format is needed. A format that can be read recognises its files, reads the tree
+from their headers, and says where every tensor is. A format that can be written turns a tree into a plan: the files,
+their headers, and the place of every tensor. Its leaves declare the names and layouts of its tensors, as those of a
+family do (`architectures`).
 """
 
 from __future__ import annotations
@@ -26,57 +27,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a format finds in its files.
-
-    origin: family, and a config.json for it made from what the files say, so that every other command can go on.
-    leaves: the files' tensors by their own names, or by the names of `architecture`, whose checkpoints may have older
-    ones, buffers, and a tied head that was stored; texts: small files that lie inside (tokenizer.json, …), by name;
-    format: whose it turned out to be, where only what is in the files says so; home: the folder that the model's
-    tokenizer files lie in, where that is not told by the format.
-    """
+    """A checkpoint of another format whose headers were read."""
 
     spec: ModelSpec
     origin: Origin
+    """The family, and a config.json for it that is made from the files' metadata."""
     leaves: list[BoundLeaf]
+    """The leaves by the names in the files; with `architecture`, by the names of that family."""
     weights: Weights
     files: tuple[Path, ...]
     texts: Mapping[str, bytes] = field(default_factory=dict)
+    """The small files stored inside (tokenizer.json, …), by name."""
     notes: list[str] = field(default_factory=list)
     architecture: Architecture | None = None
+    """The family whose checkpoints have these names. Older names, buffers and a stored tied head are then allowed."""
     format: str = ""
+    """The name of the format, if only the content of the files shows it."""
     home: Path | None = None
+    """The folder of the tokenizer files, if the format does not determine it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a format is asked to write; `asked` is --dtype in the user's words, `companions` lie beside the source."""
+    """A checkpoint to be written in another format."""
 
     source: Checkpoint
     asked: str | None
+    """The value of --dtype."""
     companions: tuple[Companion, ...]
+    """The other files of the source's folder, such as those of the tokenizer."""
     max_shard_bytes: int
 
 
 class Format(Protocol):
-    """A module of this folder. `plan` is None for formats that are only read, `read` for those only written.
+    """A module of this folder. `plan` is None if the format is only read, and `read` is None if it is only written.
 
-    One whose files tell their tensors whatever model they are of has `tensors`, from a path to `Weights`, as well.
+    A module may also have `tensors`, which maps a path to the `Weights` of a file of any architecture.
     """
 
     finds: Callable[[Path, frozenset[str] | None], Path | None] | None
-    """What of a path is of this format, by names and first bytes: a file itself (the names of a folder's files are None
-    then), the one in a folder, or the folder; None where nothing is. What it gives is what `describe` and `read` get.
+    """Return the path to give to `describe` and `read`: the file itself, a file in the folder, or the folder.
+
+    It gets the path and, for a folder, the names of the files in it (None for a file). It looks at names and first
+    bytes, and returns None if nothing is of this format.
     """
     describe: Callable[[Path], tuple[ModelSpec, Origin, list[str]]] | None
-    """The tree, where it came from, and fields that are not understood; without numpy or torch where that can be."""
+    """Return the tree, its origin, and the fields that are not understood, without numpy or torch if possible."""
     read: Callable[[Path, bool], Opened] | None
-    """Opens it, reading headers alone; the second argument is allow_pickle."""
-    plan: Callable[[Request], FolderPlan] | None
+    """Open the files and read only their headers; the second argument is allow_pickle."""
+    plan: Callable[[Request], Plan] | None
 
 
 def format_named(name: str) -> Format:
-    """A format by its name, which is one of `targets.FORMATS`."""
+    """Return the format of this name, which is one of `targets.FORMATS`."""
     module, _, inside = FORMATS[name].partition(":")
-    found = importlib.import_module(module)
-    format_: Format = getattr(found, inside) if inside else found
+    loaded = importlib.import_module(module)
+    format_: Format = getattr(loaded, inside) if inside else loaded
     return format_

@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's one file of everything: weights (quantised ones are dequantised), metadata, tokenizer.
+"""Read GGUF, the format of llama.cpp: weights, metadata and tokenizer in one file.
 
-The header is checked here (`gguf_header`), names and metadata are declared as data (`architectures.gguf`), blocks of
-quantised values are unpacked by the gguf package. Tensors of plain floats are read and copied as they lie.
+`gguf_header` checks the header, and `architectures.gguf` declares names and metadata as data. The gguf package
+dequantises blocks of quantised values. Tensors of plain floats are copied as bytes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from ..weights import Stored, Weights
     from ..write import FolderPlan
 
-READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
-"""What the gguf package dequantises, by ggml's names."""
+READABLE = frozenset(quant.name for quant in TYPES.values() if quant.block > 1) - {"Q8_1", "Q8_K"}
+"""The types that the gguf package can dequantise, by ggml's names."""
 
-_MAX_FLOATS = 2**17  # of a tensor that stands for numbers of the tree
+_MAX_FLOATS = 2**17  # elements of a tensor whose values are fields of the tree
 
-_COMPARED = 2**20  # bytes of two tensors that are compared at a time
+_COMPARED = 2**20  # bytes of two tensors to compare at a time
 
-_SAMPLED = 2**14  # bytes of two tensors of a file elsewhere that are compared at each of a few places
+_SAMPLED = 2**14  # bytes to compare at each of a few places, if the file is on a server
 
-_ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
-"""transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
+_TOKEN_ID_KEYS = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
+"""The tokenizer.ggml.*_token_id that may have each special id of transformers. config.json gets the first."""
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A GGUF file, by its name or by how it begins, or the only one of a folder."""
+    """Return a GGUF file, recognised by its name or first bytes, or the only one in a folder."""
     if names is not None:
         inside = [name for name in names if name.endswith(".gguf")]
         return path / inside[0] if len(inside) == 1 else None
@@ -61,85 +61,91 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def begins(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does. Raises OSError."""
+    """Return whether a file begins with GGUF's magic bytes. Raises OSError."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree and where it comes from, read from the header. Raises InvalidInput."""
+    """Return the tree and its origin from a file's header. Raises InvalidInput."""
     return describe_header(path, open_header(path))
 
 
 def describe_header(where: Path | str, header: GgufHeader) -> tuple[ModelSpec, Origin, list[str]]:
-    """The same of a header that was read, here or elsewhere. Raises InvalidInput."""
-    found = _Model(where, header)
-    return found.spec, found.origin, []
+    """Return the tree and its origin from a header that was already read. Raises InvalidInput."""
+    model = _GgufModel(where, header)
+    return model.spec, model.origin, []
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
-    """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
+    """Open the file and read only its header.
+
+    Raises:
+        InvalidInput: the file cannot be read. UsageError: the gguf package is needed and not installed.
+    """
     from ..weights import Weights
     from .gguf_tokenizer import Texts, without_tokenizer
 
-    found = _Model(path, open_header(path))
-    tensors = found.header.tensors
+    model = _GgufModel(path, open_header(path))
+    tensors = model.header.tensors
     try:
-        bound = found.kind.bind(found.spec)
-    except CannotExpress as error:  # biases on some projections and not on others
+        bound = model.kind.bind(model.spec)
+    except CannotExpress as error:  # for example, only some projections have a bias
         raise CheckpointError(f"{path}: its tensors do not form a complete model: {error.message}") from error
-    kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
-    for key in found.kind.numbers:
-        kept |= {each.name: each for each in found.header.numbers(key, len(found.spec.blocks))}
-    quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.block > 1)
+    needed = {name: tensor for name, tensor in tensors.items() if name not in model.dropped}
+    for key in model.kind.numbers:
+        needed |= {number.name: number for number in model.header.numbers(key, len(model.spec.blocks))}
+    quantised = Counter(tensor.type.name for tensor in needed.values() if tensor.type.block > 1)
     unread = sorted(set(quantised) - READABLE)
     if unread:
         raise CheckpointError(
             f"{path}: gptkit cannot dequantise tensors of type {', '.join(unread)}",
             "Use a GGUF of the same model with another type, such as Q8_0 or F16.",
         )
-    notes = list(found.notes)
+    notes = list(model.notes)
     if quantised:
         if importlib.util.find_spec("gguf") is None:
             message = f"{path} is quantised ({', '.join(quantised)}), and the gguf package is not installed"
             raise UsageError(message, 'pip install gguf # gptkit\'s extra "gguf"')
-        told = ", ".join(f"{count} in {name}" for name, count in quantised.most_common())
-        notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
-    notes += without_tokenizer(found.header)
-    texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
-    if isinstance(found.header.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        found.header.buffer.madvise(mmap.MADV_DONTNEED)  # two tables may have been compared in it
-    factors = shifted(found.spec)
+        types = ", ".join(f"{count} in {name}" for name, count in quantised.most_common())
+        notes.append(f"{sum(quantised.values())} of {len(needed)} tensors are quantised ({types}): dequantised to F32")
+    notes += without_tokenizer(model.header)
+    texts = Texts(model.header, model.spec.vocab_size, model.spec.context_length, special_ids(model.header))
+    if isinstance(model.header.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        model.header.buffer.madvise(mmap.MADV_DONTNEED)  # comparing the head with the embedding read pages
+    factors = shifted(model.spec)
     ones = {leaf.checkpoint for leaf in bound if leaf.shared[0] in factors}
     shapes = {leaf.checkpoint: leaf.shape for leaf in bound}
     stored = {}
-    for name, tensor in kept.items():
-        # To ggml a dimension of one more or less is the same tensor.
+    for name, tensor in needed.items():
+        # For ggml, a tensor with more or fewer dimensions of size 1 is the same tensor.
         wanted = shapes.get(name, tensor.shape)
         shape = wanted if without_ones(wanted) == without_ones(tensor.shape) else tensor.shape
         stored[name] = _stored(path, tensor, shape)
         if name in ones:
             stored[name] = replace(stored[name], dtype="F32", decode=partial(_one_less, kind=tensor.type), kind="")
-    return Opened(found.spec, found.origin, bound, Weights(stored), (path,), texts, notes)
+    return Opened(model.spec, model.origin, bound, Weights(stored), (path,), texts, notes)
 
 
 def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
-    """The tree that a file's metadata say, the tensors of such a tree with their shapes, and those that hold nothing it
-    needs. Raises InvalidInput, CannotExpress.
+    """Return the tree in a file's metadata, the shapes of the tensors that it needs, and the names of superfluous ones.
+
+    Raises:
+        InvalidInput: the header cannot be read. CannotExpress: GGUF has no tensors for such a tree.
     """
-    found = _Model(path, open_header(path))
-    shapes = {leaf.checkpoint: leaf.shape for leaf in found.kind.bind(found.spec)}
-    for key in found.kind.numbers:  # which are no tensors there
-        for each in found.header.numbers(key, len(found.spec.blocks)):
-            shapes.pop(each.name, None)
-    return found.spec, shapes, frozenset(found.dropped)
+    model = _GgufModel(path, open_header(path))
+    shapes = {leaf.checkpoint: leaf.shape for leaf in model.kind.bind(model.spec)}
+    for key in model.kind.numbers:  # they are metadata in the file, not tensors
+        for number in model.header.numbers(key, len(model.spec.blocks)):
+            shapes.pop(number.name, None)
+    return model.spec, shapes, frozenset(model.dropped)
 
 
 def tensors(path: Path) -> Weights:
-    """What a file holds by the names that it has, of any architecture. Raises CheckpointError."""
+    """Return the tensors of a file of any architecture, by the names in the file. Raises CheckpointError."""
     from ..weights import Weights
 
-    return Weights({name: _stored(path, each, each.shape) for name, each in open_header(path).tensors.items()})
+    return Weights({name: _stored(path, tensor, tensor.shape) for name, tensor in open_header(path).tensors.items()})
 
 
 def _stored(path: Path, tensor: GgufTensor, shape: Shape) -> Stored:
@@ -152,12 +158,12 @@ def _stored(path: Path, tensor: GgufTensor, shape: Shape) -> Stored:
 
 
 def without_ones(shape: Shape) -> Shape:
-    """A shape without the outermost dimensions that are one."""
+    """Return a shape without its outermost dimensions of size 1."""
     return tuple(dropwhile(lambda size: size == 1, shape))
 
 
 def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
-    """The weight of a norm that adds 1 to it, of what it multiplies by."""
+    """Return the stored scale of a norm minus 1, for norms that multiply by 1 + weight."""
     import numpy as np
 
     from ..dtypes import cast
@@ -165,19 +171,19 @@ def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
 
     carrier = DTYPES[kind.name].carrier if kind.block == 1 else None
     values = dequantised(data, kind) if carrier is None else cast(data.view(carrier), kind.name, "F32")
-    found: np.ndarray = values - np.float32(1)
-    return found
+    weight: np.ndarray = values - np.float32(1)
+    return weight
 
 
-def plan(request: Request) -> FolderPlan:
-    """The files of a GGUF output; see `gguf_write`."""
+def plan(request: Request) -> Plan:
+    """Plan the files of a GGUF output; see `gguf_write`."""
     from .gguf_write import plan as planned
 
     return planned(request)
 
 
-class _Model:
-    """What a header says: the tree, a config.json, and the tensors that hold no weights."""
+class _GgufModel:
+    """The model that a header describes: the tree, a config.json, and the tensors that the tree does not need."""
 
     def __init__(self, path: Path | str, header: GgufHeader) -> None:
         self.header = header
@@ -186,7 +192,7 @@ class _Model:
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         facts = GgufFacts(name, header.metadata, shapes, partial(_floats, header))
         self.kind = gguf_architecture(facts)
-        self.dropped = {each for each in header.tensors if self._is_dropped(each, facts)}
+        self.dropped = {name for name in header.tensors if self._is_dropped(name, facts)}
         if _repeats(header, "output.weight", "token_embd.weight"):
             self.notes.append(
                 "output.weight has the same values as token_embd.weight: the head is tied to the "
@@ -201,19 +207,19 @@ class _Model:
         for name, ids in special_ids(header).items():
             config[f"{name}_token_id"] = ids[0] if len(ids) == 1 else ids
         for name in self.kind.architecture.token_ids:
-            config.setdefault(name, None)  # or transformers' class would take its own default for a token of this model
+            config.setdefault(name, None)  # else transformers uses its default, another token
         self.origin = Origin(family=self.kind.reads, config_text=json.dumps(config, indent=2) + "\n")
 
-    def _is_dropped(self, name: str, facts: GgufFacts) -> bool:
-        """Whether a tensor holds nothing the tree needs, or is of a layer that drafts tokens."""
-        found = re.match(r"blk\.(\d{1,9})\.", name)
-        if found is not None and facts.drafts and int(found[1]) >= facts.layers:
+    def _is_dropped(self, name: str, facts: Facts) -> bool:
+        """Return whether the tree does not need a tensor, or the tensor is of a layer that drafts tokens."""
+        layer = re.match(r"blk\.(\d{1,9})\.", name)
+        if layer is not None and facts.drafts and int(layer[1]) >= facts.layers:
             return True
         return re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) in self.kind.dropped
 
 
 def _name(path: Path | str, header: GgufHeader) -> str:
-    """The architecture's name of a file that holds a whole model."""
+    """Return the name of the architecture. Raises InvalidInput unless the file has a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise InvalidInput(
@@ -236,17 +242,17 @@ def _name(path: Path | str, header: GgufHeader) -> str:
 
 
 def special_ids(header: GgufHeader) -> dict[str, list[int]]:
-    """The ids of special tokens by transformers' names, each once; eos may be several."""
-    found: dict[str, list[int]] = {}
-    for name, keys in _ALIKE.items():
+    """Return the ids of special tokens by transformers' names, without duplicates; there may be several eos."""
+    special: dict[str, list[int]] = {}
+    for name, keys in _TOKEN_ID_KEYS.items():
         values = (header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
         if ids := dict.fromkeys(value for value in values if type(value) is int and 0 <= value < 2**31):
-            found[name] = list(ids)
-    return found
+            special[name] = list(ids)
+    return special
 
 
 def _floats(header: GgufHeader, name: str) -> tuple[float, ...]:
-    """A small fp32 tensor's values. Raises CheckpointError."""
+    """Return the values of a small fp32 tensor. Raises CheckpointError."""
     tensor = header.tensors[name]
     count = (tensor.end - tensor.start) // 4
     if tensor.type.name != "F32" or count > _MAX_FLOATS:
@@ -256,16 +262,16 @@ def _floats(header: GgufHeader, name: str) -> tuple[float, ...]:
 
 
 def _repeats(header: GgufHeader, name: str, other: str) -> bool:
-    """Whether two tensors hold the same values in the same way; where they do not, that shows in their first bytes."""
+    """Return whether two tensors have the same type, shape and bytes; different ones differ early, so this is fast."""
     a, b = header.tensors.get(name), header.tensors.get(other)
     if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):
         return False
     nbytes, length = a.end - a.start, _COMPARED
-    some: Sequence[int] = range(0, nbytes, length)
-    if header.elsewhere is not None:  # a few places are enough: no two matrices trained apart agree in all of them
-        some, length = (0, nbytes // 2, max(nbytes - _SAMPLED, 0)), _SAMPLED
+    offsets: Sequence[int] = range(0, nbytes, length)
+    if header.elsewhere is not None:  # A few places suffice: matrices that were trained apart do not agree in all.
+        offsets, length = (0, nbytes // 2, max(nbytes - _SAMPLED, 0)), _SAMPLED
     return all(
         header.read(a.start + at, min(a.start + at + length, a.end))
         == header.read(b.start + at, min(b.start + at + length, b.end))
-        for at in some
+        for at in offsets
     )

@@ -1,13 +1,14 @@
-"""The header of a GGUF file, read strictly: without the gguf package, whose reader trusts what it reads, which is asked
-for the values of quantised blocks alone.
+"""Read the header of a GGUF file, with strict checks.
+
+gptkit uses the gguf package only to dequantise blocks, because the package's reader trusts the file.
 
     4 bytes   "GGUF"; then the version (2 or 3), the number of tensors and of metadata keys
     metadata  each a key, a type and a value; strings are a length and UTF-8, arrays a type, a length and values
     tensors   each a name, its sizes (the innermost first), its type, and its offset into the data
     the data  from the next multiple of `general.alignment`; every tensor begins at such a multiple, without holes
 
-A header is somebody else's data: every number in it is checked against the file's size before anything is allocated,
-and nothing but CheckpointError comes out of a bad one. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The header is untrusted data. Every number in it is checked against the file's size before anything is allocated, and
+a bad header raises only CheckpointError. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**20
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
-MAX_STRINGS = 1_500_000  # of all arrays together: a vocabulary of 262,000 tokens and its merges are 780,000
-_MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
+MAX_STRINGS = 1_500_000  # in all arrays; a vocabulary of 262,000 tokens with its merges has 780,000
+_MAX_TEXT = 2**26  # bytes of all strings; such a vocabulary takes a tenth of this
 _MAX_NAME = 2**16 - 1
-_SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
+_SMALL = 2**16  # numbers of arrays that are read with the header; later ones are read on demand
 
-_PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
+_PART = 2**22  # elements to dequantise at a time, because the gguf package uses several times their memory
 
 _Buffer = bytes | mmap.mmap
 
@@ -48,7 +49,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies: bytes `start` to `end` (exclusive) of the file. `shape` is numpy's, the innermost last."""
+    """A tensor at bytes `start` to `end` (exclusive) of the file. `shape` is in numpy's order: innermost last."""
 
     name: str
     type: Quant
@@ -59,7 +60,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of metadata that is read when it is asked for: `count` values from byte `start`."""
+    """An array of metadata that is read on demand: `count` values from byte `start`."""
 
     kind: int
     count: int
@@ -67,7 +68,7 @@ class Array:
 
 
 class Incomplete(Exception):
-    """The beginning of a file that is elsewhere does not hold its whole header: `needed` bytes of it are, at least."""
+    """The fetched part of a remote file lacks part of the header, which takes at least `needed` bytes."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
@@ -76,43 +77,48 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A checked header.
-
-    metadata: values by key; short arrays of numbers are lists, others an `Array` for `values`.
-    tensors: in the order of their bytes. buffer: the file; of a file elsewhere its beginning, with the whole header.
-    elsewhere: how bytes `start` to `end` of a file elsewhere are had, a few at a time; None where it is all here.
-    ends: where the value of each key ends.
-    """
+    """The header of a GGUF file, checked."""
 
     where: str
+    """The file's name for messages."""
     metadata: dict[str, Any]
+    """The values by key. Short arrays of numbers are lists; others are an `Array`, which `values` reads."""
     tensors: dict[str, GgufTensor]
+    """The tensors in the order of their bytes."""
     buffer: _Buffer
+    """The file; for a remote file, its beginning with the whole header."""
     elsewhere: Callable[[int, int], bytes] | None = None
+    """A function that fetches bytes `start` to `end` of a remote file; None for a local file."""
     ends: Mapping[str, int] = field(default_factory=dict)
+    """The byte at which the value of each key ends."""
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes `start` to `end` (exclusive) of the file."""
+        """Return bytes `start` to `end` (exclusive) of the file."""
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def numbers(self, key: str, count: int) -> list[GgufTensor]:
-        """The `count` fp32 values at `key`, or the one that stands for all, as tensors of the key's name and a number.
-        Raises CheckpointError: there is something else.
+        """Return the `count` fp32 values at `key` as tensors named "key.0", "key.1", …; a single value is repeated.
+
+        Raises:
+            CheckpointError: the value is not one or `count` float32 numbers.
         """
         value = self.metadata.get(key)
         values = value if isinstance(value, list) else [value]
         start = self.ends.get(key, 0) - 4 * len(values)
         try:
-            found = struct.pack(f"<{len(values)}f", *values) == self.read(start, start + 4 * len(values))
+            stored = struct.pack(f"<{len(values)}f", *values) == self.read(start, start + 4 * len(values))
         except (struct.error, OverflowError):
-            found = False
-        if not found or len(values) not in (1, count):
+            stored = False
+        if not stored or len(values) not in (1, count):
             raise CheckpointError(f"{self.where}: {key} must have {count} float32 numbers, one per layer")
         places = [start + 4 * (number % len(values)) for number in range(count)]
         return [GgufTensor(f"{key}.{number}", TYPES[0], (1,), at, at + 4) for number, at in enumerate(places)]
 
     def values(self, key: str, most: int) -> list[Any] | None:
-        """The array at `key`, None where there is none; more than `most` values are refused before they are read."""
+        """Return the array at `key`, or None.
+
+        Raises CheckpointError, before reading, if it has more than `most` values.
+        """
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -125,20 +131,20 @@ class GgufHeader:
             return value
         if value.kind != _STRING:
             return _numbers(self.where, self.buffer, value.kind, value.count, value.start)
-        found, at, unpack, buffer = [], value.start, _U64.unpack_from, self.buffer
+        strings, at, unpack, buffer = [], value.start, _U64.unpack_from, self.buffer
         try:
             for _ in range(value.count):
                 length = unpack(buffer, at)[0]
-                found.append(buffer[at + 8 : at + 8 + length].decode())
+                strings.append(buffer[at + 8 : at + 8 + length].decode())
                 at += 8 + length
         except UnicodeDecodeError as error:
-            message = f"{self.where}: {key} has a string that is not UTF-8 (entry {len(found)})"
+            message = f"{self.where}: {key} has a string that is not UTF-8 (entry {len(strings)})"
             raise CheckpointError(message) from error
-        return found
+        return strings
 
 
 def open_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file, which stays memory-mapped. Raises CheckpointError, whatever it is."""
+    """Read and check the header of a GGUF file, which stays memory-mapped. Raises CheckpointError."""
     with plain_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise CheckpointError(f"{path} is empty")
@@ -149,7 +155,10 @@ def open_header(path: Path) -> GgufHeader:
 def parse_header(
     where: Path | str, buffer: _Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> GgufHeader:
-    """Check the header in a file's bytes, of a file `elsewhere` its beginning. Raises CheckpointError, Incomplete."""
+    """Check the header in a file's bytes, or in the first bytes of a remote file.
+
+    Raises CheckpointError, Incomplete.
+    """
     where = str(where)
     size = len(buffer) if size is None else size
     if buffer[: len(POINTER)] == POINTER:
@@ -162,7 +171,7 @@ def parse_header(
     if version not in (2, 3):
         what = "its numbers are big-endian" if version & 0xFFFF == 0 else f"version {version}"
         raise CheckpointError(f"{where}: {what}; gptkit reads little-endian GGUF of versions 2 and 3")
-    # Each takes at least so many bytes, so that no count can make anything large.
+    # A key takes at least 13 bytes and a tensor 32, so a false count cannot make gptkit allocate much.
     if keys > min(_MAX_KEYS, size // 13) or tensors > min(_MAX_TENSORS, size // 32):
         raise CheckpointError(
             f"the header of {where} claims {keys} metadata keys and {tensors} tensors, too many for {size} bytes"
@@ -177,14 +186,17 @@ def parse_header(
 
 
 class _Cursor:
-    """A place in the header that only moves on within the file."""
+    """A position in the header that only moves forward, within the file."""
 
     def __init__(self, where: str, buffer: _Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
         self.strings, self.text, self.small = MAX_STRINGS, _MAX_TEXT, _SMALL
 
     def take(self, length: int, what: str) -> int:
-        """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
+        """Move forward by `length` bytes and return the old position.
+
+        Raises CheckpointError if the file ends before.
+        """
         at = self.at
         if length > self.size - at:
             message = f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found"
@@ -195,7 +207,7 @@ class _Cursor:
         return at
 
     def numbers(self, format_: str, what: str) -> tuple[Any, ...]:
-        """The next numbers, in the format's letters."""
+        """Read the next numbers, in the letters of `struct`."""
         return struct.unpack_from(f"<{format_}", self.buffer, self.take(struct.calcsize(f"<{format_}"), what))
 
     def string(self, what: str, most: int | None = None) -> str:
@@ -212,7 +224,7 @@ class _Cursor:
             raise CheckpointError(f"{self.where}: {what} at byte {at} is not UTF-8") from error
 
     def read_text(self, length: int, what: str) -> None:
-        """Count bytes of strings. Raises CheckpointError: there are more than any header has."""
+        """Count bytes of strings. Raises CheckpointError if there are more than any header has."""
         self.text -= length
         if self.text < 0:
             raise CheckpointError(
@@ -220,7 +232,7 @@ class _Cursor:
             )
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Go over an array of strings, all of which lie within the file."""
+        """Move past an array of strings and check that all are within the file."""
         self.strings -= count
         if self.strings < 0 or count > (self.size - self.at) // 8:
             raise CheckpointError(f"{self.where}: {what} claims {count} strings, more than fit into the file")
@@ -230,33 +242,33 @@ class _Cursor:
                 break
             at += 8 + unpack(buffer, at)[0]
             count -= 1
-        # A length that leads beyond the end stops the loop; `take` then says so.
+        # A length beyond the end of the file stops the loop, and `take` then raises the error.
         length = at - self.at + 8 * count
         self.take(length, what)
         self.read_text(length, what)
 
 
 def _metadata(cursor: _Cursor, keys: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """The values by key, and where each ends."""
-    found: dict[str, Any] = {}
+    """Return the values by key, and the byte at which each value ends."""
+    metadata: dict[str, Any] = {}
     ends: dict[str, int] = {}
     for _ in range(keys):
         key = cursor.string("a metadata key", _MAX_NAME)
-        if key in found:
+        if key in metadata:
             raise CheckpointError(f"{cursor.where}: the metadata key {shown(key)} occurs twice")
         (kind,) = cursor.numbers("I", "a type")
         what = f"the value of {shown(key)}"
         if kind == _STRING:
-            found[key] = cursor.string(what)
+            metadata[key] = cursor.string(what)
         elif kind == _ARRAY:
-            found[key] = _array(cursor, what)
+            metadata[key] = _array(cursor, what)
         elif kind in _SCALARS:
             at = cursor.take(struct.calcsize(f"<{_SCALARS[kind]}"), what)
-            (found[key],) = _numbers(cursor.where, cursor.buffer, kind, 1, at)
+            (metadata[key],) = _numbers(cursor.where, cursor.buffer, kind, 1, at)
         else:
             raise CheckpointError(f"{cursor.where}: {what} has the unknown type {kind}")
         ends[key] = cursor.at
-    return found, ends
+    return metadata, ends
 
 
 def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
@@ -265,7 +277,7 @@ def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
     if kind == _STRING:
         cursor.skip_strings(count, what)
         return Array(kind, count, start)
-    if kind not in _SCALARS:  # arrays of arrays are none that llama.cpp reads
+    if kind not in _SCALARS:  # llama.cpp does not read arrays of arrays either
         raise CheckpointError(f"{cursor.where}: {what} is an array of the unknown type {kind}")
     cursor.take(count * struct.calcsize(f"<{_SCALARS[kind]}"), what)
     cursor.small -= count
@@ -283,7 +295,7 @@ def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> 
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """One tensor's entry, its place still counted from the beginning of the data."""
+    """Read the entry of one tensor, whose offset counts from the beginning of the data."""
     name = cursor.string("a tensor's name", _MAX_NAME)
     where = f"{cursor.where}: tensor {shown(name)}"
     (dims,) = cursor.numbers("I", "a tensor's sizes")
@@ -307,12 +319,15 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 
 def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
-    """The tensors by name, at their places in the file, which they fill from the end of the header without holes."""
-    found: dict[str, GgufTensor] = {}
+    """Return the tensors by name with their offsets in the file.
+
+    Raises CheckpointError if they leave holes or overlap.
+    """
+    tensors: dict[str, GgufTensor] = {}
     data = at = -(-end // alignment) * alignment
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
         start, end = data + info.start, data + info.end
-        if info.name in found:
+        if info.name in tensors:
             raise CheckpointError(f"{where}: tensor {shown(info.name)} occurs twice")
         if start != at:
             what = "overlaps the tensor before it" if start < at else "leaves unused bytes before it"
@@ -320,15 +335,15 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
         if end > size:
             message = f"{where} is truncated: tensor {shown(info.name)} ends at byte {end}, {size} found"
             raise CheckpointError(message, "Download or copy this file again.")
-        found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
+        tensors[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):
         raise CheckpointError(f"{where} has trailing bytes: {at} bytes expected, {size} found")
-    return found
+    return tensors
 
 
 def dequantised(data: np.ndarray, kind: Quant) -> np.ndarray:
-    """The values that blocks of a type stand for, in fp32."""
+    """Dequantise blocks of a type to fp32."""
     import numpy as np
     from gguf import GGMLQuantizationType, quants
 
@@ -336,7 +351,7 @@ def dequantised(data: np.ndarray, kind: Quant) -> np.ndarray:
     values = np.empty((len(blocks), kind.block), np.float32)
     step = max(1, _PART // kind.block)
     for at in range(0, len(blocks), step):
-        # As one row: the package takes rows by the dozen, in a loop.
+        # As one row, because the package loops over groups of rows.
         part = blocks[at : at + step].reshape(1, -1)
         values[at : at + step] = quants.dequantize(part, GGMLQuantizationType[kind.name]).reshape(-1, kind.block)
     return values

@@ -1,9 +1,9 @@
 """A Hugging Face tokenizer as GGUF metadata, by the conventions of llama.cpp.
 
-llama.cpp is asked for a tokenizer by name: "gpt2" is byte-level BPE, driven by merges; "llama" is SentencePiece's BPE,
-driven by scores; "t5" is SentencePiece's unigram model. How text is split before byte-level BPE has a name there too,
-`tokenizer.ggml.pre`, told here from tokenizer.json; a way without a name becomes "default", with a note. Source:
-llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
+llama.cpp has a name for each kind of tokenizer: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece's BPE
+with scores, and "t5" is SentencePiece's unigram model. It also has names for the ways to split text before byte-level
+BPE, `tokenizer.ggml.pre`. gptkit finds this name from tokenizer.json; if there is none, it writes "default" and a note.
+Source: llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
 import base64
@@ -40,37 +40,44 @@ Value = str | bool | int | float | bytes | list[str] | list[int] | list[float] |
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
 _NO_FALLBACK = "llama.cpp's unigram tokenizer has no byte fallback: characters without a token become <unk>"
-_ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
+_ADDED_SCORE = -1000.0  # as in llama.cpp's converter, for added tokens, which no merge gives
 
 
 @dataclass
 class _Metadata:
-    """A tokenizer for `rows` tokens by id, what GGUF says of it in llama.cpp's order, and what that cannot say."""
+    """The GGUF metadata of a tokenizer while they are collected."""
 
     metadata: dict[str, Value] = field(default_factory=dict)
+    """The metadata in llama.cpp's order."""
     notes: list[str] = field(default_factory=list)
+    """What the metadata cannot express, for the user."""
     rows: int = 0
+    """The number of rows of the embedding."""
     texts: dict[int, str] = field(default_factory=dict)
+    """The tokens by id."""
     types: dict[int, int] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
 
     def say(self, **values: Value) -> None:
-        """Note metadata by their keys without the prefix."""
+        """Add metadata, given by their keys without the prefix."""
         self.metadata |= {PREFIX + key: value for key, value in values.items()}
 
     def add_tokens(self, added: Iterable[Mapping[str, Any]], space: str = SPACE) -> None:
-        """The tokens added to a vocabulary, at their ids; llama.cpp looks for them in the text as it stands."""
-        for each in added:
-            index, text = int(each["id"]), str(each["content"])
-            # Some checkpoints forget to say that a token is special, and llama.cpp's converter takes these for such.
+        """Add the tokens that were added to a vocabulary, by id. llama.cpp looks for them in the raw text."""
+        for token in added:
+            index, text = int(token["id"]), str(token["content"])
+            # Some checkpoints do not mark special tokens as such. llama.cpp's converter guesses them in the same way.
             forgotten = (text.startswith("<|") and text.endswith("|>")) or text in ("<pad>", "<mask>")
-            special = each.get("special") or forgotten
+            special = token.get("special") or forgotten
             self.types[index] = CONTROL if special else USER_DEFINED
             self.texts[index] = text if special or not space else text.replace(space, " ")
             self.scores[index] = _ADDED_SCORE
 
     def list_tokens(self, model: str, pre: str = "default") -> None:
-        """One token a row of the embedding: spare rows get names, tokens beyond the last one none."""
+        """Write one token per row of the embedding.
+
+        Unused rows get names, and tokens beyond the last row are left out.
+        """
         self.say(model=model, pre=pre)
         beyond = sum(index >= self.rows for index in self.texts)
         if beyond:
@@ -90,43 +97,48 @@ class _Metadata:
 
 
 def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> _Metadata:
-    """The metadata for the tokenizer that these files are, `rows` being the embedding's and `config` asked last for
-    special tokens. It says "none", with a note, for one that llama.cpp has not. Raises InvalidInput, CannotExpress.
+    """Return the metadata of the tokenizer in these files, for an embedding of `rows` rows.
+
+    `config` gives the ids of special tokens that the files do not have. If llama.cpp has no such tokenizer, the
+    metadata say "none", and a note says why.
+
+    Raises:
+        InvalidInput: a file is damaged. CannotExpress: llama.cpp does not support the tokens.
     """
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if name in files:
             settings |= parse_config_text(files[name], name)
     if "tokenizer.json" in files:
-        found = _from_json(files["tokenizer.json"], rows)
+        vocab = _from_json(files["tokenizer.json"], rows)
     elif model := next((name for name in ("tokenizer.model", "spiece.model") if name in files), None):
-        found = _from_sentencepiece(files[model], model, rows, settings)
+        vocab = _from_sentencepiece(files[model], model, rows, settings)
     else:
         return _none(
             "the GGUF file has no tokenizer, because the source folder has none; llama.cpp needs one to read text"
         )
-    if found.metadata[PREFIX + "model"] != "none":
-        _special_ids(found, settings, config or {})
-        found.metadata |= _chat_template(files, settings)
-    return found
+    if vocab.metadata[PREFIX + "model"] != "none":
+        _special_ids(vocab, settings, config or {})
+        vocab.metadata |= _chat_template(files, settings)
+    return vocab
 
 
-def _compare(found: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
-    """Note on how many hard texts llama.cpp gives other ids than the original, whose way of encoding this is."""
+def _compare(vocab: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
+    """Note for how many difficult texts llama.cpp gives other ids than `encode`, which is the original tokenizer."""
     try:
-        texts, tried = differing(found.metadata, encode)
+        texts, tried = differing(vocab.metadata, encode)
     except (IndexError, KeyError, ValueError, struct.error) as error:
         raise InvalidInput(f"the tokenizer's precompiled_charsmap is damaged: {error!s:.80}") from error
     if texts:
         example = shown(min(texts, key=len), 40)
-        found.notes.append(
+        vocab.notes.append(
             f"of {tried} difficult test texts, llama.cpp gives other token ids than the original tokenizer for"
             f" {len(texts)}, for example {example}"
         )
 
 
 def _none(note: str) -> _Metadata:
-    """What llama.cpp accepts for a model that comes without a tokenizer."""
+    """Return metadata that llama.cpp accepts for a model without a tokenizer."""
     return _Metadata({PREFIX + "model": "none"}, [note])
 
 
@@ -146,21 +158,21 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
     kind = model.get("type") or ("BPE" if "merges" in model else None)
     steps = list(_flat(data.get("pre_tokenizer"), "pretokenizers"))
     normalizers = list(_flat(data.get("normalizer"), "normalizers"))
-    found, added = _Metadata(rows=rows), data.get("added_tokens") or ()
+    vocab, added = _Metadata(rows=rows), data.get("added_tokens") or ()
     try:
         if kind == "BPE" and any(step.get("type") == "ByteLevel" for step in steps):
-            _byte_level(found, model, added, steps, normalizers)
+            _byte_level(vocab, model, added, steps, normalizers)
         elif kind == "BPE" and model.get("byte_fallback"):
-            _sentencepiece_bpe(found, model, added)
-            _space_prefix(found, steps, normalizers)
+            _sentencepiece_bpe(vocab, model, added)
+            _space_prefix(vocab, steps, normalizers)
         elif kind == "Unigram":
-            _unigram(found, model, added)
-            _space_prefix(found, steps, normalizers)
+            _unigram(vocab, model, added)
+            _space_prefix(vocab, steps, normalizers)
             merged = any(x["type"] == "Replace" and x.get("pattern") == {"Regex": " {2,}"} for x in normalizers)
-            found.say(remove_extra_whitespaces=merged)
+            vocab.say(remove_extra_whitespaces=merged)
             charsmap = next((x["precompiled_charsmap"] for x in normalizers if x["type"] == "Precompiled"), None)
             if charsmap:
-                found.say(precompiled_charsmap=base64.b64decode(charsmap))
+                vocab.say(precompiled_charsmap=base64.b64decode(charsmap))
         else:
             return _none(f"the GGUF file has no tokenizer, because llama.cpp has none of the type {kind}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -168,20 +180,20 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
             f"gptkit cannot read tokenizer.json as a tokenizer: {type(error).__name__}: {error!s:.80}"
         ) from error
     tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
-    _post_processing(found, tokenizer)
-    _compare(found, lambda text: tokenizer.encode(text, special=False))
+    _post_processing(vocab, tokenizer)
+    _compare(vocab, lambda text: tokenizer.encode(text, special=False))
     for setting in ("lstrip", "rstrip", "single_word"):
-        names = [each["content"] for each in added if each.get(setting)]
+        names = [token["content"] for token in added if token.get(setting)]
         if names:
-            found.notes.append(
+            vocab.notes.append(
                 f"{setting} of {', '.join(names[:4])}{', …' * (len(names) > 4)} cannot be stored in a "
                 "GGUF file, so llama.cpp may tokenize texts with these tokens differently"
             )
-    return found
+    return vocab
 
 
 def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """A pre-tokenizer's or normalizer's steps, sequences within sequences laid out."""
+    """Yield the steps of a pre-tokenizer or normalizer, with nested sequences flattened."""
     if isinstance(step, dict):
         if step.get("type") == "Sequence":
             for part in step[inner]:
@@ -191,100 +203,100 @@ def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level(
-    found: _Metadata, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
+    vocab: _Metadata, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
 ) -> None:
-    found.texts = {index: text for text, index in model["vocab"].items()}
-    found.add_tokens(added, "")
+    vocab.texts = {index: text for text, index in model["vocab"].items()}
+    vocab.add_tokens(added, "")
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
     if name is None:
-        found.notes.append(
+        vocab.notes.append(
             "llama.cpp has no name for the pre-tokenizer of tokenizer.json. The GGUF file says 'default', and "
             "llama.cpp may give other token ids"
         )
     if any(step.get("add_prefix_space") for step in steps if step["type"] == "ByteLevel"):
-        found.notes.append(
+        vocab.notes.append(
             "tokenizer.json puts a space before each text, but llama.cpp's byte-level BPE does not, so "
             "token ids may differ"
         )
     if normalizers:
         kinds = ", ".join(step["type"] for step in normalizers)
-        found.notes.append(
+        vocab.notes.append(
             f"llama.cpp does not apply the normalizers of tokenizer.json ({kinds}), so token ids may differ"
         )
-    found.list_tokens("gpt2", name or "default")
-    # Spaces within a merge (from files that were never byte-level) are written as GPT-2 writes them.
-    found.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
+    vocab.list_tokens("gpt2", name or "default")
+    # Spaces within a merge (in files that are not byte-level) are written as GPT-2 writes them.
+    vocab.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
 
 
 def _merges(model: Step) -> list[tuple[str, str]]:
-    """The pairs in their order, from either form: "a b" or ["a", "b"]."""
+    """Return the merges in order; tokenizer.json has them as "a b" or ["a", "b"]."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(str(left), str(right)) for left, right in pairs]
 
 
-def _sentencepiece_bpe(found: _Metadata, model: Step, added: Sequence[Step]) -> None:
-    """SentencePiece's BPE, by merges. llama.cpp merges by the score of the result, so that ranks become scores."""
+def _sentencepiece_bpe(result: _Metadata, model: Step, added: Sequence[Step]) -> None:
+    """Describe SentencePiece's BPE. llama.cpp merges by the score of the result, so ranks of merges become scores."""
     vocab, merges = model["vocab"], _merges(model)
     check_lengths(vocab, "tokenizer.json")
-    found.texts = {index: text for text, index in vocab.items()}
-    found.scores = dict.fromkeys(vocab.values(), 0.0)
+    result.texts = {index: text for text, index in vocab.items()}
+    result.scores = dict.fromkeys(vocab.values(), 0.0)
     for rank, text in reversed([*enumerate(left + right for left, right in merges)]):
         if text in vocab:
-            found.scores[vocab[text]] = -float(rank)
+            result.scores[vocab[text]] = -float(rank)
     for text, index in vocab.items():
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            found.types[index] = BYTE
-    found.add_tokens(added)
+            result.types[index] = BYTE
+    result.add_tokens(added)
     if model.get("unk_token") in vocab:
-        found.types[vocab[model["unk_token"]]] = UNKNOWN
-    normal, known = {text for text, index in vocab.items() if found.types.get(index, NORMAL) == NORMAL}, set(merges)
+        result.types[vocab[model["unk_token"]]] = UNKNOWN
+    normal, known = {text for text, index in vocab.items() if result.types.get(index, NORMAL) == NORMAL}, set(merges)
     if other := sum(any({*pair} <= normal and pair not in known for pair in splits(text)) for text in normal):
-        found.notes.append(
+        result.notes.append(
             f"llama.cpp can form {other:,} tokens by merges that tokenizer.json does not have, so token ids may differ"
         )
-    found.list_tokens("llama")
+    result.list_tokens("llama")
 
 
-def _unigram(found: _Metadata, model: Step, added: Sequence[Step]) -> None:
-    found.texts = {index: piece for index, (piece, _) in enumerate(model["vocab"])}
-    found.scores = {index: float(score) for index, (_, score) in enumerate(model["vocab"])}
-    found.add_tokens(added)
+def _unigram(vocab: _Metadata, model: Step, added: Sequence[Step]) -> None:
+    vocab.texts = {index: piece for index, (piece, _) in enumerate(model["vocab"])}
+    vocab.scores = {index: float(score) for index, (_, score) in enumerate(model["vocab"])}
+    vocab.add_tokens(added)
     if model.get("unk_id") is not None:
-        found.types[model["unk_id"]] = UNKNOWN
+        vocab.types[model["unk_id"]] = UNKNOWN
     if model.get("byte_fallback"):
-        found.notes.append(_NO_FALLBACK)
-    found.list_tokens("t5")
+        vocab.notes.append(_NO_FALLBACK)
+    vocab.list_tokens("t5")
 
 
-def _space_prefix(found: _Metadata, steps: list[Step], normalizers: list[Step]) -> None:
-    """Whether a text gets a space in front: by a normalizer, or by the newer Metaspace."""
+def _space_prefix(vocab: _Metadata, steps: list[Step], normalizers: list[Step]) -> None:
+    """Record whether a space is put before a text, by a normalizer or by the newer Metaspace."""
     metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
     if metaspace is None:
-        found.say(add_space_prefix=any(step["type"] == "Prepend" for step in normalizers))
+        vocab.say(add_space_prefix=any(step["type"] == "Prepend" for step in normalizers))
         return
     scheme = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space", True) else "never")
-    found.say(add_space_prefix=scheme != "never")
+    vocab.say(add_space_prefix=scheme != "never")
     if scheme == "first":
-        found.notes.append(
+        vocab.notes.append(
             "llama.cpp also puts a space after special tokens, but tokenizer.json puts one only before the whole text"
         )
     if scheme != "never":
-        found.notes.append(
+        vocab.notes.append(
             "llama.cpp puts a space before every text, but tokenizer.json puts none before a text that already "
             "begins with a space"
         )
 
 
-def _post_processing(found: _Metadata, tokenizer: Tokenizer) -> None:
-    """Which special tokens are put around a text, asked of the tokenizer itself."""
+def _post_processing(vocab: _Metadata, tokenizer: Tokenizer) -> None:
+    """Record which special tokens the tokenizer puts around a text."""
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
     for name, where, ids in (("bos", "before", whole[:at]), ("eos", "after", whole[at + len(plain) :])):
-        found.say(**{f"add_{name}_token": bool(ids)})
-        if ids and ids[0] < found.rows:
-            found.say(**{f"{ID_KEYS[name]}_token_id": ids[0]})
+        vocab.say(**{f"add_{name}_token": bool(ids)})
+        if ids and ids[0] < vocab.rows:
+            vocab.say(**{f"{ID_KEYS[name]}_token_id": ids[0]})
         if len(ids) > 1:
-            found.notes.append(
+            vocab.notes.append(
                 f"tokenizer.json puts {len(ids)} special tokens {where} a text, but llama.cpp puts only one"
             )
 
@@ -293,15 +305,15 @@ def _post_processing(found: _Metadata, tokenizer: Tokenizer) -> None:
 
 
 def pre_tokenizer(steps: list[Step], ignore_merges: bool) -> str | None:
-    """llama.cpp's name for the steps of a byte-level pre-tokenizer, None where it has none."""
+    """Return llama.cpp's name for the steps of a byte-level pre-tokenizer, or None if it has none."""
     asked = tuple(_words(steps))
     names = [name for name, known in PRE_TOKENIZERS.items() if tuple(_words(known)) == asked]
-    # tekken's vocabulary reaches every word that is a token by merges as well.
+    # In tekken's vocabulary, merges also give every word that is a token.
     return next((name for name in names if (name in WORDS_FIRST) == ignore_merges or name == "tekken"), None)
 
 
 def _words(steps: Sequence[Step]) -> Iterator[str]:
-    """Each step as the pattern whose matches it sets apart."""
+    """Yield, for every step, the pattern whose matches it splits off."""
     for step in steps:
         kind = step["type"]
         if kind == "ByteLevel":
@@ -312,7 +324,7 @@ def _words(steps: Sequence[Step]) -> Iterator[str]:
         elif kind == "Split":
             pattern = step["pattern"]
             regex = pattern["Regex"] if "Regex" in pattern else repr(pattern)
-            # Matches kept and the rest dropped is the same as matches set apart: these patterns leave no rest.
+            # Keeping the matches and dropping the rest is the same as splitting here: these patterns leave no rest.
             plain = (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
             regex = regex.replace("\r", r"\r").replace("\n", r"\n")  # as themselves or as escapes
             yield regex if plain else f"{step.get('behavior')} {step.get('invert')} {regex}"
@@ -324,70 +336,70 @@ def _words(steps: Sequence[Step]) -> Iterator[str]:
 
 
 _SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
-"""The fields of special tokens' ids, with their defaults; "none" is -1, which a varint makes huge."""
+"""The protobuf fields of special tokens' ids, with their defaults. -1 means none, and is a huge number as a varint."""
 
 
 # Complex: one branch for each kind of token.
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> _Metadata:  # noqa: C901
-    """A SentencePiece model, read without its library (the numbers are sentencepiece_model.proto's)."""
-    found, trainer, normalizer = _Metadata(rows=rows), dict[int, Any](), dict[int, Any]()
+    """Read a SentencePiece model without its library; the field numbers are those of sentencepiece_model.proto."""
+    vocab, trainer, normalizer = _Metadata(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
         for number, value in _fields(data):
             if number == 1:
-                piece, index = dict(_fields(value)), len(found.texts)
-                found.types[index] = piece.get(3, NORMAL)
-                if found.types[index] not in range(1, 7):
-                    raise ValueError(f"it has a piece of the unknown type {shown(found.types[index], 20)}")
-                found.texts[index] = piece[1].decode()
-                found.scores[index] = struct.unpack("<f", piece.get(2, bytes(4)))[0]
+                piece, index = dict(_fields(value)), len(vocab.texts)
+                vocab.types[index] = piece.get(3, NORMAL)
+                if vocab.types[index] not in range(1, 7):
+                    raise ValueError(f"it has a piece of the unknown type {shown(vocab.types[index], 20)}")
+                vocab.texts[index] = piece[1].decode()
+                vocab.scores[index] = struct.unpack("<f", piece.get(2, bytes(4)))[0]
             elif number == 2:
                 trainer = dict(_fields(value))
             elif number == 3:
                 normalizer = dict(_fields(value))
         kind = {1: "t5", 2: "llama"}.get(int(trainer.get(3, 1)))  # unigram, BPE
         ids = {name: trainer.get(*field) for name, field in _SPECIAL.items()}
-        ids = {name: index for name, index in ids.items() if 0 <= index < len(found.texts)}
+        ids = {name: index for name, index in ids.items() if 0 <= index < len(vocab.texts)}
         charsmap = bytes(normalizer.get(2, b""))
         prefixed, merged = bool(normalizer.get(3, True)), bool(normalizer.get(4, True))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise InvalidInput(f"{name} is not a SentencePiece model: {error!s:.80}") from error
-    if not found.texts:
+    if not vocab.texts:
         raise InvalidInput(f"{name} is not a SentencePiece model: it has no pieces")
     if kind is None:
         return _none(f"the GGUF file has no tokenizer, because llama.cpp has none of the type of {name}")
     decoder = settings.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         try:
-            found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
+            vocab.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
         except (KeyError, ValueError) as error:
             raise InvalidInput(
                 f"tokenizer_config.json: added_tokens_decoder has a wrong form: {error!s:.80}"
             ) from error
-    found.list_tokens(kind)
-    found.say(add_space_prefix=prefixed)
+    vocab.list_tokens(kind)
+    vocab.say(add_space_prefix=prefixed)
     if kind == "t5":
-        found.say(remove_extra_whitespaces=merged)
+        vocab.say(remove_extra_whitespaces=merged)
         if charsmap:
-            found.say(precompiled_charsmap=charsmap)
+            vocab.say(precompiled_charsmap=charsmap)
     for end in ("bos", "eos"):
         stated = settings.get(f"add_{end}_token")
-        found.say(**{f"add_{end}_token": stated if isinstance(stated, bool) else end == "bos"})
-    found.say(**{f"{ID_KEYS[name]}_token_id": index for name, index in ids.items() if index < rows})
-    by_bytes = BYTE in found.types.values()
+        vocab.say(**{f"add_{end}_token": stated if isinstance(stated, bool) else end == "bos"})
+    vocab.say(**{f"{ID_KEYS[name]}_token_id": index for name, index in ids.items() if index < rows})
+    by_bytes = BYTE in vocab.types.values()
     if kind == "t5" and by_bytes:
-        found.notes.append(_NO_FALLBACK)
+        vocab.notes.append(_NO_FALLBACK)
     if kind == "llama" and not by_bytes:
-        found.notes.append(f"{name} has no byte tokens, and llama.cpp fails on characters that have no token")
+        vocab.notes.append(f"{name} has no byte tokens, and llama.cpp fails on characters that have no token")
     if kind == "llama" and charsmap:
-        found.notes.append(
+        vocab.notes.append(
             f"{name} normalizes text, but llama.cpp's SentencePiece BPE does not, so token ids may differ"
         )
-    _compare(found, sentencepiece(found.metadata, charsmap, merged, by_bytes))
-    return found
+    _compare(vocab, sentencepiece(vocab.metadata, charsmap, merged, by_bytes))
+    return vocab
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: (number, value), a value being an int, or bytes of what has a length."""
+    """Yield the fields of a protobuf message as (number, value); a value is an int or bytes."""
     at = 0
 
     def varint() -> int:
@@ -418,9 +430,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 # --- special tokens and the chat template ----------------------------------------------------------------------------
 
 
-def _special_ids(found: _Metadata, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """The ids of special tokens: as the tokenizer's settings name them, else as the model's config numbers them."""
-    meta = found.metadata
+def _special_ids(vocab: _Metadata, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Record the ids of special tokens, from the tokenizer's settings or else from the model's config."""
+    meta = vocab.metadata
     place = {text: index for index, text in enumerate(cast("list[str]", meta[PREFIX + "tokens"]))}
     for name, theirs in ID_KEYS.items():
         key = f"{PREFIX}{theirs}_token_id"
@@ -429,23 +441,23 @@ def _special_ids(found: _Metadata, settings: Mapping[str, Any], config: Mapping[
         if isinstance(stated, list):
             stated = stated[0] if stated else None
         if name == "bos" and key in meta and meta.get(PREFIX + "add_bos_token"):
-            continue  # the one that is put before a text
+            continue  # the token that is put before a text has precedence
         if isinstance(token, str) and token in place:
             meta[key] = place[token]
-        elif key not in meta and type(stated) is int and 0 <= stated < found.rows:
+        elif key not in meta and type(stated) is int and 0 <= stated < vocab.rows:
             meta[key] = stated
     types = cast("list[int]", meta[PREFIX + "token_type"])
     unknown = meta.get(PREFIX + "unknown_token_id")
-    if meta[PREFIX + "model"] == "gpt2":  # has no type for it: all bytes are known
+    if meta[PREFIX + "model"] == "gpt2":  # byte-level BPE has no unknown token, because all bytes are known
         return
     if isinstance(unknown, int):
-        found.say(token_type=[UNKNOWN if i == unknown else kind for i, kind in enumerate(types)])
+        vocab.say(token_type=[UNKNOWN if i == unknown else kind for i, kind in enumerate(types)])
     elif UNKNOWN in types:
-        found.say(unknown_token_id=types.index(UNKNOWN))
+        vocab.say(unknown_token_id=types.index(UNKNOWN))
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Value]:
-    """The template's text, or several by name, where the checkpoint has any; it is never run."""
+    """Return the metadata of the chat templates, if there are any. gptkit never runs a template."""
     template: Any = settings.get("chat_template")
     try:
         if "chat_template.jinja" in files:
@@ -455,7 +467,7 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> d
     except UnicodeDecodeError as error:
         raise InvalidInput(f"chat_template.jinja is not UTF-8: {error}") from error
     more = {name: text for name, text in files.items() if "/" in name}
-    if more:  # one file a template, as transformers saves several
+    if more:  # transformers saves several templates as one file each
         default = [{"name": "default", "template": template}] if isinstance(template, str) else template or []
         try:
             others = [{"name": PurePosixPath(name).stem, "template": text.decode()} for name, text in more.items()]
@@ -465,11 +477,11 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> d
     key = "tokenizer.chat_template"
     if isinstance(template, str):
         return {key: template}
-    entries = [each for each in template if isinstance(each, dict)] if isinstance(template, list) else []
-    pairs = [(each.get("name"), each.get("template")) for each in entries]
+    entries = [entry for entry in template if isinstance(entry, dict)] if isinstance(template, list) else []
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
     named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
-    found: dict[str, Value] = {key: named.pop("default")} if "default" in named else {}
+    metadata: dict[str, Value] = {key: named.pop("default")} if "default" in named else {}
     if named:
-        found["tokenizer.chat_templates"] = list(named)
-        found |= {f"{key}.{name}": text for name, text in named.items()}
-    return found
+        metadata["tokenizer.chat_templates"] = list(named)
+        metadata |= {f"{key}.{name}": text for name, text in named.items()}
+    return metadata

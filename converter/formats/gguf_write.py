@@ -1,9 +1,9 @@
-"""GGUF files: one that holds everything llama.cpp needs, planned from the tree, the tokenizer's files and a dtype.
+"""Plan a GGUF file with everything that llama.cpp needs, from the tree, the tokenizer's files and a dtype.
 
-A file is its metadata and the list of its tensors, then the tensors, each at a multiple of 32 bytes. All but the
-weights is known beforehand, tensors that stand for numbers of the tree (`rope_freqs.weight`) included: that is the
-header here. What stays fp32 whatever was asked for, and F16 in place of Q8_0 where rows do not divide into its blocks,
-are llama.cpp's conventions (conversion/base.py).
+A file has its metadata and the list of its tensors, and then the tensors, each at a multiple of 32 bytes. Everything
+except the weights is known in advance, also tensors with numbers of the tree (`rope_freqs.weight`). All of this is the
+header here. Some tensors are always fp32, and F16 replaces Q8_0 if the rows are not a multiple of its blocks: both are
+llama.cpp's conventions (conversion/base.py).
 """
 
 import importlib.util
@@ -33,14 +33,14 @@ from .gguf_header import dequantised
 from .gguf_vocab import Value, vocabulary
 
 ALIGNMENT = 32
-_CODES = {each.name: code for code, each in TYPES.items()}
+_CODES = {quant.name: code for code, quant in TYPES.items()}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-"""What files are written in (llama.cpp computes nothing in F64), by its number for the type of most of a file."""
+"""The types that gptkit writes, with llama.cpp's number for a file of mostly this type. llama.cpp has no F64."""
 _BLOCK = TYPES[_CODES["Q8_0"]].block
 
 
-def plan(request: Request) -> FolderPlan:
-    """One GGUF file with the source's companions beside it; what it cannot say goes to the source's notes."""
+def plan(request: Request) -> Plan:
+    """Plan one GGUF file, with the source's companions in the same folder. Notes are added to those of the source."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)
     dtypes = request.source.shared_dtypes()
@@ -81,7 +81,7 @@ def plan(request: Request) -> FolderPlan:
         **tree.metadata,
         f"{tree.architecture.name}.vocab_size": request.source.spec.vocab_size,
         "general.file_type": _FILE_TYPES[stored],
-        "general.quantization_version": 2,  # ggml's, of the block formats
+        "general.quantization_version": 2,  # ggml's version of the block formats
         **vocab.metadata,
     }
     known = request.source.notes
@@ -93,7 +93,7 @@ def plan(request: Request) -> FolderPlan:
 
 
 def _parse(asked: str | None) -> str | None:
-    """--dtype as a tensor type. Raises UsageError."""
+    """Return the tensor type that --dtype names. Raises UsageError."""
     if asked is None:
         return None
     if asked.lower() in ("q8_0", "q8"):
@@ -112,7 +112,7 @@ def _parse(asked: str | None) -> str | None:
 
 
 def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> str:
-    """A tensor's type in the file: as asked, else as it is stored, where the file can hold that."""
+    """Return a tensor's type in the file: the one asked for, else the source's, if GGUF allows it for this tensor."""
     if len(leaf.shape) < 2 or leaf.checkpoint.endswith(ALWAYS_FP32):
         return "F32"
     if asked == "Q8_0":
@@ -129,7 +129,7 @@ def _source_type(leaf: BoundLeaf, dtypes: Mapping[str, str]) -> str:
 
 
 def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
-    """The type that most values of the matrices have: what the file is called."""
+    """Return the type of most values of the matrices, after which the file is named."""
     values: dict[str, int] = {}
     for leaf, kind in types:
         if len(leaf.shape) > 1 and not leaf.checkpoint.endswith(ALWAYS_FP32):
@@ -138,7 +138,7 @@ def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
 
 
 def q8_0(name: str) -> Encode:
-    """Rows of a tensor of that name -> their Q8_0 blocks, bit for bit as ggml's quantize_row_q8_0_ref."""
+    """Return a function that quantises rows to Q8_0, bit for bit like ggml's quantize_row_q8_0_ref."""
 
     def encode(rows: np.ndarray, dtype: str) -> np.ndarray:
         from gguf import GGMLQuantizationType
@@ -148,25 +148,25 @@ def q8_0(name: str) -> Encode:
         if bad := not_finite(values, "F32"):
             raise CheckpointError(f"{name}: {bad} values are NaN or infinite, which Q8_0 cannot store")
         blocks = values.reshape(-1, _BLOCK)
-        # A block's scale is a 127th of its largest value, as fp16.
+        # The scale of a block is its largest absolute value / 127, as fp16.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         if (scales >= 65520).any():
             hint = "Choose a dtype with more range: bfloat16, float32."
             raise CheckpointError(f"{name}: some values are too large for Q8_0", hint)
-        # Below this 1 / scale is infinite, and what C makes of that is its own affair: zeros on x86, and here.
+        # For smaller scales 1 / scale is infinite, and the result in C is undefined. x86 gives zeros, and so does this.
         tiny = (scales > 0) & (scales < 1 / np.finfo(np.float32).max)
         if tiny.any():
             values = np.where(tiny[:, None], np.float32(0), blocks).reshape(values.shape)
-        found: np.ndarray = quantize(values, GGMLQuantizationType.Q8_0)
-        return found
+        quantised: np.ndarray = quantize(values, GGMLQuantizationType.Q8_0)
+        return quantised
 
     return encode
 
 
 def _one_more(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """What a norm multiplies by, of the weight to which it adds 1, in fp32."""
-    found: np.ndarray = cast(rows, dtype, "F32") + np.float32(1)
-    return found
+    """Return 1 + weight in fp32, for norms that multiply by 1 + weight."""
+    scale: np.ndarray = cast(rows, dtype, "F32") + np.float32(1)
+    return scale
 
 
 def _lay_out(
@@ -176,7 +176,7 @@ def _lay_out(
     tensors: Sequence[tuple[BoundLeaf, str]],
     factors: Collection[str],
 ) -> Shard:
-    """A tensor named by a key and a number is that value of the key's list."""
+    """Lay out the file. A tensor named "KEY.N" is value N of the list in the metadata KEY."""
     inside = [leaf for leaf, _ in tensors if leaf.checkpoint.rpartition(".")[0] in metadata]
     tensors = [(leaf, kind) for leaf, kind in tensors if leaf not in inside]
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
@@ -191,7 +191,7 @@ def _lay_out(
     parts += [_string(key) + _value(value) for key, value in metadata.items()]
     ends = dict(zip(metadata, [*accumulate(map(len, parts))][1:], strict=True))
     for (tensor, shape, kind), place in zip(entries, places, strict=False):
-        # GGUF counts dimensions from the one that lies closest.
+        # GGUF lists the innermost dimension first.
         sized = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         parts.append(_string(tensor) + sized + struct.pack("<IQ", _CODES[kind], place))
     header = b"".join(parts)
@@ -215,7 +215,7 @@ def _values(kind: Quant, blocks: np.ndarray, _: np.ndarray, __: str) -> np.ndarr
 
 
 def _padded(nbytes: int) -> int:
-    """Up to where the next tensor may begin."""
+    """Round up to the alignment of tensors."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -228,7 +228,7 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """A metadata value with its type in front."""
+    """Encode a metadata value, preceded by its type."""
     if isinstance(value, int | float):
         letter, code = ("B", 7) if isinstance(value, bool) else ("I", 4) if isinstance(value, int) else ("f", 6)
         return struct.pack(f"<I{letter}", code, value)
@@ -243,7 +243,7 @@ def _value(value: Value) -> bytes:
 
 
 def _name(reference: str) -> str:
-    """org/name@rev, sample:name, folder/name-F16.gguf -> name."""
+    """Return the model's name in a reference: org/name@rev, sample:name, folder/name-F16.gguf -> name."""
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
     for suffix in (".gguf", ".safetensors", "-local", "-hf", "-gguf"):
         name = name.removesuffix(suffix)
@@ -252,13 +252,13 @@ def _name(reference: str) -> str:
 
 
 def _token_files(request: Request) -> dict[str, bytes]:
-    """The files that say how text is tokenized, by name; those that the source held inside are the model's for sure."""
+    """Return the tokenizer's files by name. Those stored inside the source have precedence over those in its folder."""
     plain = r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)"
     wanted = re.compile(rf"{plain}|additional_chat_templates/[^/]+\.jinja")
     files = {path.name: path.read_bytes() for path in request.companions if wanted.fullmatch(path.name)}
     files |= {name: text for name, text in request.source.texts.items() if wanted.fullmatch(name)}
     if not any(name in files for name in ("tokenizer.json", "tokenizer.model", "spiece.model")) and request.companions:
-        # vocab.json and merges.txt say nothing of how text is split: transformers knows it for each class.
+        # vocab.json and merges.txt do not say how text is split. Only transformers' tokenizer class knows this.
         tokenizer = load_tokenizer(request.companions[0].path.parent)
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.to_json().encode()
@@ -266,9 +266,9 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 
 def _numbered(request: Request) -> dict[str, Any]:
-    """Special tokens by id: config.json's, over it generation_config.json's."""
+    """Return the fields of config.json, overridden by generation_config.json, for the ids of special tokens."""
     name = "generation_config.json"
     beside = (path.read_bytes() for path in request.companions if path.name == name)
     text = request.source.texts.get(name) or next(beside, None)
-    said = {} if text is None else parse_config_text(text, name)
-    return (request.source.origin.config or {}) | {key: value for key, value in said.items() if value is not None}
+    generation = {} if text is None else parse_config_text(text, name)
+    return (request.source.origin.config or {}) | {key: value for key, value in generation.items() if value is not None}

@@ -1,9 +1,10 @@
-"""Megatron-LM's checkpoints: mp_rank_TT or mp_rank_TT_PPP, a folder a rank of tensor and of pipeline parallelism; or a
-folder of torch.distributed.checkpoint (torch_dist) with common.pt in it.
+"""Read Megatron-LM's checkpoints.
 
-A rank's file says with which arguments it was trained. Stages have layers of their own numbers, which follow one
-another; what the ranks of a stage share out lies side by side, but for the gates and ups of SwiGLU, of which each rank
-has its part of both. What is not shared out has to be the same in all of them.
+These are folders mp_rank_TT or mp_rank_TT_PPP, one per rank of tensor and pipeline parallelism, or a folder of
+torch.distributed.checkpoint (torch_dist) with common.pt in it. The file of a rank has the training arguments. Every
+pipeline stage numbers its layers from 0, and the layers of the stages follow one another. The parts of the ranks of a
+stage are concatenated; for SwiGLU, gate and up are concatenated separately, because every rank has a part of both. A
+tensor that is not split must be equal in all ranks.
 """
 
 from __future__ import annotations
@@ -41,32 +42,33 @@ _HINT = "Put the files of all ranks of one training step into the folder, and no
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of the ranks in a folder, or of the one rank that it is; none where it is no such folder."""
+    """Return the files of the ranks in a folder, which may be the folder of one rank; empty if there are none."""
     places = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
-    ranks = [each for each in places if _RANK.fullmatch(each.name)]
+    ranks = [place for place in places if _RANK.fullmatch(place.name)]
     ranks = ranks[:1] if ranks[:1] == [folder] else ranks
-    return [file for each in ranks for file in [next((each / n for n in _NAMES if (each / n).is_file()), None)] if file]
+    files = (next((rank / name for name in _NAMES if (rank / name).is_file()), None) for rank in ranks)
+    return [file for file in files if file is not None]
 
 
 def step_in(folder: Path) -> Path | None:
-    """The folder of the step that a run's folder names, None where it is no run's. Raises CheckpointError."""
-    said = folder / LATEST
-    if not said.is_file():
+    """Return the folder of the latest step of a training run, or None if this is no run. Raises CheckpointError."""
+    pointer = folder / LATEST
+    if not pointer.is_file():
         return None
-    text = stated_name(said)
+    text = stated_name(pointer)
     inside = folder / (f"iter_{text.zfill(7)}" if text.isdecimal() else text)
     if not (text == "release" or text.isdecimal()) or not is_folder(inside):
         raise CheckpointError(
-            f"{said} names a folder that does not exist: {inside.name}", "Download or copy the checkpoint again."
+            f"{pointer} names a folder that does not exist: {inside.name}", "Download or copy the checkpoint again."
         )
     return inside
 
 
 def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside: ModelSpec | None) -> Opened:
-    """The model in the files of all ranks. beside: the tree of a config.json that lies there, which is to be the same.
+    """Return the model in the files of all ranks. `beside` is the tree of a config.json there, which must be equal.
 
     Raises:
-        CheckpointError: ranks are missing or do not fit one another. ConfigError: as `config_of`.
+        CheckpointError: ranks are missing or do not match each other. ConfigError: as `config_of`.
     """
     arguments = _arguments(files[0], contents[0])
     stages = _stages(folder, files, contents, arguments)
@@ -94,32 +96,33 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
     return _opened(folder, files, arguments, rows, tensors, beside, how)
 
 
-def distributed(folder: Path, found: Mapping[str, Chunked], beside: ModelSpec | None) -> Opened:
-    """The model in a folder of torch_dist: `found` by torch.distributed.checkpoint's names, of which some hold all
-    layers one behind the other. Raises as `opened`.
+def distributed(folder: Path, stored: Mapping[str, Chunked], beside: ModelSpec | None) -> Opened:
+    """Return the model in a folder of torch_dist. Raises as `opened`.
+
+    `stored` are the tensors by the names of torch.distributed.checkpoint. Some of them stack all layers.
     """
     from ..pickles import unpickled
     from .dcp_read import located
 
     common = folder / COMMON
     arguments = _arguments(common, next(unpickled([common])))
-    kept = {name: each for name, each in found.items() if name.startswith(_OURS) and name_of(name) is not None}
-    _worth(folder, arguments, sum(len(each.chunks) for each in kept.values()))
+    known = {name: part for name, part in stored.items() if name.startswith(_OURS) and name_of(name) is not None}
+    _worth(folder, arguments, sum(len(part.chunks) for part in known.values()))
     tensors: dict[str, Chunked] = {}
-    for name, tensor in located(kept).items():
+    for name, tensor in located(known).items():
         ours = str(name_of(name))
         stacked = ours.startswith("decoder.layers.") and _LAYER.match(ours) is None
-        for whole, each in _unstacked(folder, ours, tensor) if stacked else [(ours, tensor)]:
+        for whole, part in _unstacked(folder, ours, tensor) if stacked else [(ours, tensor)]:
             if whole in tensors:
                 raise CheckpointError(f"{folder} has {shown(whole, 80)} twice", _HINT)
-            tensors[whole] = each
+            tensors[whole] = part
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].shape else 0
-    files = {chunk.stored.path for each in tensors.values() for chunk in each.chunks if chunk.stored.path is not None}
+    files = {chunk.stored.path for part in tensors.values() for chunk in part.chunks if chunk.stored.path is not None}
     return _opened(folder, [common, *sorted(files)], arguments, rows, tensors, beside, "read from torch_dist's chunks")
 
 
 def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, Chunked]]:
-    """A tensor of all layers, a layer at a time."""
+    """Yield the name and tensor of every layer in a tensor that stacks all layers."""
     from ..chunks import Chunk, Chunked, filling
 
     where, rest = f"{folder}: {shown(name, 80)}", name.removeprefix("decoder.layers.")
@@ -147,7 +150,7 @@ def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
 
 
 def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
-    """Refuse more layers than there are tensors, before a tree is made of them."""
+    """Raise CheckpointError if the arguments claim more layers than there are tensors, before a tree is made."""
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
         raise CheckpointError(
@@ -169,9 +172,9 @@ def _opened(
     config = config_of(arguments, rows)
     family = named(config["model_type"])
     spec, _ = family.spec_and_unknown({**config, "architectures": [family.hf_class]})
-    told = [path for path, *_ in differences(without_rounding(beside), without_rounding(spec))] if beside else []
-    if told := [path for path in told if path != "context_length"]:
-        what = some_of(told, 3, ", …")
+    different = [path for path, *_ in differences(without_rounding(beside), without_rounding(spec))] if beside else []
+    if different := [path for path in different if path != "context_length"]:
+        what = some_of(different, 3, ", …")
         raise CheckpointError(
             f"{folder}: config.json and the arguments in {files[0].name} describe different models ({what})"
         )
@@ -201,18 +204,18 @@ def _bound(spec: ModelSpec) -> list[Any]:
 def _stages(
     folder: Path, files: Sequence[Path], contents: Sequence[Any], arguments: Mapping[str, Any]
 ) -> list[list[dict[str, Stored]]]:
-    """The tensors by stage, in the order of layers, and by rank in it; virtual stages follow all the stages before."""
+    """Return the tensors by stage in the order of layers, and by rank. Virtual stages follow after all other stages."""
     tensor, pipeline = arguments.get("tensor_model_parallel_size", 1), arguments.get("pipeline_model_parallel_size", 1)
-    if not all(type(each) is int and 0 < each < 2**12 for each in (tensor, pipeline)):
+    if not all(type(size) is int and 0 < size < 2**12 for size in (tensor, pipeline)):
         raise CheckpointError(
             f"{files[0]} has an impossible number of ranks: {shown(tensor, 20)} tensor-parallel, "
             f"{shown(pipeline, 20)} pipeline-parallel"
         )
-    found: dict[tuple[int, int], Any] = {}
+    states: dict[tuple[int, int], Any] = {}
     for file, content in zip(files, contents, strict=True):
         match = _RANK.fullmatch(file.parent.name)
         place = (int(match[2] or 0), int(match[1])) if match else (0, 0)
-        if place in found:
+        if place in states:
             raise CheckpointError(f"another folder has the same rank as {file.parent}", _HINT)
         own = content.get("args") if isinstance(content, dict) else None
         if not isinstance(own, dict):
@@ -221,13 +224,13 @@ def _stages(
             raise CheckpointError(
                 f"{file} has other training arguments than {files[0].parent.name}: {some_of(other, 3)}", _HINT
             )
-        found[place] = content
-    outside = any(stage >= pipeline or rank >= tensor for stage, rank in found)
-    if len(found) != tensor * pipeline or outside:
-        # Of all the ranks that a file may claim, the first ones that are not there.
+        states[place] = content
+    outside = any(stage >= pipeline or rank >= tensor for stage, rank in states)
+    if len(states) != tensor * pipeline or outside:
+        # Only the first missing ranks, because a file may claim any number of ranks.
         claimed = ((stage, rank) for stage in range(pipeline) for rank in range(tensor))
-        missing = list(islice((place for place in claimed if place not in found), 4))
-        dots = ", …" if tensor * pipeline - len(found) > 4 else ""
+        missing = list(islice((place for place in claimed if place not in states), 4))
+        dots = ", …" if tensor * pipeline - len(states) > 4 else ""
         what = (
             f"lacks the files of (pipeline stage, tensor rank) {', '.join(map(str, missing))}{dots}"
             if missing
@@ -236,26 +239,26 @@ def _stages(
         raise CheckpointError(
             f"{folder} {what}; its arguments say {tensor} tensor-parallel x {pipeline} pipeline-parallel ranks", _HINT
         )
-    keys = [key for key in found[0, 0] if re.fullmatch(r"model\d*", str(key))]
+    keys = [key for key in states[0, 0] if re.fullmatch(r"model\d*", str(key))]
     if set(keys) != {"model"} and set(keys) != {f"model{number}" for number in range(max(1, len(keys)))}:
-        raise CheckpointError(f"{files[0]} contains no model, only {some_of([str(key) for key in found[0, 0]], 6)}")
+        raise CheckpointError(f"{files[0]} contains no model, only {some_of([str(key) for key in states[0, 0]], 6)}")
     ordered = sorted(keys, key=lambda key: int(key[5:] or 0))
     return [
-        [_flat(folder, found[stage, rank].get(key)) for rank in range(tensor)]
+        [_flat(folder, states[stage, rank].get(key)) for rank in range(tensor)]
         for key in ordered
         for stage in range(pipeline)
     ]
 
 
 _OWN = ("rank", "local_rank", "iteration", "curr_iteration", "data_parallel_random_init")
-"""Arguments in which ranks may differ."""
+"""Arguments that may differ between ranks."""
 
 
 def _flat(folder: Path, state: Any) -> dict[str, Stored]:
-    """The tensors of a rank, by their names among the leaves; older ones lie in dictionaries within one another."""
+    """Return the tensors of a rank by the names of the leaves. Older checkpoints nest dictionaries."""
     from ..weights import Stored
 
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, value in _entries(state, ()):
         ours = name_of(name)
         if ours is None:
@@ -264,10 +267,10 @@ def _flat(folder: Path, state: Any) -> dict[str, Stored]:
             raise CheckpointError(
                 f"{folder}: {shown(name, 80)} is not a dense tensor with data (for example sparse or quantised)"
             )
-        if ours in found:
+        if ours in tensors:
             raise CheckpointError(f"{folder} has two tensors for the same parameter {shown(name, 80)}")
-        found[ours] = value
-    return found
+        tensors[ours] = value
+    return tensors
 
 
 def _entries(state: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -283,7 +286,7 @@ def _entries(state: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 def _joined(
     folder: Path, files: Sequence[Path], tables: Sequence[dict[str, Stored]], gated: bool
 ) -> Iterator[tuple[str, Chunked]]:
-    """The tensors of a stage, of its ranks' parts."""
+    """Yield the tensors of a stage, joined from its ranks."""
     from ..chunks import Chunk, Chunked, filling
     from .ranks import same_in
 
@@ -296,24 +299,24 @@ def _joined(
         parts = [table[name] for table in tables]
         dim, first = shared_out(name), parts[0]
         if dim is None or len(parts) == 1:
-            for file, each in zip(files[1:], parts[1:], strict=False):
-                same_in(name, files[0], first, file, each)
+            for file, part in zip(files[1:], parts[1:], strict=False):
+                same_in(name, files[0], first, file, part)
             yield name, Chunked(first.dtype, first.shape, (Chunk((0,) * len(first.shape), first),))
             continue
-        if len({(each.dtype, each.shape) for each in parts}) > 1 or len(first.shape) <= dim:
+        if len({(part.dtype, part.shape) for part in parts}) > 1 or len(first.shape) <= dim:
             raise CheckpointError(f"{where} has parts with different sizes or dtypes in different ranks", _HINT)
         if gated and "linear_fc1." in name:
-            parts = [half for which in (0, 1) for each in parts for half in [_half(where, each, which)]]
+            parts = [half for which in (0, 1) for part in parts for half in [_half(where, part, which)]]
         shape = (*first.shape[:dim], first.shape[dim] * len(tables), *first.shape[dim + 1 :])
         chunks, at = [], 0
-        for each in parts:
-            chunks.append(Chunk((0,) * dim + (at,) + (0,) * (len(shape) - dim - 1), each))
-            at += each.shape[dim]
+        for part in parts:
+            chunks.append(Chunk((0,) * dim + (at,) + (0,) * (len(shape) - dim - 1), part))
+            at += part.shape[dim]
         yield name, Chunked(first.dtype, shape, filling(where, shape, chunks, _HINT))
 
 
 def _half(where: str, part: Stored, which: int) -> Stored:
-    """The rows of a rank's gate, or of its up."""
+    """Return the rows of a rank's gate (`which` is 0) or up (1)."""
     rows = part.shape[0] // 2
     if part.shape[0] % 2 or not part.contiguous:
         raise CheckpointError(f"{where} cannot be split into gate_proj and up_proj with the same number of rows", _HINT)

@@ -1,10 +1,10 @@
-"""Checkpoints as training programs leave them: pickles of torch.save, whole or in a file a rank, and .npz archives.
+"""Read checkpoints of training programs: pickles of torch.save, whole or one file per rank, and .npz archives.
 
-What they are is told by what is in them: a dictionary of tensors, however deep (Lightning's state_dict, DeepSpeed's
-module), behind whatever a wrapper puts before its names (torch.compile, DDP, FSDP, Lightning, peft), under the names of
-the family in config.json or those of another program (`architectures.stacks`). Pickles are read by the confined process
-and only where they are allowed; a tree is told without them where a config lies beside. Files of ranks are joined by
-`ranks`. Where two models would be read, both are named and neither is.
+Their content decides what they are. gptkit looks for a dictionary of tensors, at any depth (Lightning's state_dict,
+DeepSpeed's module). The names may have a prefix of a wrapper (torch.compile, DDP, FSDP, Lightning, peft). They are
+those of the family in config.json, or those of another program (`architectures.stacks`). The confined process reads
+pickles, and only if the user allows them; a config in the folder gives the tree without them. `ranks` joins the files
+of ranks. If a file contains two models, gptkit reads neither and names both.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from ..names import (
 )
 from ..tree import Origin, read_description
 from . import Opened
-from .stack_weights import leaves_of, without_buffers
+from .stack_weights import ONE, leaves_of, without_buffers
 
 plan = None
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
 _PLAIN = (".npz", ".safetensors")
-"""How files end that hold no pickle."""
+"""The suffixes of files without a pickle."""
 _HUGGING_FACE = {SINGLE, INDEX, PICKLE_SINGLE, PICKLE_INDEX, LOCAL_CONFIG}
 _BEGINNINGS = (b"PK\3\4", b"\x80", POINTER)
-"""How an archive of torch.save begins, a pickle of its protocol, and what git-lfs leaves in the place of either."""
+"""The first bytes of an archive of torch.save, of a bare pickle, and of a git-lfs pointer instead of a file."""
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
-"""What wrappers put between the parts of a name, which no family does."""
+"""Parts of names that wrappers insert and no family has."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
 _NANOGPT, _LATEST = "ckpt.pt", "latest"
 _CONSOLIDATED = "consolidated.safetensors"
-"""What Mistral calls the weights beside its params.json."""
+"""Mistral's name for the weights that belong to params.json."""
 _MAX_CONFIG = 2**15  # bytes of a config
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A file, or a folder that is no Hugging Face one besides: by name, and what ends in .bin by its first bytes."""
+    """Return a file or folder of this format, unless it is a Hugging Face checkpoint."""
     if names is None:
         return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
     if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names - {_CONSOLIDATED}):
@@ -70,7 +70,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def _looks_right(path: Path) -> bool:
-    """Whether a file may hold weights: what ends in .bin may be anything."""
+    """Return whether a file may have weights. A .bin file needs the right first bytes, because it may be anything."""
     if not path.name.endswith(".bin"):
         return path.name.endswith(_SUFFIXES)
     with suppress(CheckpointError), plain_file(path) as file:
@@ -79,32 +79,36 @@ def _looks_right(path: Path) -> bool:
 
 
 def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
-    """The files with weights in a folder."""
+    """Return the names of the files with weights in a folder."""
     for name in (_NANOGPT, _CONSOLIDATED):
         if name in names:
             return [name]
-    found = sorted(name for name in names if not name.startswith(TRAINING_STATE) and _looks_right(folder / name))
-    states = [name for name in found if name.endswith("_model_states.pt")]
-    return states or found
+    candidates = sorted(name for name in names if not name.startswith(TRAINING_STATE) and _looks_right(folder / name))
+    states = [name for name in candidates if name.endswith("_model_states.pt")]
+    return states or candidates
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree that a config beside says. Raises UntrustedInput where none does, InvalidInput."""
+    """Return the tree of a config in the folder.
+
+    Raises:
+        UntrustedInput: there is no config, and the file is a pickle. InvalidInput: the config cannot be read.
+    """
     folder, files = _files(path)
     refuse_pointer(files[0])
-    said = _tree(folder)
-    if said is None and files[0].name == _CONSOLIDATED:
+    description = _tree(folder)
+    if description is None and files[0].name == _CONSOLIDATED:
         raise InvalidInput(
             f"{files[0]} does not contain a config, so gptkit does not know the architecture",
             "Copy the params.json of the model into the same folder.",
         )
-    if said is None:
+    if description is None:
         raise untrusted(files[0], f"If you trust its author, convert it first: gptkit convert {path} --allow-pickle")
-    return said
+    return description
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """The folder that files with weights are in, and these."""
+    """Return the folder with the files that have weights, and these files."""
     from . import megatron
 
     if path.is_file():
@@ -112,19 +116,19 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
     path = megatron.step_in(path) or path
     if ranks := megatron.files_of(path):
         return path, ranks
-    names = frozenset(each.name for each in path.iterdir() if each.is_file())
+    names = frozenset(entry.name for entry in path.iterdir() if entry.is_file())
     if not _weights_among(path, names) and _LATEST in names:
         inside = path / stated_name(path / _LATEST)
         if inside.parent != path or inside.name in ("", ".", "..") or not is_folder(inside):
             raise CheckpointError(
                 f"{path / _LATEST} names a folder that does not exist", "Download or copy the checkpoint again."
             )
-        names = frozenset(each.name for each in inside.iterdir() if each.is_file())
+        names = frozenset(entry.name for entry in inside.iterdir() if entry.is_file())
         path = inside
-    found = [path / name for name in _weights_among(path, names)]
-    if not found:
+    files = [path / name for name in _weights_among(path, names)]
+    if not files:
         raise CheckpointError(f"{path} contains no weights")
-    return path, found
+    return path, files
 
 
 def _text(path: Path) -> str:
@@ -135,7 +139,7 @@ def _text(path: Path) -> str:
     return data.decode("utf-8", "replace")
 
 
-# --- what a config beside says ---
+# --- configs in the same folder ---
 
 
 def _tree(
@@ -145,53 +149,52 @@ def _tree(
     tied: bool | None = None,
     inside: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """The tree that configs beside the weights say, of a stack or of any; None where there is none. `tied` is what the
-    weights say of the head, which another program's config does not, and `inside` the config that lies in their file.
+    """Return the tree of the configs in the folder, of this stack or of any stack; None if there is no config.
+
+    `tied` says whether the weights have a tied head, because other programs' configs do not say this. `inside` is a
+    config that is stored in the file of the weights.
     """
     if inside is not None and stack is not None:
         return _with_head(*_described(stack.config(inside, rows)), bool(tied))
-    stacks = {each.file: each for each in (STACKS if stack is None else (stack,))}
-    own = [(each, path) for pattern, each in stacks.items() for path in sorted(folder.glob(pattern))]
-    if len(own) > 1:
-        raise InvalidInput(f"{folder} contains several configs: {some_of([path.name for _, path in own], 4)}", _ONE)
-    found = _theirs(folder)
-    if not own:
-        return found if found is None or tied is None else _with_head(*found, tied)
-    stated = own[0][0].config(_parsed(own[0][1]), rows)
+    stacks = {candidate.file: candidate for candidate in (STACKS if stack is None else (stack,))}
+    configs = [(candidate, path) for pattern, candidate in stacks.items() for path in sorted(folder.glob(pattern))]
+    if len(configs) > 1:
+        raise InvalidInput(f"{folder} contains several configs: {some_of([path.name for _, path in configs], 4)}", ONE)
+    hf = _theirs(folder)
+    if not configs:
+        return hf if hf is None or tied is None else _with_head(*hf, tied)
+    stated = configs[0][0].config(_parsed(configs[0][1]), rows)
     if stated["vocab_size"] is None:
-        return found  # which the weights alone say
+        return hf  # only the weights say how many rows there are
     spec, origin, _ = _with_head(*_described(stated), bool(tied))
-    if found is None:
+    if hf is None:
         return spec, origin, []
-    theirs_too, ours = without_rounding(found[0]), without_rounding(spec)
-    other = [path for path, *_ in differences(theirs_too, ours) if path not in ("head.tied", "context_length")]
+    hf_spec, own_spec = without_rounding(hf[0]), without_rounding(spec)
+    other = [path for path, *_ in differences(hf_spec, own_spec) if path not in ("head.tied", "context_length")]
     if other:
         what = some_of(other, 3, ", …")
-        raise InvalidInput(f"{folder}: {own[0][1].name} and {CONFIG} describe different models ({what})", _ONE)
-    return _with_head(*found, bool(tied))
+        raise InvalidInput(f"{folder}: {configs[0][1].name} and {CONFIG} describe different models ({what})", ONE)
+    return _with_head(*hf, bool(tied))
 
 
 def _theirs(folder: Path) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """What a family's config.json says, in one of the `_places`."""
-    file = next((each / CONFIG for each in _places(folder) if (each / CONFIG).is_file()), None)
+    """Return the tree of a family's config.json in one of the `_places`, or None."""
+    file = next((place / CONFIG for place in _places(folder) if (place / CONFIG).is_file()), None)
     return None if file is None else read_description(file, file.parent, folder=True)
 
 
 def _places(folder: Path) -> tuple[Path, ...]:
-    """Where config.json and the tokenizer's files may lie: beside the weights, where verl puts them, or beside
-    DeepSpeed's `latest`.
+    """Return the folders that may have config.json and the tokenizer: the weights', verl's, or that of DeepSpeed's
+    `latest`.
     """
     return (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
 
 
 def _home(folder: Path) -> Path | None:
-    """The folder of the tokenizer's files, None where there are none."""
+    """Return the folder of the tokenizer's files, or None."""
     from ..tokenizer import token_files
 
-    return next((each for each in _places(folder) if each.is_dir() and token_files(each)), None)
-
-
-_ONE = "Keep only the config that belongs to these weights in the folder."
+    return next((place for place in _places(folder) if place.is_dir() and token_files(place)), None)
 
 
 def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
@@ -202,14 +205,14 @@ def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _with_head(spec: ModelSpec, origin: Origin, unknown: list[str], tied: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """The same with a head that is the embedding, or of its own."""
+    """Return the same description with a tied or a separate head."""
     if spec.tied == tied or origin.config is None:
         return spec, origin, unknown
     return _described({**origin.config, "tie_word_embeddings": tied})
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """A config in JSON or YAML."""
+    """Read a config in JSON or YAML."""
     from ..safetensors import parse_json_object
 
     text = _text(path)
@@ -218,32 +221,35 @@ def _parsed(path: Path) -> dict[str, Any]:
     from ..plain_yaml import read_yaml
 
     try:
-        found = read_yaml(text)
+        config = read_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]:.120}") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise ConfigError(f"{path} is not a config: it must be a mapping of field names to values")
-    return found
+    return config
 
 
 # --- reading ---
 
 
 class _TrainedModel(NamedTuple):
-    """A model within files: the keys that lead to its tensors, what stands before their names, whose names they are."""
+    """A model in the files of a training program."""
 
     where: tuple[str, ...]
+    """The keys of nested dictionaries that lead to its tensors."""
     prefix: str
+    """The prefix of its tensor names."""
     stack: Stack | None
+    """The program whose names they are; None for the names of the family."""
 
-    def told(self) -> str:
+    def label(self) -> str:
         keys = "".join(f"[{shown(key, 40)}]" for key in self.where)
         whose = "" if self.stack is None else f" under {self.stack.name} names"
         return f"one in {keys or 'it'}{f' with the prefix {shown(self.prefix)}' if self.prefix else ''}{whose}"
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
-    """Open the files. Raises UntrustedInput unless pickles are allowed, InvalidInput."""
+    """Open the files. Raises InvalidInput; UntrustedInput for a pickle that is not allowed."""
     from ..chunks import chunked
     from ..index import single
     from ..pickles import arrays, not_as_it_is, unpickled
@@ -285,14 +291,14 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     names = list(dict.fromkeys(name for table in own for name in table))
     rows = None if model.stack is None else _rows(own, model.stack.embedding)
     flat = ranks.partitioned(files, contents, own)
-    found = _tree(folder, model.stack, rows, None if model.stack is None else False, inside)
-    if found is None:
+    description = _tree(folder, model.stack, rows, None if model.stack is None else False, inside)
+    if description is None:
         wanted = CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}"
         raise InvalidInput(
             f"{files[0]} does not contain a config, so gptkit does not know the architecture",
             f"Copy the {wanted} of the model into the same folder.",
         )
-    spec, origin, _ = found
+    spec, origin, _ = description
     leaves = family.bind_files(spec, names) if model.stack is None and family else leaves_of(model.stack, spec)
     shapes = {leaf.checkpoint: leaf.shape for leaf in leaves}
     canonical = None if model.stack is not None or family is None else family
@@ -305,7 +311,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     if model.stack is not None:
         weights, tied = without_buffers(weights, model.stack, notes)
         if tied:
-            spec, origin, _ = _tree(folder, model.stack, rows, True, inside) or found
+            spec, origin, _ = _tree(folder, model.stack, rows, True, inside) or description
             leaves = leaves_of(model.stack, spec)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
@@ -317,9 +323,9 @@ def read(path: Path, allow_pickle: bool) -> Opened:
 
 
 def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
-    """The rows of an embedding that is not shared out by rows, as old vocabularies that no config states are not."""
-    found = {table[embedding].shape[:1] for table in tables if embedding in table}
-    return next(iter(found))[0] if len(found) == 1 and () not in found else None
+    """Return the number of rows of an embedding that is not split by rows, for configs that do not state it."""
+    rows = {table[embedding].shape[:1] for table in tables if embedding in table}
+    return next(iter(rows))[0] if len(rows) == 1 and () not in rows else None
 
 
 def _only(
@@ -328,55 +334,55 @@ def _only(
     described: tuple[ModelSpec, Origin, list[str]] | None,
     family: Architecture | None,
 ) -> _TrainedModel | None:
-    """The one model in the files, None where there is none. Raises CheckpointError where there are several."""
-    signs: list[tuple[str, Stack | None]] = [(each.sign, each) for each in STACKS]
+    """Return the only model in the files, or None. Raises CheckpointError if there are several."""
+    signs: list[tuple[str, Stack | None]] = [(stack.sign, stack) for stack in STACKS]
     if described is not None and family is not None:
         own = next(leaf.checkpoint for leaf in family.bind(described[0]) if "embedding.weight" in leaf.shared)
-        signs += [(each, None) for each in dict.fromkeys((own, own.removeprefix(family.prefix)))]
-    found: dict[_TrainedModel, None] = {}
+        signs += [(sign, None) for sign in dict.fromkeys((own, own.removeprefix(family.prefix)))]
+    candidates: dict[_TrainedModel, None] = {}
     for sign, stack in signs:
-        if stack is None and any(model.stack is None for model in found):
-            break  # the whole name was there
+        if stack is None and any(model.stack is None for model in candidates):
+            break  # The full name was there, so the one without the prefix is not needed.
         for table in tables:
             for where, tensors in table.items():
                 for name in tensors:
                     plain = _WRAPPED.sub("", name)
                     if plain == sign or plain.endswith("." + sign):
-                        found[_TrainedModel(where, plain.removesuffix(sign), stack)] = None
-    # Where GPT-2's config lies beside, names of other programs that share its embedding's are told by their own sign.
-    models = [each for each in found if each.stack is not None] or list(found)
+                        candidates[_TrainedModel(where, plain.removesuffix(sign), stack)] = None
+    # Some programs have the same name for the embedding as GPT-2. Their own sign has precedence over its config.json.
+    models = [model for model in candidates if model.stack is not None] or list(candidates)
     if len(models) > 1:
-        told = some_of([each.told() for each in models], 4, ", …")
+        labels = some_of([model.label() for model in models], 4, ", …")
         raise CheckpointError(
-            f"{files[0]} contains {len(models)} models: {told}", "Save the model that you need in a file of its own."
+            f"{files[0]} contains {len(models)} models: {labels}", "Save the model that you need in a file of its own."
         )
     return models[0] if models else None
 
 
 def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The tensors behind a prefix, without it and without what wrappers put into names."""
-    found: dict[str, Any] = {}
+    """Return the tensors with a prefix, by their names without it and without the parts that wrappers insert."""
+    tensors: dict[str, Any] = {}
     for name, tensor in table.items():
         plain = _WRAPPED.sub("", name)
         if plain.startswith(prefix):
-            if plain.removeprefix(prefix) in found:
+            if plain.removeprefix(prefix) in tensors:
                 raise CheckpointError(
                     f"{shown(plain, 80)} exists both with and without the prefix of a wrapper (such as "
                     "module. or _orig_mod.)"
                 )
-            found[plain.removeprefix(prefix)] = tensor
-    return found
+            tensors[plain.removeprefix(prefix)] = tensor
+    return tensors
 
 
 def _same_step(files: Sequence[Path], contents: Sequence[Any]) -> None:
-    """Raise CheckpointError where files say that they are of different steps."""
+    """Raise CheckpointError if the files state different training steps."""
     for key in _STEPS:
-        said = {content[key]: file for file, content in zip(files, contents, strict=True) if _says(content, key)}
-        if len(said) > 1:
-            (one, first), (two, second) = list(said.items())[:2]
-            told = f"{first} has {key} {one}, but {second.name} has {two}"
+        stated = {content[key]: file for file, content in zip(files, contents, strict=True) if _says(content, key)}
+        if len(stated) > 1:
+            (one, first), (two, second) = list(stated.items())[:2]
             raise CheckpointError(
-                told, "Keep the files of only one training step in the folder, or give one of the files."
+                f"{first} has {key} {one}, but {second.name} has {two}",
+                "Keep the files of only one training step in the folder, or give one of the files.",
             )
 
 
@@ -385,7 +391,7 @@ def _says(content: Any, key: str) -> bool:
 
 
 def _notes(model: _TrainedModel, tables: Sequence[Mapping[tuple[str, ...], Any]], contents: Sequence[Any]) -> list[str]:
-    """What the files hold beside the model."""
+    """Return notes on a prefix, and on entries that are not part of the model."""
     notes = []
     if model.prefix:
         notes.append(f"the tensor names have the prefix {shown(model.prefix)}, which gptkit ignores")
