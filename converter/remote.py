@@ -1,8 +1,8 @@
-"""What is stored on the hub, from headers alone: ranges of a few kilobytes of every weight file, never a weight.
+"""Read only the headers of weight files on the hub, by range requests of a few kilobytes.
 
-huggingface_hub has a function for this, which takes whatever a server sends for a range, gigabytes included, checks
-little of a header and not the file's size. Here its session, addresses and tokens are used, and our own checks: a
-header's length is judged before it is read, and a server that ignores ranges is hung up on.
+huggingface_hub has a function for this, but it accepts whatever a server sends for a range, even gigabytes, and checks
+little of a header and not the file's size. gptkit uses its session, addresses and tokens, with its own checks: it
+checks the length of a header before it reads it, and closes the connection to a server that ignores ranges.
 """
 
 import re
@@ -23,12 +23,12 @@ from .names import ADAPTER_CONFIG, INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
 from .tree import Origin
 
-_FIRST = 100_000  # bytes: the whole of nearly every header, in one question
+_FIRST = 100_000  # bytes; one request of this size gets nearly every header
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
-    """Every tensor of a repository, by range requests where the cache has no file; None where it has only pickles."""
+    """Return every tensor of a repository, from the cache or by range requests; None if it has only pickles."""
     folder = repository.folder()
     repository.list_files()
     names = repository.weight_names(allow_pickle)
@@ -36,16 +36,19 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
         return None
     shards = [name for name in names if name != INDEX]
     with ThreadPoolExecutor(8) as pool:
-        read = dict(zip(shards, pool.map(lambda name: header_of(repository, name), shards), strict=True))
+        headers = dict(zip(shards, pool.map(lambda name: header_of(repository, name), shards), strict=True))
     repository.record()
     if INDEX not in names:
-        found = single(folder / shards[0], read[shards[0]])
-        return replace(found, index=index_of(folder, found)) if shards == [SINGLE] else found
-    return assembled(folder, read_index(folder / INDEX), read)
+        files = single(folder / shards[0], headers[shards[0]])
+        return replace(files, index=index_of(folder, files)) if shards == [SINGLE] else files
+    return assembled(folder, read_index(folder / INDEX), headers)
 
 
 class _Remote:
-    """A file of a repository: `data` is its beginning, as far as it was asked for, `size` the bytes of the whole."""
+    """A file of a repository.
+
+    `data` is the beginning that was fetched so far, and `size` the bytes of the whole file.
+    """
 
     def __init__(self, repository: Repository, name: str, otherwise: str) -> None:
         self._repository, self._name, self._otherwise = repository, name, otherwise
@@ -54,7 +57,7 @@ class _Remote:
         self._etag: str | None = None
 
     def upto(self, end: int) -> None:
-        """Have the first `end` bytes, or all that there are. Raises InvalidInput, Offline."""
+        """Fetch the first `end` bytes, or the whole file if it is shorter. Raises InvalidInput, Offline."""
         begin = len(self.data)
         if begin and begin >= min(end, self.size):
             return
@@ -75,7 +78,7 @@ class _Remote:
             )
 
     def sample(self, start: int, end: int) -> bytes:
-        """Bytes from further on."""
+        """Return bytes `start` to `end` (exclusive) from the server. Raises InvalidInput, Offline."""
         self.sampled = True
         data, _, _ = self._read(start, end)
         if len(data) != end - start:
@@ -84,11 +87,11 @@ class _Remote:
         return data
 
     def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
-        """Bytes `begin` to `end` (exclusive), fewer where the file is shorter; the size of the whole; its etag."""
+        """Return bytes `begin` to `end` (exclusive), fewer if the file is shorter; the file's size; its etag."""
         repository, name = self._repository, self._name
-        asked = {"Range": f"bytes={begin}-{end - 1}"}
+        range_header = {"Range": f"bytes={begin}-{end - 1}"}
         url = hf_hub_url(repository.repo, name, revision=repository.commit)
-        with typed_errors(repository, name), streamed(repository, url, asked) as response:
+        with typed_errors(repository, name), streamed(repository, url, range_header) as response:
             headers = response.headers
             if response.status_code == 416:  # nothing at `begin`
                 total = headers.get("Content-Range", "").rpartition("/")[2]
@@ -116,7 +119,7 @@ class _Remote:
 
 
 def header_of(repository: Repository, name: str) -> Header:
-    """The header of one of a repository's files, of which no more is read. Raises InvalidInput, Offline."""
+    """Read only the header of a file in a repository. Raises InvalidInput, Offline."""
     path = repository.cached(name)
     if path is not None:
         return read_header(path)
@@ -130,30 +133,31 @@ def header_of(repository: Repository, name: str) -> Header:
 
 
 _GGUF_FIRST = 2**20
-_GGUF_MOST = 2**27  # bytes of a header: the largest vocabulary with its merges takes a tenth of it
+_GGUF_MOST = 2**27  # bytes of a header; the largest vocabulary with its merges takes a tenth of this
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
-    """The one GGUF file of a repository without config.json; `why` where there is none, and how to name one of many."""
-    names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
-    found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
-    if not found and ADAPTER_CONFIG in names:
+    """Return the only GGUF file of a repository without config.json. Raises `why` if there is none, InvalidInput."""
+    names = [sibling.rfilename for sibling in Repository(repo, revision, "", True).siblings()]
+    files = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
+    if not files and ADAPTER_CONFIG in names:
         raise InvalidInput(f"{repo} is an adapter, not a model by itself", f"gptkit swap BASE OUT --merge-lora {repo}")
-    if not found:
+    if not files:
         raise why
-    if len(found) > 1:
+    if len(files) > 1:
         at = f"@{revision}" if revision is not None else ""
-        some = some_of(found, 6, ", … ({} more)")
-        hint = f"Name one: hf://{repo}{at}/{found[0]}"
-        raise InvalidInput(f"{repo} has no config.json and {len(found)} GGUF files: {some}", hint)
-    return found[0]
+        some = some_of(files, 6, ", … ({} more)")
+        hint = f"Name one: hf://{repo}{at}/{files[0]}"
+        raise InvalidInput(f"{repo} has no config.json and {len(files)} GGUF files: {some}", hint)
+    return files[0]
 
 
 def read_gguf(
     repo: str, revision: str | None, file: str, *, offline: bool = False
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
-    """The tree of a GGUF file in a repository: (spec, origin, commit, notes). Whether its head repeats the embedding is
-    told from a few kilobytes of each, which a note says. Raises InvalidInput, Offline.
+    """Return (spec, origin, commit, notes) of a GGUF file in a repository. Raises InvalidInput, Offline.
+
+    A few kilobytes of both decide whether the head is tied to the embedding; a note says so.
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():

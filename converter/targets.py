@@ -1,6 +1,6 @@
-"""What a checkpoint is written as, parsed once: `--to`, `--as` and `save`'s, for their help, errors and the shell too.
+"""Parse the name of an output format: the values of `--to`, `--as` and `save`.
 
-Nothing is imported until a word is to be understood.
+This module is also used for help texts, errors and shell completion, so it imports nothing else until it parses.
 """
 
 from collections.abc import Sequence
@@ -20,47 +20,48 @@ FORMATS = {
         ("trained", "trained"),
     )
 }
-"""The module of each format (see `formats.Format`), and behind a colon what in it is the format where it is not all of
-it; those of plugins included."""
+"""The module of every format (see `formats.Format`), also of plugins. A name after a colon is the format's object in
+the module; otherwise the module itself is the format."""
 
 
 READ_ONLY = "trained"
-"""The one that is read, and not written: what training programs leave (its module tells whose it is)."""
+"""The only format that is not written: checkpoints of training programs."""
 
 
 def register(format_: str, module: str) -> None:
-    """Make a format known, with the full name of its module; raises UsageError where there is one of its name."""
+    """Register a format with the full name of its module. Raises UsageError if the name exists already."""
     if format_ in FORMATS or format_ in ("local", "hf", "tree"):
         raise UsageError(f"the format {format_} already exists")
     FORMATS[format_] = module
 
 
 FOLDERS = ("local", "hf", "hf:FAMILY", "hf:auto")
-"""gptkit's own format and Hugging Face files, which a tree is written as that is not in files yet."""
+"""gptkit's own format and Hugging Face files: the formats for a model that is not yet in files."""
 
 
 def targets() -> tuple[str, ...]:
-    """Every value of `--to`."""
+    """Return every value of `--to`."""
     return (*FOLDERS, *(name for name in FORMATS if name != READ_ONLY))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a checkpoint is written as.
-
-    kind: gptkit's own format ("local"), Hugging Face files ("hf"), or one of `FORMATS`. family: of Hugging Face files
-    the family, or "auto" for the first that can hold the tree; None for the one that the tree came from.
-    """
+    """A format in which a checkpoint can be written."""
 
     kind: str
+    """gptkit's own format ("local"), Hugging Face files ("hf"), or one of `FORMATS`."""
     family: str | None = None
+    """For Hugging Face files: a family, "auto" for the first that can express the tree, or None for the original's."""
 
     def __str__(self) -> str:
         return self.kind if self.family is None else f"{self.kind}:{self.family}"
 
 
 def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
-    """What a word of those `known` (None: all) stands for; UsageError, and UnknownFamily for "hf:" and no family."""
+    """Parse one of the `known` names (None: all).
+
+    Raises UsageError; UnknownFamily for "hf:NAME" without such a family.
+    """
     if isinstance(to, Target):
         return to
     from ..architectures import ARCHITECTURES, named

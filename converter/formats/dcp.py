@@ -1,10 +1,10 @@
-"""Distributed checkpoints of torch (torch.distributed.checkpoint): a folder of .distcp files and `.metadata`.
+"""Read and write distributed checkpoints of torch (torch.distributed.checkpoint): .distcp files and `.metadata`.
 
-Written under the names that the family's checkpoints have, with config.json beside: a model of transformers, sharded or
-not, loads it as it is (`dcp.load(model.state_dict(), checkpoint_id=folder)`), a tied head under its second name too.
-What lies where is planned by torch's own planner, on the meta device; the tensors go their usual way (see
-`torch_archive`). What the Hugging Face writer of torch.distributed.checkpoint makes, safetensors files with parts of
-tensors, is read too.
+gptkit writes them with the tensor names of the family, and config.json in the same folder, so that a model of
+transformers can load them, sharded or not (`dcp.load(model.state_dict(), checkpoint_id=folder)`). A tied head is also
+listed under its second name. torch's own planner, on the meta device, decides the place of every tensor
+(`torch_archive` says how the tensors are written). gptkit also reads the safetensors files with parts of tensors that
+the Hugging Face writer of torch.distributed.checkpoint makes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 _METADATA = ".metadata"
 _BESIDE = ("optimizer.", "lr_scheduler.", "train_state", "dataloader")
-"""How the names begin of what torchtitan saves beside a model whose own names have nothing before them."""
+"""The prefixes of other entries that torchtitan saves next to a model without a prefix."""
 _SHARDS = "shard-*-model-*-of-*.safetensors"
-"""What torch's Hugging Face writer calls its files while tensors are in parts."""
+"""The names that torch's Hugging Face writer gives to files with parts of tensors."""
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A folder of either kind that is no Hugging Face folder besides."""
+    """Return a folder of either kind, unless it is also a Hugging Face checkpoint."""
     if names is None or SINGLE in names or INDEX in names:
         return None
     return path if _METADATA in names or fnmatch.filter(names, _SHARDS) else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree that config.json (or gptkit.json) beside the weights says. Raises InvalidInput."""
+    """Return the tree in the folder's config.json or gptkit.json. Raises InvalidInput."""
     from ..tree import read_description
 
     return read_description(_description(path), path, folder=True)
@@ -61,7 +61,7 @@ def _description(path: Path) -> Path:
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
-    """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
+    """Open the folder. Raises InvalidInput; UntrustedInput if `.metadata` is there and pickles are not allowed."""
     from ..chunks import chunked
     from ..weights import identity_leaves
     from . import megatron
@@ -91,42 +91,44 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     local = described.name == LOCAL_CONFIG
     architecture = None if local or origin.family is None else named(origin.family)
     leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
-    stack = next((each for each in STACKS if any(f".{name}".endswith(f".{each.sign}") for name in tensors)), None)
-    if stack is not None:  # torchtitan's, under Meta's names
+    stack = next(
+        (candidate for candidate in STACKS if any(f".{name}".endswith(f".{candidate.sign}") for name in tensors)), None
+    )
+    if stack is not None:  # torchtitan uses Meta's names
         architecture, leaves = None, leaves_of(stack, spec)
     notes: list[str] = []
     prefix = _prefix(path, tensors, leaves)
     model = [name for name in tensors if name.startswith(prefix) and not name.startswith(_BESIDE)]
-    kept = {name.removeprefix(prefix): tensors[name] for name in model}
-    if beside := [*others, *sorted(tensors.keys() - {*model})]:
+    own = {name.removeprefix(prefix): tensors[name] for name in model}
+    if left_out := [*others, *sorted(tensors.keys() - {*model})]:
         notes.append(
-            f"{len(beside)} entries that are not weights of the model were left out: {some_of(beside, 3, ', …')}"
+            f"{len(left_out)} entries that are not weights of the model were left out: {some_of(left_out, 3, ', …')}"
         )
     if pickled.is_file():
-        kept = located(kept)
-    files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}
+        own = located(own)
+    files = {chunk.stored.path for tensor in own.values() for chunk in tensor.chunks if chunk.stored.path is not None}
     here = (*sorted(files), *([pickled] if pickled.is_file() else []))
-    weights = chunked(kept)
+    weights = chunked(own)
     if stack is not None:
         weights, _ = without_buffers(weights, stack, notes)
     return Opened(spec, origin, leaves, weights, here, notes=notes, architecture=architecture)
 
 
 def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> str:
-    """What training programs put before every name: {"model": model.state_dict(), "optimizer": …} gives "model."."""
+    """Return the prefix of all names of the model: "model." for {"model": model.state_dict(), "optimizer": …}."""
     embedding = next(leaf.checkpoint for leaf in leaves if "embedding.weight" in leaf.shared)
     if embedding in names:
         return ""
-    found = [name.removesuffix(embedding) for name in names if name.endswith("." + embedding)]
-    if len(found) > 1 and "model." in found:
+    prefixes = [name.removesuffix(embedding) for name in names if name.endswith("." + embedding)]
+    if len(prefixes) > 1 and "model." in prefixes:
         return "model."
-    if len(found) > 1:
-        raise CheckpointError(f"{path} contains {len(found)} models: {', '.join(map(repr, found[:5]))}")
-    return found[0] if found else ""
+    if len(prefixes) > 1:
+        raise CheckpointError(f"{path} contains {len(prefixes)} models: {', '.join(map(repr, prefixes[:5]))}")
+    return prefixes[0] if prefixes else ""
 
 
-def plan(request: Request) -> FolderPlan:
-    """.distcp files, `.metadata` and config.json; without a family shared names, and gptkit.json."""
+def plan(request: Request) -> Plan:
+    """Plan .distcp files, `.metadata` and config.json; without a family, shared names and gptkit.json."""
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 
@@ -146,11 +148,11 @@ def plan(request: Request) -> FolderPlan:
 
 
 _FILES = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little", "version": b"3\n"}
-"""What torch.save puts into an archive beside the pickle and the tensors."""
+"""The other files that torch.save puts into an archive."""
 
 
 def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
-    """A file of what torch.save writes for each tensor, an archive of its own, at a multiple of 64 bytes."""
+    """Lay out a file with one archive of torch.save per tensor, at multiples of 64 bytes."""
     from ..write import Output, Shard
 
     at, laid = 0, []
@@ -164,7 +166,10 @@ def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
 
 
 def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:
-    """`.metadata`: torch's plan for saving these tensors, and where they lie. `tied`: second name -> shared name."""
+    """Return `.metadata`: torch's plan for these tensors, and their places.
+
+    `tied` maps second names to shared names.
+    """
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -183,12 +188,12 @@ def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:
     }
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
-    (planned,), found = planner.create_global_plan([planner.create_local_plan()])
-    found.storage_data = {
+    (planned,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    metadata.storage_data = {
         item.index: _StorageInfo(shard.name, output.start, output.nbytes)
         for item in planned.items
         for shard, output in (at[item.index.fqn],)
     }
-    found.storage_meta = StorageMeta()  # no path of this machine, no random id
-    found.version = CURRENT_DCP_VERSION
-    return pickle.dumps(found)
+    metadata.storage_meta = StorageMeta()  # no path of this machine, no random id
+    metadata.version = CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)

@@ -1,11 +1,11 @@
-"""Where the tensors of a distributed checkpoint lie: in chunks that several processes saved, put together here.
+"""Find the tensors of a distributed checkpoint, which several processes saved in chunks.
 
-torch's own folder has `.metadata`, a pickle of which chunk lies where in which .distcp file, each an archive of
-torch.save; the headers of the Hugging Face writer's safetensors files say where in the whole tensor theirs belong.
-Names, numbers and places alone are taken from either, pickles being read by confined processes, and every number is
-held against the files before anything is allocated. Not by torch.distributed.checkpoint: its reader runs what
-`.metadata` says, and torch's weights-only reader knows no pickle of its protocol (tests/converter/test_dcp.py,
-test_torchs_own_reader_runs_what_metadata_says).
+torch's own folder has `.metadata`, a pickle that gives the place of every chunk in the .distcp files; a chunk is an
+archive of torch.save. For the Hugging Face writer, the headers of the safetensors files say where in a tensor a part
+belongs. gptkit takes only names, numbers and places from them. Confined processes read the pickles, and every number is
+checked against the files before anything is allocated. gptkit does not use torch.distributed.checkpoint to read: its
+reader runs code in `.metadata`, and torch's weights-only reader does not know this pickle protocol
+(tests/converter/test_dcp.py, test_torchs_own_reader_runs_what_metadata_says).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
-    """The tensors of a folder by name, their chunks still to be `located`, and the names of what is beside them."""
+    """Return the tensors of a folder by name, whose chunks are not yet `located`, and the names of other entries."""
     path = folder / ".metadata"
     entries, others = Unpickler().ask(path, str(path), str(path.absolute()), "data")
-    sizes: dict[str, int] = {}  # of the files that were looked at
+    sizes: dict[str, int] = {}  # by the names of the files
     tensors: dict[str, Chunked] = {}
     for name, dtype, shape, boxes in entries:
         chunks = [
@@ -41,7 +41,7 @@ def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
 
 
 def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
-    """A file of chunks, of which one ends there. Raises UntrustedInput, CheckpointError."""
+    """Return the path of a file that has a chunk up to byte `end`. Raises UntrustedInput, CheckpointError."""
     path = folder / name
     if name not in sizes:
         if not is_plain(name):
@@ -58,7 +58,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
 
 
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
-    """The tensors with every chunk's archive looked into. Raises CheckpointError for one that holds anything else."""
+    """Return the tensors with the place of the data in every chunk's archive. Raises CheckpointError."""
     process = Unpickler(parts=sum(len(tensor.chunks) for tensor in tensors.values()))
     return {
         name: tensor._replace(chunks=tuple(_located(name, chunk, process) for chunk in tensor.chunks))
@@ -80,18 +80,18 @@ def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
 
 
 def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
-    """The tensors of sharded safetensors files. Raises CheckpointError."""
+    """Return the tensors of safetensors files that have parts of tensors. Raises CheckpointError."""
     boxes: dict[str, list[Chunk]] = {}
     for path in files:
         header = read_header(path)
         text = header.metadata.get(_SHARDING)
-        said = {} if text is None else parse_json_object(text.encode(), f"{path}: {_SHARDING}")
+        sharding = {} if text is None else parse_json_object(text.encode(), f"{path}: {_SHARDING}")
         for name, info in header.tensors.items():
-            entry, others = said.get(name), boxes.setdefault(name, [])
+            entry, others = sharding.get(name), boxes.setdefault(name, [])
             offsets: Any = entry.get("saved_offsets") if isinstance(entry, dict) else None
             if not isinstance(offsets, list):
                 offsets = [0] * len(info.shape)
-            if len(offsets) > MAX_DIMS or any(type(each) is not int or not 0 <= each < 2**63 for each in offsets):
+            if len(offsets) > MAX_DIMS or any(type(offset) is not int or not 0 <= offset < 2**63 for offset in offsets):
                 raise CheckpointError(f"{path}: {shown(name, 80)} has invalid saved_offsets", _HINT)
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "its dtype or number of dimensions differs between files"
@@ -100,7 +100,7 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
     tensors: dict[str, Chunked] = {}
     for name, chunks in boxes.items():
         ends = [[o + s for o, s in zip(offsets, stored.shape, strict=True)] for offsets, stored in chunks]
-        shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers know no more than that
+        shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers do not have the shape
         full = filling(f"{files[0].parent}: {shown(name, 80)}", shape, chunks, _AGAIN)
         tensors[name] = Chunked(chunks[0].stored.dtype, shape, full)
     return tensors

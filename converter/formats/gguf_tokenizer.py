@@ -1,10 +1,11 @@
-"""The tokenizer in a GGUF file, written out as Hugging Face has it: tokenizer.json and the files beside it.
+"""Convert the tokenizer in a GGUF file to Hugging Face's files: tokenizer.json and others.
 
-How "gpt2", byte-level BPE, splits text has only a name in the file, `tokenizer.ggml.pre`. Of "llama", SentencePiece's
-BPE, the file keeps scores: merges are made of them as transformers makes them of a tokenizer.model. "gemma4" is the
-same with its merges in the file, "t5" SentencePiece's unigram model. A name that is not known gives no tokenizer rather
-than a wrong one. The chat template is text that is passed on, and never run. Source: llama.cpp, src/llama-vocab.cpp;
-transformers, convert_slow_tokenizer.py (LlamaConverter) and tokenization_utils_base.py (generate_merges).
+"gpt2" is byte-level BPE, and the file has only a name for the way it splits text, `tokenizer.ggml.pre`. "llama" is
+SentencePiece's BPE with scores, from which gptkit makes merges as transformers does from a tokenizer.model. "gemma4" is
+the same with merges in the file, and "t5" is SentencePiece's unigram model. For an unknown name gptkit writes no
+tokenizer instead of a wrong one. The chat template is copied as text and never run. Source: llama.cpp,
+src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py (LlamaConverter) and tokenization_utils_base.py
+(generate_merges).
 """
 
 import base64
@@ -22,13 +23,13 @@ PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""transformers' names of special tokens -> GGUF's, misspelt as it is."""
+"""transformers' names of special tokens -> GGUF's names; "seperator" is misspelt there."""
 
 _MAX_SQUARES = 2**27
-"""The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
-262,000 tokens has a tenth of it, and no token of real ones is longer than a thousand characters."""
-_MAX_TOKENS = 2**19  # the largest vocabularies have half of that
-_MAX_CHARSMAP = 2**22  # bytes; SentencePiece's own has 240,000
+"""The largest sum of the squares of tokens' lengths, because this is the cost of trying every split of every token. A
+vocabulary of 262,000 tokens has a tenth of it, and no real token has more than a thousand characters."""
+_MAX_TOKENS = 2**19  # the largest vocabularies have half of this
+_MAX_CHARSMAP = 2**22  # bytes; the one of SentencePiece has 240,000
 
 # --- how byte-level BPE splits text, by llama.cpp's names ------------------------------------------------------------
 
@@ -38,27 +39,27 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHED = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 
-Step = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def _split(pattern: str) -> Step:
-    """Matches set apart, and what lies between them."""
+def _split(pattern: str) -> JsonObject:
+    """Return a step that splits off matches and keeps the text between them."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def _byte_level(use_regex: bool) -> Step:
-    """Bytes as printable characters, after GPT-2's own pattern or without it."""
+def _byte_level(use_regex: bool) -> JsonObject:
+    """Return the step that writes bytes as printable characters, with or without GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
 _ONE_DIGIT, DIGITS = ({"type": "Digits", "individual_digits": individual} for individual in (True, False))
 
 
-def _split_first(pattern: str) -> tuple[Step, ...]:
+def _split_first(pattern: str) -> tuple[JsonObject, ...]:
     return (_split(pattern), _byte_level(False))
 
 
-def _letters(numbers: str) -> tuple[Step, ...]:
+def _letters(numbers: str) -> tuple[JsonObject, ...]:
     """Llama 3's pattern and Qwen's, which differ in how many digits go together."""
     return _split_first(rf"{_SHORTENED}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}")
 
@@ -78,7 +79,7 @@ _MOST_TEMPLATES = 100
 _DIGITS = (_ONE_DIGIT, _byte_level(True))
 _THREE_DIGITS = (_byte_level(True), DIGITS, _split("[0-9][0-9][0-9]"))
 
-PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
+PRE_TOKENIZERS: dict[str, tuple[JsonObject, ...]] = {
     # What llama.cpp does with a file that names nothing.
     "default": (_split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4"), (_byte_level(True),)),
@@ -97,17 +98,17 @@ PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
     ),
     "deepseek-v3": (*map(_split, (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED)), _byte_level(False)),
 }
-"""llama.cpp's name -> the steps of tokenizer.json, as the checkpoints have them that the name was made for."""
+"""llama.cpp's name -> the steps in the tokenizer.json of the checkpoints for which the name was made."""
 
 WORDS_FIRST = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
-"""With these a word that is a token is taken whole, whatever the merges say; and a text begins with <s> by default."""
+"""Names with which a word that is a token is not split, whatever the merges, and a text begins with <s> by default."""
 
 _NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
-"""Those whose checkpoints compose characters (NFC) first."""
+"""Names whose checkpoints first compose characters (NFC)."""
 
 
 def without_tokenizer(header: GgufHeader) -> list[str]:
-    """Why the file's tokenizer cannot be written, as notes."""
+    """Return notes on why the file's tokenizer cannot be converted; empty if it can."""
     kind, pre = _get(header, "model", str), _get(header, "pre", str) or "default"
     if kind is None or kind == "none" or PREFIX + "tokens" not in header.metadata:
         return ["the file contains no tokenizer: give texts as token ids"]
@@ -121,7 +122,7 @@ def without_tokenizer(header: GgufHeader) -> list[str]:
 
 
 def _get(header: GgufHeader, key: str, kind: type) -> Any:
-    """A value of that type at a tokenizer's key, None where there is none."""
+    """Return the value at a key of the tokenizer, or None. Raises CheckpointError if it has another type."""
     value = header.metadata.get(PREFIX + key)
     if value is not None and type(value) is not kind:
         raise CheckpointError(f"{header.where}: {PREFIX}{key} is {shown(value, 40)}, expected {kind.__name__}")
@@ -129,20 +130,22 @@ def _get(header: GgufHeader, key: str, kind: type) -> Any:
 
 
 def check_lengths(tokens: Collection[str], where: str) -> None:
-    """Raise CheckpointError for tokens longer than tokens are, before anything tries their every part."""
+    """Raise CheckpointError for very long tokens, because trying all their splits would take too long."""
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         longest = max(map(len, tokens))
         raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, more than gptkit reads")
 
 
 def splits(token: str) -> list[tuple[str, str]]:
-    """A token in two parts, in every way."""
+    """Return all ways to split a token into two parts."""
     return [(token[:at], token[at:]) for at in range(1, len(token))]
 
 
 class Texts(UserDict[str, bytes]):
-    """The files that a GGUF's tokenizer is in Hugging Face's terms, made when one is asked for; `rows` of the token
-    table, the longest text, and the ids of special tokens by transformers' names. Raises CheckpointError.
+    """The tokenizer of a GGUF as Hugging Face's files by name, which are made on first use (may raise CheckpointError).
+
+    `rows` is the number of rows of the embedding, `context` the longest text in tokens, and `special` the ids of
+    special tokens by transformers' names.
     """
 
     def __init__(self, header: GgufHeader, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
@@ -189,7 +192,7 @@ class Texts(UserDict[str, bytes]):
         }
 
     def _pairs(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-        """The merges that the file lists."""
+        """Return the merges in the file."""
         merges = self._header.values(PREFIX + "merges", MAX_STRINGS)
         if merges is None or not all(isinstance(merge, str) for merge in merges):
             raise self._error(f"its tokenizer ({PREFIX}model is {self._get('model', str)}) has no {PREFIX}merges")
@@ -219,7 +222,7 @@ class Texts(UserDict[str, bytes]):
         prefixed = self._get("add_space_prefix", bool) is not False
         prepend = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-        decoders: list[Step] = [
+        decoders: list[JsonObject] = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
             {"type": "ByteFallback"},
             {"type": "Fuse"},
@@ -242,7 +245,7 @@ class Texts(UserDict[str, bytes]):
 
     def _unigram(self) -> dict[str, Any]:
         scores = self._scores()
-        normalizers: list[Step] = []
+        normalizers: list[JsonObject] = []
         charsmap = self._header.values(PREFIX + "precompiled_charsmap", _MAX_CHARSMAP)
         if charsmap:
             if not all(isinstance(value, int) for value in charsmap):
@@ -253,7 +256,7 @@ class Texts(UserDict[str, bytes]):
             normalizers.append({"type": "Strip", "strip_left": True, "strip_right": True})
             normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": SPACE})
         scheme = "never" if self._get("add_space_prefix", bool) is False else "always"
-        space: Step = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": True}
+        space: JsonObject = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": True}
         return {
             "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
             "pre_tokenizer": space,
@@ -268,8 +271,8 @@ class Texts(UserDict[str, bytes]):
         }
 
     def _post_processor(self, *, default_bos: bool, default_eos: bool = False) -> dict[str, Any] | None:
-        """Which special tokens are put around a text."""
-        single: list[Step] = [{"Sequence": {"id": "A", "type_id": 0}}]
+        """Return the post-processor that puts special tokens around a text, or None."""
+        single: list[JsonObject] = [{"Sequence": {"id": "A", "type_id": 0}}]
         special: dict[str, Any] = {}
         for name, default in (("bos", default_bos), ("eos", default_eos)):
             add, index = self._get(f"add_{name}_token", bool), self._id(name)
@@ -286,13 +289,13 @@ class Texts(UserDict[str, bytes]):
         return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": special}
 
     def _settings(self) -> dict[str, Any]:
-        """tokenizer_config.json: special tokens by their text, and the chat template as it stands."""
+        """Return tokenizer_config.json, with the texts of special tokens and the unchanged chat template."""
         ids = {name: self._id(ID_KEYS[name]) for name in ("bos", "eos", "unk", "pad", "sep", "mask")}
         key = "tokenizer.chat_template"
         template: Any = self._header.metadata.get(key)
         names = self._header.values(f"{key}s", _MOST_TEMPLATES) or []
         named = {name: self._header.metadata.get(f"{key}.{name}") for name in names}
-        if named:  # as transformers reads several
+        if named:  # the form in which transformers reads several
             named = {"default": template, **named}
             template = [{"name": name, "template": text} for name, text in named.items() if isinstance(text, str)]
         return {
@@ -312,7 +315,7 @@ class Texts(UserDict[str, bytes]):
         return _get(self._header, key, kind)
 
     def _id(self, name: str) -> int | None:
-        """The id of a special token by GGUF's name, None where there is no such token."""
+        """Return the id of a special token by GGUF's name, or None."""
         index: int | None = self._get(f"{name}_token_id", int)
         return index if index is not None and 0 <= index < len(self._tokens) else None
 
@@ -344,7 +347,7 @@ class Texts(UserDict[str, bytes]):
         return [float(score) for score in scores[: len(self._tokens)]]
 
     def _vocab(self) -> dict[str, int]:
-        """Ids by token, without rows that stand for nothing."""
+        """Return the ids by token, without unused rows."""
         vocab: dict[str, int] = {}
         for index, token in enumerate(self._tokens):
             if self._types[index] != UNUSED and vocab.setdefault(token, index) != index:
@@ -352,7 +355,7 @@ class Texts(UserDict[str, bytes]):
         return vocab
 
     def _unknown(self) -> int | None:
-        """The id of the unknown token: as the file says, else the one of that type."""
+        """Return the id of the unknown token: the one in the metadata, or else the token of that type."""
         stated = self._id("unknown")
         if stated is not None and self._types[stated] != UNUSED:
             return stated
@@ -367,7 +370,7 @@ _BPE = {
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that make one, by the highest score, ties as transformers' generate_merges has them."""
+    """Return all pairs of tokens that form a token, highest score first; ties as in transformers' generate_merges."""
     ranked = []
     for order, (token, index) in enumerate(vocab.items()):
         for left, right in splits(token):

@@ -30,7 +30,7 @@ from .gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     WORDS_FIRST,
-    Step,
+    JsonObject,
     check_lengths,
     splits,
 )
@@ -203,7 +203,11 @@ def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level(
-    vocab: _Metadata, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
+    vocab: _Metadata,
+    model: JsonObject,
+    added: Sequence[JsonObject],
+    steps: list[JsonObject],
+    normalizers: list[JsonObject],
 ) -> None:
     vocab.texts = {index: text for text, index in model["vocab"].items()}
     vocab.add_tokens(added, "")
@@ -228,13 +232,13 @@ def _byte_level(
     vocab.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
 
 
-def _merges(model: Step) -> list[tuple[str, str]]:
+def _merges(model: JsonObject) -> list[tuple[str, str]]:
     """Return the merges in order; tokenizer.json has them as "a b" or ["a", "b"]."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(str(left), str(right)) for left, right in pairs]
 
 
-def _sentencepiece_bpe(result: _Metadata, model: Step, added: Sequence[Step]) -> None:
+def _sentencepiece_bpe(result: _Metadata, model: JsonObject, added: Sequence[JsonObject]) -> None:
     """Describe SentencePiece's BPE. llama.cpp merges by the score of the result, so ranks of merges become scores."""
     vocab, merges = model["vocab"], _merges(model)
     check_lengths(vocab, "tokenizer.json")
@@ -257,7 +261,7 @@ def _sentencepiece_bpe(result: _Metadata, model: Step, added: Sequence[Step]) ->
     result.list_tokens("llama")
 
 
-def _unigram(vocab: _Metadata, model: Step, added: Sequence[Step]) -> None:
+def _unigram(vocab: _Metadata, model: JsonObject, added: Sequence[JsonObject]) -> None:
     vocab.texts = {index: piece for index, (piece, _) in enumerate(model["vocab"])}
     vocab.scores = {index: float(score) for index, (_, score) in enumerate(model["vocab"])}
     vocab.add_tokens(added)
@@ -268,7 +272,7 @@ def _unigram(vocab: _Metadata, model: Step, added: Sequence[Step]) -> None:
     vocab.list_tokens("t5")
 
 
-def _space_prefix(vocab: _Metadata, steps: list[Step], normalizers: list[Step]) -> None:
+def _space_prefix(vocab: _Metadata, steps: list[JsonObject], normalizers: list[JsonObject]) -> None:
     """Record whether a space is put before a text, by a normalizer or by the newer Metaspace."""
     metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
     if metaspace is None:
@@ -304,7 +308,7 @@ def _post_processing(vocab: _Metadata, tokenizer: Tokenizer) -> None:
 # --- the names of ways to split text ---------------------------------------------------------------------------------
 
 
-def pre_tokenizer(steps: list[Step], ignore_merges: bool) -> str | None:
+def pre_tokenizer(steps: list[JsonObject], ignore_merges: bool) -> str | None:
     """Return llama.cpp's name for the steps of a byte-level pre-tokenizer, or None if it has none."""
     asked = tuple(_words(steps))
     names = [name for name, known in PRE_TOKENIZERS.items() if tuple(_words(known)) == asked]
@@ -312,7 +316,7 @@ def pre_tokenizer(steps: list[Step], ignore_merges: bool) -> str | None:
     return next((name for name in names if (name in WORDS_FIRST) == ignore_merges or name == "tekken"), None)
 
 
-def _words(steps: Sequence[Step]) -> Iterator[str]:
+def _words(steps: Sequence[JsonObject]) -> Iterator[str]:
     """Yield, for every step, the pattern whose matches it splits off."""
     for step in steps:
         kind = step["type"]

@@ -1,11 +1,11 @@
-"""llama2.c's .bin files: version 0 (what run.c reads) and 1 in both directions, version 2 (int8 groups) dequantised.
+"""Read llama2.c's .bin files of versions 0 (which run.c reads), 1 and 2 (int8 groups), and write versions 0 and 1.
 
-    version 0   seven int32, the vocabulary's size negative where the head is a matrix of its own; tensors and tables
+    version 0   seven int32, with a negative vocabulary size if the head is not tied; tensors and tables
     version 1   "ak42", the version, seven int32, a byte that says whether the head is tied; 256 bytes in all; tensors
-    version 2   as 1, with the size of the groups behind that byte; norms in fp32, matrices as bytes and scales
+    version 2   as 1, with the group size after that byte; norms in fp32, matrices as bytes and scales
 
-There are no names in a file, and no checksums: its size is all that shows a damage, and it has to fit to the byte.
-Order, names and layouts are declared in `architectures.llama2c`.
+A file has neither names nor checksums. Only its size can show damage, so it must be exact. `architectures.llama2c`
+declares order, names and layouts.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ _MAGIC = struct.pack("<I", 0x616B3432)
 _HEADER = 256  # bytes of the header from version 1 on
 _SIZES = struct.Struct("<7i")
 _MAX_GROUP = 2**16
-_ROWS = 4096  # positions of the tables that are checked at a time
+_ROWS = 4096  # positions of the tables to check at a time
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Such a file, told by its first bytes, or the only one of a folder, where tokenizers end in .bin too."""
+    """Return a file with the right first bytes, or the only one in a folder. Tokenizers (tok*.bin) do not count."""
     inside = [path] if names is None else [path / x for x in names if x.endswith(".bin") and not x.startswith("tok")]
     try:
-        found = [file for file in inside if _looks_right(file)]
+        matching = [file for file in inside if _looks_right(file)]
     except OSError:
         return None
-    return found[0] if len(found) == 1 else None
+    return matching[0] if len(matching) == 1 else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    config = config_of(_Header(path).sizes)
+    """Return the tree and its origin from the header. Raises InvalidInput."""
+    config = config_of(_Llama2cHeader(path).sizes)
     return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
-    """Open the file, reading its header and its rotary tables. Raises InvalidInput."""
+    """Open the file and read its header and rotary tables. Raises InvalidInput."""
     from ..weights import Stored, Weights
     from .llama2c_tokenizer import texts_beside
 
-    header = _Header(path)
+    header = _Llama2cHeader(path)
     spec, origin, _ = describe(path)
     decode = partial(_dequantised, group=header.group)
     tensors = {}
@@ -85,8 +85,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     return Opened(spec, origin, bind("llama2.c", LEAVES, spec), weights, (path,), texts, notes + more)
 
 
-def plan(request: Request, version: int = 0) -> FolderPlan:
-    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it."""
+def plan(request: Request, version: int = 0) -> Plan:
+    """Plan a file of version 0, which run.c reads, or 1, and a tokenizer.bin in the same folder."""
     from ..block_file import FileBlock
     from ..dtypes import parse_dtype
     from ..write import FolderPlan, Output, Shard
@@ -115,8 +115,8 @@ def plan(request: Request, version: int = 0) -> FolderPlan:
             outputs.append(Output(leaves[name], "F32", start, nbytes))
     texts: dict[str, bytes] = {}
     if not any(path.name == TOKENIZER for path in request.companions):
-        made, notes = tokenizer_bin(request, sizes)
-        texts = {} if made is None else {TOKENIZER: made}
+        tokenizer, notes = tokenizer_bin(request, sizes)
+        texts = {} if tokenizer is None else {TOKENIZER: tokenizer}
         known = request.source.notes
         known += [note for note in notes if note not in known]
     shard = Shard("model.bin", header, tuple(outputs), end, tuple(constants))
@@ -124,11 +124,11 @@ def plan(request: Request, version: int = 0) -> FolderPlan:
 
 
 VERSION_1 = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, version=1))
-"""The files with a proper header, as a format to write."""
+"""Version 1 as a format to write."""
 
 
 def _places(sizes: Sizes, version: int, start: int, group: int = 1) -> Iterator[tuple[str, Shape, int, int]]:
-    """Every tensor of a file: (name, shape, its first byte, its bytes, the scales of its groups among them)."""
+    """Yield (name, shape, first byte, number of bytes with the scales of its groups) of every tensor."""
     for template, shape, count in sizes.stacked(version):
         nbytes = _nbytes(template, shape, version, group)
         for layer in range(count):
@@ -141,8 +141,8 @@ def _nbytes(template: str, shape: Shape, version: int, group: int) -> int:
     return count + count // group * 4 if version == 2 and template in QUANTISED else 4 * count
 
 
-class _Header:
-    """What a header says: version, sizes, and how many values share a scale; the file has to be as long as that."""
+class _Llama2cHeader:
+    """The header of a file: version, sizes, and the number of values per scale. The file must have the right size."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.version, self.group = path, 0, 1
@@ -160,7 +160,7 @@ class _Header:
             if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= _MAX_GROUP:
                 raise CheckpointError(f"{path}: the sizes in its header are impossible: {self.sizes}")
         self.start = _HEADER if self.version else _SIZES.size
-        # Before anything is made for every layer: a header alone may claim any number of them.
+        # Before anything is made for every layer, because a header may claim any number of layers.
         nbytes = self.start
         for template, shape, count in self.sizes.stacked(self.version):
             if self.version == 2 and template in QUANTISED and math.prod(shape) % self.group:
@@ -200,14 +200,14 @@ def _legacy(head: bytes) -> Sizes:
 
 
 def _dequantised(data: np.ndarray, group: int) -> np.ndarray:
-    """The values of signed bytes, behind which the scales of their groups stand."""
+    """Dequantise signed bytes, which are followed by the scales of their groups."""
     count = len(data) // (group + 4) * group
     values: np.ndarray = data[:count].view("i1").reshape(-1, group) * data[count:].view("<f4")[:, None]
     return values
 
 
 def _table(name: str, sizes: Sizes) -> bytes:
-    """A rotary table as llama2.c's export.py makes it: by torch, whose last bits no other library has."""
+    """Return a rotary table with the same bits as llama2.c's export.py, which needs torch."""
     import torch
 
     half = torch.arange(0, sizes.head_dim, 2).float() / sizes.head_dim
@@ -217,7 +217,7 @@ def _table(name: str, sizes: Sizes) -> bytes:
 
 
 def _check_tables(path: Path, weights: Weights, sizes: Sizes) -> None:
-    """Raise CheckpointError where the rotary tables are not those of the sizes, up to fp32's rounding of an angle."""
+    """Raise CheckpointError unless the rotary tables follow from the sizes, up to fp32's rounding of an angle."""
     import numpy as np
 
     frequencies = BASE ** -(np.arange(0, sizes.head_dim, 2) / sizes.head_dim)

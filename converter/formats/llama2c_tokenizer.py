@@ -1,8 +1,8 @@
-"""llama2.c's tokenizer.bin, from and to the files that Hugging Face has.
+"""Convert between llama2.c's tokenizer.bin and the tokenizer files of Hugging Face.
 
-The file is the longest token's length, then a score, a length and the text of every token, a space where SentencePiece
-writes its mark. Programs merge by score, as SentencePiece's BPE does; that <s> and </s> are ids 1 and 2, that the bytes
-begin at 3, and that a space goes before every text is fixed in them. Source: llama2.c, tokenizer.py and run.c.
+The file has the length of the longest token, then the score, length and text of every token, with a space instead of
+SentencePiece's mark. llama2.c merges by score, as SentencePiece's BPE does. The ids 1 and 2 for <s> and </s>, ids from
+3 for the bytes, and a space before every text are fixed in its code. Source: llama2.c, tokenizer.py and run.c.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special
 
 
 def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[str]]:
-    """Tokenizer files, with notes, from tok512.bin, tokenizer.bin or Hugging Face's own beside a model."""
+    """Return tokenizer files and notes, from tok512.bin, tokenizer.bin or Hugging Face's files in a model's folder."""
     folder = path.parent
     names = [f"tok{sizes.vocab_size}.bin", TOKENIZER, *sorted(entry.name for entry in folder.glob("tok*.bin"))]
-    passed = []
+    unused = []
     for name in dict.fromkeys(names):
         file = folder / name
         if not file.is_file():
@@ -44,35 +44,35 @@ def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[st
         if pieces is not None:
             texts = Texts(_as_header(file, pieces), sizes.vocab_size, sizes.max_seq_len, {"bos": [_BOS], "eos": [_EOS]})
             return texts, [f"its tokenizer is {name} in the same folder"]
-        passed.append(name)
-    found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
-    notes = [f"{name} was not used, because it does not have {sizes.vocab_size} tokens" for name in passed]
-    if any(name in found for name in _FILES[:2]):
-        return found, notes
+        unused.append(name)
+    files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    notes = [f"{name} was not used, because it does not have {sizes.vocab_size} tokens" for name in unused]
+    if any(name in files for name in _FILES[:2]):
+        return files, notes
     return {}, [*notes, f"the folder has no {names[0]} or {TOKENIZER}: give texts as token ids"]
 
 
 def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
-    """The tokens of a file and their scores, None where it does not hold exactly so many."""
+    """Return the tokens of a file and their scores, or None unless it has exactly `count` tokens."""
     if not 0 < path.stat().st_size <= _MAX_BYTES:
         return None
     data = path.read_bytes()
-    found, at = [], 4
+    tokens, at = [], 4
     try:
         for _ in range(count):
             score, length = _ENTRY.unpack_from(data, at)
             at += _ENTRY.size
             if length > len(data) - at or not math.isfinite(score):
                 return None
-            found.append((data[at : at + length].decode(), score))
+            tokens.append((data[at : at + length].decode(), score))
             at += length
     except (struct.error, UnicodeDecodeError):
         return None
-    return found if at == len(data) else None
+    return tokens if at == len(data) else None
 
 
 def _as_header(path: Path, pieces: list[tuple[str, float]]) -> GgufHeader:
-    """The same tokenizer in the words of GGUF, which knows how to say it to Hugging Face."""
+    """Return the same tokenizer as a GGUF header, which gptkit can convert to Hugging Face's files."""
     tokens = [text.replace(" ", SPACE) for text, _ in pieces]
     types = [NORMAL] * len(tokens)
     for index, text, kind in ((0, "<unk>", UNKNOWN), (_BOS, "<s>", CONTROL), (_EOS, "</s>", CONTROL)):
@@ -99,21 +99,21 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> GgufHeader:
 
 
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
-    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would tokenize otherwise."""
+    """Return tokenizer.bin for a checkpoint, and notes; None if llama2.c would tokenize differently."""
     files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
     files |= {name: request.source.texts[name] for name in request.source.texts if name in _FILES}
     if "tokenizer.model" in files:
-        files.pop("tokenizer.json", None)  # it has the scores, the other only an order
+        files.pop("tokenizer.json", None)  # tokenizer.model has scores, tokenizer.json only an order
     if "tokenizer.model" not in files and "tokenizer.json" not in files:
         return None, [f"{TOKENIZER} is not written, because the source folder has no tokenizer"]
     try:
-        found = vocabulary(files, sizes.vocab_size).metadata
-        reason = _unlike(found, sizes)
+        metadata = vocabulary(files, sizes.vocab_size).metadata
+        reason = _unlike(metadata, sizes)
     except CannotExpress as error:
-        found, reason = {}, error.message
+        metadata, reason = {}, error.message
     if reason is not None:
         return None, [f"{TOKENIZER} is not written, because llama2.c cannot use this tokenizer: {reason}"]
-    tokens, scores = found[PREFIX + "tokens"], found[PREFIX + "scores"]
+    tokens, scores = metadata[PREFIX + "tokens"], metadata[PREFIX + "scores"]
     assert isinstance(tokens, list) and isinstance(scores, list)
     texts = [str(token).replace(SPACE, " ") for token in tokens]
     texts[_BOS], texts[_EOS] = f"\n{texts[_BOS]}\n", f"\n{texts[_EOS]}\n"
@@ -122,14 +122,14 @@ def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[st
     return struct.pack("<I", max(map(len, parts))) + b"".join(entries), []
 
 
-def _unlike(found: Mapping[str, Any], sizes: Sizes) -> str | None:
-    """What of a tokenizer, in GGUF's words, llama2.c does otherwise."""
-    if found[PREFIX + "model"] != "llama":
+def _unlike(metadata: Mapping[str, Any], sizes: Sizes) -> str | None:
+    """Return what llama2.c would do differently with a tokenizer, given as GGUF metadata, or None."""
+    if metadata[PREFIX + "model"] != "llama":
         return "llama2.c supports only SentencePiece's BPE"
-    if (found.get(PREFIX + "bos_token_id"), found.get(PREFIX + "eos_token_id")) != (_BOS, _EOS):
+    if (metadata.get(PREFIX + "bos_token_id"), metadata.get(PREFIX + "eos_token_id")) != (_BOS, _EOS):
         return f"llama2.c always uses ids {_BOS} and {_EOS} for the tokens BOS and EOS"
-    if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != _NAMED:
+    if sizes.vocab_size < BYTES + 256 or metadata[PREFIX + "tokens"][BYTES : BYTES + 256] != _NAMED:
         return f"llama2.c always uses ids {BYTES} to {BYTES + 255} for the 256 byte tokens"
-    if not found.get(PREFIX + "add_space_prefix"):
+    if not metadata.get(PREFIX + "add_space_prefix"):
         return "llama2.c always puts a space before a text"
     return None

@@ -1,8 +1,8 @@
-"""nanoGPT's ckpt.pt: a dictionary that torch.save wrote, with the model's tensors and the arguments of its class.
+"""Read and write nanoGPT's ckpt.pt: a dictionary of torch.save with the model's tensors and its class's arguments.
 
-It is a pickle, read as `pickles` reads one: behind --allow-pickle, by a process of its own. It is written without
-torch, as an archive (`torch_archive`) that torch.load can map.
-Optimizer, iteration and the like are not part of a model: they are left out, and written as those of a fresh one.
+It is a pickle, so gptkit reads it only with --allow-pickle, in a separate process (`pickles`). gptkit writes it without
+torch, as an archive (`torch_archive`) that torch.load can memory-map. The optimizer, the iteration and other training
+state are left out, and written as those of a new run.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from ..write import FolderPlan
 
 _NAME = "ckpt.pt"
-_COMPILED = "_orig_mod."  # what torch.compile puts before every name
+_COMPILED = "_orig_mod."  # the prefix that torch.compile adds to names
 _NOTE = "gptkit"
-"""The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
+"""The entry with the GELU of a checkpoint that gptkit wrote, if it is not that of today's model.py."""
 
 
-finds = describe = read = None  # a pickle, whose it is is told by what is in it (`trained`)
+finds = describe = read = None  # `trained` reads pickles, and recognises this format by their content
 
 
 def opened(file: Path, content: Any) -> Opened:
-    """What such a file holds. Raises CheckpointError for anything but nanoGPT's own."""
+    """Open a ckpt.pt with this content. Raises CheckpointError unless it is nanoGPT's."""
     from ..pickles import not_as_it_is
 
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise not_as_it_is(file, content)
     weights, notes = _weights(file, content["model"])
     arguments, bias = _arguments(file, content["model_args"], weights)
-    said = content.get(_NOTE)
+    written_by_gptkit = content.get(_NOTE)
     activation: Activation = "gelu"
-    if isinstance(said, dict) and said.get("activation_function") == "gelu_new":
+    if isinstance(written_by_gptkit, dict) and written_by_gptkit.get("activation_function") == "gelu_new":
         activation = "gelu_new"
-    elif not isinstance(said, dict) or said.get("activation_function") != "gelu":
+    elif not isinstance(written_by_gptkit, dict) or written_by_gptkit.get("activation_function") != "gelu":
         notes.append(
             "the file does not say which GELU the model was trained with: gptkit uses the exact one, as "
             "nanoGPT's model.py does"
@@ -58,9 +58,9 @@ def opened(file: Path, content: Any) -> Opened:
             f"{file} has only {len(weights.info)} tensors, but its model_args say {arguments['n_layer']} layers"
         )
     spec = spec_of(arguments, activation, bias)
-    kept = [key for key in content if key not in ("model", "model_args", _NOTE)]
-    if kept:
-        notes.append(f"left out, because it is not part of the model: {', '.join(str(key) for key in kept)}")
+    others = [key for key in content if key not in ("model", "model_args", _NOTE)]
+    if others:
+        notes.append(f"left out, because it is not part of the model: {', '.join(str(key) for key in others)}")
     if not bias:
         notes.append("the model has no biases, but transformers' gpt2 has: --to hf:gpt2 adds biases that are zero")
     text = json.dumps(config_of(arguments, activation), indent=2) + "\n"
@@ -69,37 +69,37 @@ def opened(file: Path, content: Any) -> Opened:
 
 
 def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
-    """The tensors by the names of model.py, without buffers and without the second copy of the tied head."""
+    """Return the tensors by the names in model.py, without buffers and the copy of a tied head; and notes."""
     from ..pickles import named_tensors
     from ..safetensors import DTYPES
     from ..weights import Weights
 
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     dropped = []
     for own, tensor in named_tensors(file, state):
         name = own.removeprefix(_COMPILED)
-        if name in found:
+        if name in tensors:
             raise CheckpointError(f"{file}: {shown(name, 80)} exists both with and without the prefix {_COMPILED}")
         if is_buffer(name):
             dropped.append(name)
         else:
-            found[name] = tensor
+            tensors[name] = tensor
     notes = [f"buffers that are not weights were left out: {', '.join(dropped[:8])}"] if dropped else []
-    if HEAD in found and EMBEDDING not in found:
-        found[EMBEDDING] = found.pop(HEAD)
+    if HEAD in tensors and EMBEDDING not in tensors:
+        tensors[EMBEDDING] = tensors.pop(HEAD)
         notes.append(f"the file has no embedding; {HEAD} is used instead, because nanoGPT ties the two")
-    weights = Weights(found)
+    weights = Weights(tensors)
     weights.check()
-    if HEAD not in found:
+    if HEAD not in tensors:
         return weights, notes
     if weights.info[HEAD][0] not in DTYPES or not weights.same(HEAD, EMBEDDING):
         raise CheckpointError(f"{file}: {HEAD} differs from the embedding, although nanoGPT ties the two")
-    del found[HEAD]
-    return Weights(found), [*notes, f"{HEAD} is a copy of the embedding, to which it is tied: stored only once"]
+    del tensors[HEAD]
+    return Weights(tensors), [*notes, f"{HEAD} is a copy of the embedding, to which it is tied: stored only once"]
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
-    """The sizes, and whether there are biases (the first versions did not say: they had them)."""
+    """Return the sizes, and whether there are biases. The first versions do not say so, and have biases."""
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
     if other or missing:
@@ -115,14 +115,14 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     return {key: given[key] for key in ARGUMENTS}, bias
 
 
-def plan(request: Request, activation: Activation = "gelu") -> FolderPlan:
-    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU."""
+def plan(request: Request, activation: Activation = "gelu") -> Plan:
+    """Plan a checkpoint for today's model.py of nanoGPT, or for one with another GELU."""
     from ..dtypes import widest
     from ..safetensors import DTYPES
     from ..write import FolderPlan, Output, Shard
 
     arguments, leaves = expressed(request.source.spec, activation)
-    # As model.py lists them: the embeddings, the blocks, the last norm.
+    # In the order of model.py: embeddings, blocks, last norm.
     leaves.sort(key=lambda leaf: leaf.checkpoint.startswith("transformer.ln_f."))
     dtypes = request.source.shared_dtypes(request.asked)
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
@@ -138,11 +138,11 @@ def plan(request: Request, activation: Activation = "gelu") -> FolderPlan:
 
 
 TANH = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, activation="gelu_new"))
-"""The same for a model.py with GPT-2's own GELU, as it was before torch.nn.GELU, as a format to write."""
+"""The format for older versions of model.py, with GPT-2's GELU instead of torch.nn.GELU."""
 
 
 def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]], activation: Activation) -> bytes:
-    """The pickle: what train.py saves before the first step, but for the optimizer. The head is the embedding."""
+    """Return the pickle that train.py saves before the first step, without the optimizer. The head is the embedding."""
     state = {
         leaf.checkpoint: pickled_tensor(str(index), dtype, leaf.shape) for index, (leaf, dtype) in enumerate(tensors)
     }

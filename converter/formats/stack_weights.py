@@ -17,24 +17,21 @@ ONE = "Keep only the config that belongs to these weights in the folder."
 
 
 def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
-    """Return the weight map of a tree under a program's names. Raises CheckpointError where it has none for it."""
+    """Return the weight map of a tree under a program's names. Raises CheckpointError if the tensors do not fit."""
     assert stack is not None
     try:
         return bind(stack.name, stack.leaves, spec)
     except CannotExpress as error:
-        told = (
-            f"the tensor names are those of {stack.name}, but the config in the folder describes a model with "
-            "other tensors"
-        )
-        raise CheckpointError(f"{told}: {error.message}", ONE) from error
+        what = f"the tensor names are those of {stack.name}, but the config in the folder describes a model with"
+        raise CheckpointError(f"{what} other tensors: {error.message}", ONE) from error
 
 
 def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
-    """The weights without buffers, and without a head that repeats the embedding; whether one did."""
+    """Return the weights without buffers and without a copy of a tied head, and whether the head is tied."""
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
     tied = stack.head not in info
-    if not tied and info[stack.head] == info.get(stack.embedding):  # which may be missing
+    if not tied and info[stack.head] == info.get(stack.embedding):  # the embedding may be missing
         tied = weights.same(stack.head, stack.embedding)
         if tied:
             notes.append(f"{stack.head} is a copy of the embedding, to which it is tied: stored only once")
