@@ -1,7 +1,7 @@
-"""A file whose every byte has its place before the first is written: a header, then blocks, each at its position.
+"""Write a file whose layout is known in advance: a header, and blocks at fixed positions.
 
-Blocks are written in any order, from any thread; each is read back, compared with what it was made of, and hashed. The
-file's own sha256 follows behind the blocks as they become whole from the front, so that it costs no pass of its own.
+Blocks can be written in any order and from any thread. Every block is read back, compared and hashed. The sha256 of the
+whole file is computed along with the blocks from the front, so that the file is not read a second time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..errors import CheckpointError, GptkitError
 from .files import write_all
 from .manifest import FileRecord, TensorRecord
 
-CHUNK = 1 << 19  # bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps
+CHUNK = 1 << 19  # bytes to read back and hash at a time; they fit into the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """A named stretch of a file: bytes `start` to `end` (exclusive)."""
+    """A named part of a file: bytes `start` to `end` (exclusive)."""
 
     name: str
     start: int
@@ -41,11 +41,11 @@ class FileBlock:
 
 
 class BlockFile:
-    """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero."""
+    """A new file with blocks. `close()` hashes and fsyncs it, and `record` then has the hashes. Padding is zero."""
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[FileBlock], nbytes: int | None = None) -> None:
-        """`blocks` stand in the order of the file, some of them in places that the header has for them; `nbytes` is its
-        size, by default up to the last block's end.
+        """Create the file. `blocks` are in the order of the file, and may also be inside the header. `nbytes` is the
+        size of the file, by default up to the end of the last block.
         """
         self.path = path
         self.blocks = {block.name: block for block in blocks}
@@ -81,14 +81,17 @@ class BlockFile:
         return FileRecord(self._sha256, tensors)
 
     def write(self, name: str, data: Any) -> None:
-        """Write a whole block from a contiguous buffer. Raises GptkitError where the disk refuses."""
+        """Write a whole block from a contiguous buffer. Raises GptkitError if writing fails."""
         with self.pieces(name) as piece:
             if memoryview(data).nbytes:
                 piece(data)
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come."""
+        """Yield a function that writes the next bytes of the block.
+
+        Raises CheckpointError if some are missing at the end.
+        """
         block = self.blocks.get(name)
         if block is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
@@ -97,7 +100,7 @@ class BlockFile:
                 raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
             self._begun.add(name)
         at, digest = block.start, xxhash.xxh3_128()
-        front = self._at_front(block)  # then the file's own hash goes along
+        front = self._at_front(block)  # then the hash of the file can be computed along with the block
 
         def piece(data: Any) -> None:
             nonlocal at
@@ -106,26 +109,26 @@ class BlockFile:
                 raise CheckpointError(f"{self.path}: more than {block.nbytes} bytes were written for {name}")
             for begin in range(0, view.nbytes, CHUNK):
                 chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
-                found = _buffer("file")[: chunk.nbytes]
+                written = _buffer("file")[: chunk.nbytes]
                 with self._disk() as fd:
                     write_all(fd, chunk.data, at)
-                    _read(fd, found, at)
-                addresses = (ctypes.c_void_p(array.ctypes.data) for array in (found, chunk))
-                if _LIBC.memcmp(*addresses, ctypes.c_size_t(found.nbytes)):
+                    _read(fd, written, at)
+                addresses = (ctypes.c_void_p(array.ctypes.data) for array in (written, chunk))
+                if _LIBC.memcmp(*addresses, ctypes.c_size_t(written.nbytes)):
                     hint = "The disk or the memory of this machine may be failing."
                     raise GptkitError(f"{self.path} differs from what gptkit wrote to it, from byte {at} on", hint)
-                digest.update(found.data)
+                digest.update(written.data)
                 if front:
-                    self._see(found)
-                at += found.nbytes
+                    self._see(written)
+                at += written.nbytes
 
         try:
             yield piece
             if at != block.end:
                 message = f"{self.path}: {at - block.start} of the {block.nbytes} bytes were written for {name}"
                 raise CheckpointError(message)
-            # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
-            # what fails here fails again, and is reported, in the fsync.
+            # Ask the kernel (Linux) to begin writing, so that the fsync at the end has little to do. A failure here
+            # does not matter, because the fsync will fail and report it.
             if hasattr(_LIBC, "sync_file_range"):
                 with self._disk() as fd:
                     _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
@@ -135,7 +138,8 @@ class BlockFile:
         finally:
             if front:
                 self._hashing.release()
-        # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
+        # Only one thread hashes the file. Other threads continue with other blocks and leave the hash to it, or to
+        # close.
         while self._ready() and self._hashing.acquire(blocking=False):
             try:
                 while (end := self._ready()) is not None:
@@ -146,9 +150,10 @@ class BlockFile:
                 self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8). A
-        chunk has to be read anyway to be compared and hashed, and writing it from the processor's cache takes half as
-        long as copy_file_range(2) (measured on ext4 and tmpfs). Raises as `pieces`, and where the source ends early.
+        """Fill a block with bytes of the open file `source`, beginning at `start`. `look` gets every chunk (uint8).
+
+        A chunk must be read anyway, to compare and hash it, and writing it from the processor's cache takes half as
+        long as copy_file_range(2) (measured on ext4 and tmpfs). Raises as `pieces`, and if the source ends early.
         """
         with self.pieces(name) as piece:
             nbytes = self.blocks[name].nbytes
@@ -162,7 +167,7 @@ class BlockFile:
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write what ends the file, finish the hash, fsync."""
+        """Check that every block was written, write the `ending` of the file, finish the hash, and fsync."""
         if self._fd is None:
             return
         try:
@@ -183,7 +188,7 @@ class BlockFile:
             self.release()
 
     def _at_front(self, block: FileBlock) -> bool:
-        """Whether the block can be hashed as it is written: then the hash is this thread's until the block is whole."""
+        """Return whether the file's hash can be computed along with this block; if so, the thread now owns the hash."""
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False
         with self._mutex:
@@ -195,14 +200,14 @@ class BlockFile:
         return front
 
     def _ready(self) -> int | None:
-        """Where the next block to be hashed ends, if it is whole."""
+        """Return the end of the next block to hash if it is complete, else None."""
         with self._mutex:
             if self._next < len(self._order) and self._order[self._next].name in self._digests:
                 return self._order[self._next].end
         return None
 
     def _advance(self, end: int) -> None:
-        """Hash the file as it lies, up to byte `end`."""
+        """Read and hash the file up to byte `end`."""
         while self._hashed < end:
             chunk = _buffer("file")[: min(CHUNK, end - self._hashed)]
             with self._disk() as fd:
@@ -223,7 +228,7 @@ class BlockFile:
             raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
 
     def release(self) -> None:
-        """Let go of the file, which is complete only where `close` came before."""
+        """Close the file, which is complete only after `close`."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
@@ -242,15 +247,15 @@ _BUFFERS = threading.local()
 
 
 def _buffer(name: str) -> np.ndarray:
-    """A chunk's memory of this thread's own, by use: fresh memory for every block would be cleared each time."""
+    """Return a chunk of memory of this thread, which is reused because the system would clear new memory every time."""
     if not hasattr(_BUFFERS, name):
         setattr(_BUFFERS, name, np.empty(CHUNK, np.uint8))
-    found: np.ndarray = getattr(_BUFFERS, name)
-    return found
+    buffer: np.ndarray = getattr(_BUFFERS, name)
+    return buffer
 
 
 def _read(fd: int, into: np.ndarray, offset: int) -> None:
-    """Fill `into` (uint8) from byte `offset`. Raises OSError where the file ends before."""
+    """Fill `into` (uint8) from byte `offset`. Raises OSError if the file ends before."""
     view = into.data
     while view.nbytes:
         done = os.preadv(fd, [view], offset)

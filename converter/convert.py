@@ -1,4 +1,4 @@
-"""convert: a checkpoint from one format to another, bytes unchanged wherever the formats allow."""
+"""Convert a checkpoint from one format to another, with the same bytes if both formats allow it."""
 
 import json
 import os
@@ -38,14 +38,16 @@ from .write import DEFAULT_SHARD_BYTES, FolderPlan, as_it_was, plan
 
 @dataclass(frozen=True)
 class Conversion(Shown):
-    """What a conversion did, or would do. memory: bytes of tensors at once; transferred: None for a dry run."""
+    """The result of a conversion, or the plan of a dry run."""
 
     source: Checkpoint
     target: Path
     to: str
     plan: FolderPlan
     memory: int
+    """The most bytes of tensors in memory at once."""
     transferred: Transferred | None = None
+    """What was written; None for a dry run."""
 
     def __repr__(self) -> str:
         done = "converted to" if self.published else "would be"
@@ -57,9 +59,9 @@ class Conversion(Shown):
 
 
 def default_output(reference: str, to: str | Target) -> Path:
-    """gpt2, org/gpt2@main, sample:gpt2, ./gpt2/ -> gpt2-local in the working directory."""
+    """Return the default output: gpt2, org/gpt2@main, sample:gpt2, ./gpt2/ -> gpt2-local in the working directory."""
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
-    if name in (".", "..", "~"):  # a folder that does not say its name
+    if name in (".", "..", "~"):  # a relative path without the folder's name
         name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))  # noqa: PTH100, PTH111, PTH119
     for suffix in ("-local", "-hf", ".safetensors", ".json", ".gguf", ".bin", ".pt"):
         name = name.removesuffix(suffix)
@@ -78,11 +80,24 @@ def plan_output(
     homes: Mapping[str, Path] | None = None,
     carried: Mapping[str, Sequence[BoundLeaf]] | None = None,
     in_fp8: bool = False,
-) -> FolderPlan:
-    """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
-    tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
-    GB; `carried` go along, by their group; `in_fp8`: matrices of layers are quantised. Raises CannotExpress; UsageError
-    for "hf" of a tree that never had a family.
+) -> Plan:
+    """Plan the files of a tree in the format "local", "hf" or "hf:FAMILY".
+
+    Args:
+        spec: the tree.
+        origin: where the tree came from.
+        to: the format.
+        dtypes: the dtype of every tensor to write, by shared name.
+        compute_dtype: the dtype in which the model runs.
+        folder: the folder with the tokenizer's files.
+        max_shard_bytes: the largest weight file; by default the files are those of the original, or of 5 GB.
+        texts: small files by name, such as those of a tokenizer.
+        homes: the original's weight file of every tensor, by shared name.
+        carried: tensors that the tree does not compute but are copied, by group.
+        in_fp8: quantise the matrices of layers.
+
+    Raises:
+        CannotExpress: the family cannot express the tree. UsageError: "hf" for a tree without a family.
     """
     to, more = parsed(to), [leaf for leaves in (carried or {}).values() for leaf in leaves]
     beside = companions_in(folder) if folder is not None else []
@@ -115,35 +130,36 @@ def plan_output(
     def canonical(name: str, known: Mapping[str, Any]) -> str | None:
         return architecture.canonical_name(name, known, len(spec.blocks))
 
-    for each in (leaves, merged) if max_shard_bytes is None and not in_fp8 else ():
-        again = as_it_was(each, dtypes, origin.files, canonical)
-        if again is not None:
-            return FolderPlan(again[0], {**small, **again[1]}, tuple(beside))
+    for candidates in (leaves, merged) if max_shard_bytes is None and not in_fp8 else ():
+        shards_and_texts = as_it_was(candidates, dtypes, origin.files, canonical)
+        if shards_and_texts is not None:
+            return Plan(shards_and_texts[0], {**small, **shards_and_texts[1]}, tuple(beside))
     if whole:
-        apart = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
-        theirs = {leaf.checkpoint for leaf in apart}
+        outside_leaves = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
+        theirs = {leaf.checkpoint for leaf in outside_leaves}
         headers = origin.files.values()
         inside = [leaf for leaf in leaves if leaf.checkpoint not in theirs]
         names = [architecture.as_composite(leaf.checkpoint, headers) for leaf in inside]
-        leaves = [replace(leaf, checkpoint=name) for leaf, name in zip(inside, names, strict=True)] + apart
+        leaves = [replace(leaf, checkpoint=name) for leaf, name in zip(inside, names, strict=True)] + outside_leaves
     otherwise = {}
     if in_fp8:
-        few = fp8.quantised_leaves(spec, leaves)
-        if not few:
+        matrices = fp8.quantised_leaves(spec, leaves)
+        if not matrices:
             raise UsageError(
                 f"{architecture.name} has no matrices that transformers can store as fp8", "Use --dtype bfloat16."
             )
-        settings = {"quantization_config": fp8.settings(leaves, few, architecture.head)}
+        settings = {"quantization_config": fp8.settings(leaves, matrices, architecture.head)}
         small[CONFIG] = json_bytes({**json.loads(small[CONFIG]), **settings})
-        otherwise = {leaf.checkpoint: fp8.stored(leaf) for leaf in leaves if leaf.checkpoint in few}
+        otherwise = {leaf.checkpoint: fp8.stored(leaf) for leaf in leaves if leaf.checkpoint in matrices}
     size = max_shard_bytes or DEFAULT_SHARD_BYTES
     unwritten = architecture.unwritten(spec)
     return plan(leaves, dtypes, small, beside, size, otherwise=otherwise, unwritten=unwritten)
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
-    """What the tensors of a tree are stored in, `dtypes` by shared name. Where they differ it is the dtype of most
-    values of the blocks' matrices: transformers computes in the one dtype that config.json names, whatever the others.
+    """Return the dtype of most values of the blocks' matrices, where `dtypes` are by shared name.
+
+    transformers computes in the one dtype that config.json names, even if some tensors have another.
     """
     values: Counter[str] = Counter()
     for parameter in spec.parameters():
@@ -168,13 +184,13 @@ def _hf_config(
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised, standard)
     if config is None and origin.config_text is not None:
-        # Of what a swap has changed the original's word on dtypes is out of date.
+        # After a swap, the dtype in the original's config may be wrong.
         if stated_dtype(original) in (None, stored if origin.history else compute):
             return origin.config_text.encode()
         config = dict(original or {})
     assert config is not None
     if original is not None and origin.family not in (None, architecture.name):
-        # The ids of special tokens, those too that the original leaves for transformers to know.
+        # The ids of special tokens, with those that the original leaves to transformers' defaults.
         usual = named(str(origin.family)).token_ids
         config |= {name: original.get(name, usual.get(name)) for name in TOKEN_IDS}
     config.pop("torch_dtype", None)
@@ -183,8 +199,11 @@ def _hf_config(
 
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
-) -> FolderPlan:
-    """The plan for a checkpoint, every tensor as `dtype` (see `convert`) or as it is; raises as `plan_output`."""
+) -> Plan:
+    """Plan the files of a checkpoint in a format, with every tensor as `dtype` (see `convert`).
+
+    Raises as `plan_output`.
+    """
     to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:
         fmt = format_named(to.kind)
@@ -207,9 +226,9 @@ def plan_conversion(
     homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
     if len(set(homes.values())) < 2 or not all(span for _, span in spans):
         homes = {}
-    kept = {group: leaves for group, leaves in source.carried.items() if leaves[0] in source.leaves}
+    carried = {group: leaves for group, leaves in source.carried.items() if leaves[0] in source.leaves}
     origin = _with_dtype(source, dtype) if to.kind == "hf" and source.format == "gguf" else source.origin
-    given = source.spec, origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, kept
+    given = source.spec, origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, carried
     return plan_output(*given, in_fp8)
 
 
@@ -231,7 +250,7 @@ def _with_dtype(source: Checkpoint, asked: str | None) -> Origin:
 
 
 def companions(source: Checkpoint) -> Path | None:
-    """The folder whose tokenizer files are this checkpoint's; a file of another format lies among anything."""
+    """Return the folder with this checkpoint's tokenizer, or None for a single file, which may be in any folder."""
     return source.folder if source.home or source.format in ("hf", "local", "dcp") else None
 
 
@@ -259,59 +278,59 @@ def convert(
 
     Args:
         model: a reference; see `converter.resolve`.
-        out: the folder to make; by default the model's name with the format behind it, in the working directory. With
-            "gguf" a name that ends in .gguf is that of the file, which then stands alone, without a manifest.
-        to: "local", "hf", "hf:FAMILY" for another family that can hold the tree, "hf:auto" for the first that
-            can, its own before others, or a name of `converter.formats`.
+        out: the folder to make; by default the model's name and the format, in the working directory. With "gguf" a
+            name that ends in .gguf is the name of a single file, without a manifest.
+        to: "local", "hf", "hf:FAMILY" for another family that can express the tree, "hf:auto" for the first that can
+            (its own before others), or a name in `converter.formats`.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        drop: groups of tensors that are not computed (mtp, vision, …), to be left out instead of carried along.
-        dtype: store every tensor as this, rounded to nearest even where it is narrower; weights stored as integers are
-            then taken for the numbers they are. By default nothing is cast. "fp8" (to "hf") stores the matrices of
-            layers with a scale for each block of 128 x 128, as DeepSeek-V3 has them, and the rest as it is.
-        max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
-        workers: threads; by default one a core.
-        max_memory: bytes of tensors held at once.
+        drop: groups of tensors to leave out, of those that gptkit does not compute but copies (mtp, vision, …).
+        dtype: store every tensor as this, rounded to nearest even if it is narrower; integer weights are then read as
+            numbers. By default nothing is cast. "fp8" (with "hf") stores the matrices of layers with a scale for every
+            block of 128 x 128, as DeepSeek-V3 does, and does not change the rest.
+        max_shard_bytes: the largest weight file; by default the files are those of the original, or of 5 GB.
+        workers: the number of threads; by default one per core.
+        max_memory: the most bytes of tensors in memory at once.
         progress: called with the bytes of every tensor written.
         on_plan: called once, before the first tensor is read.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`; CheckpointError also where a value does not fit `dtype`.
-        CannotExpress: the family or format cannot hold the tree; nothing was written.
-        UsageError: `out` exists, its parent does not, or it is a weight file's name where a folder is made; an unknown
-            format or dtype; too little memory allowed.
+        InvalidInput, Offline: as `open_checkpoint`; CheckpointError also if a value does not fit `dtype`.
+        CannotExpress: the family or format cannot express the tree; nothing was written.
+        UsageError: `out` exists, its parent does not, or it is a file name although the format is a folder; an unknown
+            format or dtype; `max_memory` is too small.
     """
-    found, form = identify(model), parsed(to)
-    target = Path(out) if out is not None else default_output(found.text, form)
+    reference, form = identify(model), parsed(to)
+    target = Path(out) if out is not None else default_output(reference.text, form)
     staging = team().staging(target, force)
     if (target.suffix, form.kind) == (".gguf", "gguf"):
         from .formats.gguf import begins  # with tables that nothing else needs
 
         staging.single = begins
     elif target.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
-        way = f"Give the name of a folder, such as {target.with_suffix('')}" + (
+        hint = f"Give the name of a folder, such as {target.with_suffix('')}" + (
             ", or pass --to gguf." if target.suffix == ".gguf" else "."
         )
-        raise UsageError(f"{target} looks like a file name, but --to {form} writes a folder", way)
-    # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
+        raise UsageError(f"{target} looks like a file name, but --to {form} writes a folder", hint)
+    # Refuse an impossible output before gigabytes are fetched. From here on no other process can write there.
     with nullcontext() if dry_run else staging.reserved():
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         stored = dtype is None and form.kind in ("local", "hf") and form.family is None and "scales" not in drop
         narrow = dtype is not None and dtype.lower().removeprefix("torch.") in ("bf16", "bfloat16", "fp8")
         opening |= {"integers": dtype not in (None, "fp8"), "dequantise": dtype is not None, "narrow": narrow}
-        source = open_checkpoint(found, headers_only=dry_run, stored=stored, **opening)
+        source = open_checkpoint(reference, headers_only=dry_run, stored=stored, **opening)
         source, form = adapted(source, form)
         source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
-            planned = FolderPlan((replace(planned.shards[0], name=target.name),), {}, ())  # and nothing beside it
+            planned = Plan((replace(planned.shards[0], name=target.name),), {}, ())  # a single file has no companions
         conversion = Conversion(source, target, str(form), planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
             return conversion
-        about = [(str(path), path.stat()) for path in source.files]  # as they are now
+        about = [(str(path), path.stat()) for path in source.files]
         staging.key = planned.digest(*((path, x.st_size, x.st_mtime_ns, x.st_ino) for path, x in about))
         with staging:
             if on_plan is not None:
@@ -324,18 +343,19 @@ def convert(
 
 
 def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Checkpoint:
-    """The checkpoint with what is carried along among its tensors, where what is written has names for it, without the
-    groups to drop.
+    """Return the checkpoint with the carried tensors among its leaves, if the format has names for them.
+
+    Groups in `drop` are left out. Raises UsageError for a group that the checkpoint does not have.
     """
     if unknown := [group for group in drop if group not in source.carried]:
-        there = (
+        hint = (
             f"This checkpoint has: {', '.join(source.carried)}."
             if source.carried
             else "Leave --drop out: all tensors belong to the language model."
         )
-        raise UsageError(f"--drop {shown(unknown[0], 40)}: {source.reference} has no tensors of this group", there)
+        raise UsageError(f"--drop {shown(unknown[0], 40)}: {source.reference} has no tensors of this group", hint)
     placed = to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family))
-    kept = [leaf for group, leaves in source.carried.items() if placed and group not in drop for leaf in leaves]
+    added = [leaf for group, leaves in source.carried.items() if placed and group not in drop for leaf in leaves]
     lost = [group for group in source.carried if group not in drop and not placed]
     notes = [
         *source.notes,
@@ -344,11 +364,14 @@ def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Chec
     notes += [
         f"left out by --drop {group}: the tensors that {CARRIED[group]}" for group in source.carried if group in drop
     ]
-    return replace(source, leaves=[*source.leaves, *kept], notes=notes)
+    return replace(source, leaves=[*source.leaves, *added], notes=notes)
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """The nearest tree of the family it is to be written as ("auto": the first that has one), and which that is."""
+    """Return the checkpoint with the nearest tree that the target family can express, and the target.
+
+    "auto" becomes the first family that can express a tree. Raises CannotExpress.
+    """
     if to.family is None:
         return source, to
     families = families_of(to.family, source.origin.family)
@@ -356,10 +379,10 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
     def zero(name: str) -> bool:
         return not np.any(to_float64(*source.tensor(name)))
 
-    found, refused = first_of(families, source.spec, cache(zero) if source.fetched else never)
-    if found is None or found.found is None:
-        nearest = min(refused, key=lambda each: each.weight)
-        unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
+    reached, refused = first_of(families, source.spec, cache(zero) if source.fetched else never)
+    if reached is None or reached.found is None:
+        nearest = min(refused, key=lambda refusal: refusal.weight)
+        unread = len(refused) == 1 and not source.fetched and any(obstacle.is_bias for obstacle in nearest.standing)
         message = (
             "gptkit can leave out biases that are all zero, but --dry-run does not read them. Leave --dry-run out."
             if unread
@@ -367,19 +390,19 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
         )
         raise nearest.refusal(message)
     family = families[len(refused)]
-    return _as_tree(source, found.found, family), Target("hf", family.name)
+    return _as_tree(source, reached.found, family), Target("hf", family.name)
 
 
 def families_of(family: str | None, origin: str | None) -> list[Architecture]:
-    """The family of that name; for none, and for "auto", all of them, the one that a checkpoint came from first."""
+    """Return the family of this name; for None and "auto", all families, with the checkpoint's own first."""
     if family not in (None, "auto"):
         return [named(str(family))]
     first = [] if origin is None else [named(origin)]
-    return first + [each for each in ARCHITECTURES.values() if each.name != origin]
+    return first + [architecture for architecture in ARCHITECTURES.values() if architecture.name != origin]
 
 
 def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) -> Checkpoint:
-    """The checkpoint under another tree: the tensors that it gains are zero, those that it loses are left."""
+    """Return the checkpoint with another tree: new tensors are zero, and others are left out."""
     if spec == source.spec:
         return source
     shapes, theirs = ({parameter.name: parameter.shape for parameter in x.parameters()} for x in (source.spec, spec))
@@ -405,6 +428,6 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """Tensors of all layers told once: attention.q_proj.bias, …"""
+    """List tensors without their layers and duplicates: attention.q_proj.bias, …"""
     kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
     return ", ".join(kinds)

@@ -1,9 +1,8 @@
-"""One repository of the Hugging Face hub, at one commit: which files it has, and those files, fetched where the cache
-lacks them.
+"""List and fetch the files of a repository of the Hugging Face hub at one commit.
 
-The commit is settled first, with one question that costs no more than a HEAD request, and every file is then asked for
-at that commit: a branch that moves meanwhile cannot mix two revisions. Cache, tokens, progress bars and resumption are
-huggingface_hub's own.
+A HEAD request finds the commit first. Every file is then fetched at this commit, so that a branch that moves in the
+meantime cannot mix two revisions. Files in the cache are not fetched again. Cache, tokens, progress bars and resumed
+downloads are those of huggingface_hub.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from .companions import MOST_BYTES, UNLISTED, travelling
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, is_plain
 from .tokenizer_process import MAX_BYTES
 
-_library: Any = utils  # its documented names, which its stubs leave out
+_library: Any = utils  # its stubs do not have all of its documented names
 
 _log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BLOB = re.compile(r"[0-9a-f]{40,64}")  # it becomes a file name
-_MAX_ANSWER = 2**24  # a repository of 10,000 files has a fifth of it
+_BLOB = re.compile(r"[0-9a-f]{40,64}")  # checked because it becomes a file name
+_MAX_ANSWER = 2**24  # bytes of a listing; one of 10,000 files has a fifth of this
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
-"""The most bytes of a file, by how its name ends; of weights, what the listing says."""
+"""The most bytes of a file by the ending of its name; None for weights, whose size the listing has."""
 NO_HUB = "The address in HF_ENDPOINT is no hub."
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 
 
 class NoConfig(InvalidInput):
-    """A repository without config.json, which may hold another kind of file."""
+    """A repository has no config.json; it may have files of another kind."""
 
     def __init__(self, repository: Repository) -> None:
         hint = "It may contain a GGUF, which gptkit params can read, or an adapter: gptkit swap BASE OUT"
@@ -54,11 +53,11 @@ class NoConfig(InvalidInput):
 
 
 class NoModel(InvalidInput):
-    """The hub knows no model of that name, or does not show it."""
+    """The hub has no model of this name, or does not show it to this user."""
 
 
 class _RemoteFile(msgspec.Struct):
-    """What a repository's listing says of a file, of which no more is read."""
+    """The fields of a file in a repository's listing that gptkit uses."""
 
     rfilename: str = ""
     size: int | None = None
@@ -72,25 +71,27 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class Repository:
-    """A repository at a commit, as it was asked for (revision None: the default branch). online: whether files may be
-    fetched. files: at its top level, None where the hub lists none; offline, the cache's. nested: those of folders.
-    """
+    """A repository at a commit."""
 
     repo: str
     revision: str | None
+    """The revision that the user gave; None for the default branch."""
     commit: str
     online: bool
+    """Whether files may be fetched."""
     files: Mapping[str, _RemoteFile] | None = None
+    """The files at the top level; None if the hub lists none. Offline, the files in the cache."""
     notes: list[str] = field(default_factory=list)
     why_offline: str = "the network is off limits"
     nested: Mapping[str, _RemoteFile] = field(default_factory=dict)
+    """The files in folders."""
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
     @classmethod
     def open(cls, repo: str, revision: str | None, *, offline: bool = False) -> Repository:
-        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says."""
+        """Open a repository at the hub's commit, or at the cache's, with a note, if the hub cannot be reached."""
         asked = cls(repo, revision, "", online=not offline)
         if offline:
             return asked.as_cached()
@@ -109,34 +110,40 @@ class Repository:
         return asked
 
     def as_cached(self) -> Repository:
-        """The same from the cache alone, at the commit if it is known; a note where the network was not ruled out."""
+        """Return the repository in the cache, at its commit if that is known.
+
+        A note says so unless this is --offline.
+        """
         config = self._cached(CONFIG) if self.commit else self._cached(CONFIG, self.revision)
         why = "the hub could not be reached" if self.online else self.why_offline
         if config is None:
             raise Offline(f"{self} is not in the local cache, and {why}", WAY_ON)
-        # The cache names a snapshot's folder by its commit.
+        # The cache names the folder of a snapshot after its commit.
         commit, files = config.parent.name, {path.name: _RemoteFile() for path in config.parent.iterdir()}
         nested = {path.relative_to(config.parent).as_posix(): _RemoteFile() for path in config.parent.glob("*/*")}
         notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
         return Repository(self.repo, self.revision, commit, False, files, [*notes], why, nested)
 
     def list_files(self) -> None:
-        """Ask once for the names of all files; where the hub does not tell, `has` asks for each by itself."""
+        """Fetch the list of all files, once. If the hub does not list them, `_has` asks for every file separately."""
         if not self.online or self.files is not None:
             return
         try:
-            # Names are somebody else's text, and become file names: only plain ones count.
+            # Names are untrusted and become file names, so only plain names are used.
             every = {x.rfilename: x for x in self.siblings()}
             files = {name: file for name, file in every.items() if is_plain(name)}
             self.files = files if CONFIG in files else None
             self.nested = {name: file for name, file in every.items() if "/" in name and _is_nested(name)}
         except Offline:
             raise
-        except Exception as error:  # a mirror may answer anything at an address that it does not have
+        except Exception as error:  # a mirror may answer anything at an unknown address
             _log.debug("%s cannot be listed: %r", self, error)
 
     def siblings(self) -> list[_RemoteFile]:
-        """What the hub's API says of the repository's files, up to a size: a server may send more without an end."""
+        """Return the files in the hub's API.
+
+        Raises InvalidInput if the list is too long, because a server may never end.
+        """
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = bytearray()
@@ -157,7 +164,7 @@ class Repository:
         return self._cached(name) is not None or self._head(name, self.commit) is not None
 
     def _head(self, name: str, revision: str | None) -> Any:
-        """What the hub tells of a file, None where it has no such file."""
+        """Return the hub's metadata of a file, or None if there is no such file."""
         with typed_errors(self):
             try:
                 return get_hf_file_metadata(hf_hub_url(self.repo, name, revision=revision))
@@ -165,7 +172,7 @@ class Repository:
                 return None
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
-        """The whole file in the cache, at the commit or another revision (None: the default branch), if it is there."""
+        """Return the complete file in the cache, at the commit or another revision (None: the default branch)."""
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 
@@ -173,47 +180,47 @@ class Repository:
         return (self.files or {}).get(name) or self.nested.get(name) or _RemoteFile()
 
     def size(self, name: str) -> int | None:
-        """The bytes of a file, as far as the listing says."""
+        """Return the size of a file in bytes, or None if the listing does not say."""
         size = self._file(name).size
         return size if size is not None and size >= 0 else None
 
     def fetch(self, name: str) -> Path | None:
-        """The local copy of a file, fetched where the cache lacks it; None where the repository has no such file."""
+        """Return the local copy of a file, fetched if needed; None if the repository has no such file."""
         path = self.cached(name)
         if path is not None or not self.online:
             return path
-        # The library takes what lies in the cache for whole; here it was found too short, or is not there.
+        # The library assumes that a file in the cache is complete, but here it may be too short.
         broken = self._cached(name) is not None
         with typed_errors(self, name), _short_refusals(self), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
+            warnings.simplefilter("ignore")  # it only warns of a full disk; see `require_space`
             try:
                 options: dict[str, Any] = {"force_download": broken, "tqdm_class": _counting(self, name)}
                 path = Path(hf_hub_download(self.repo, name, revision=self.commit, **options))
             except errors.EntryNotFoundError as error:
-                if isinstance(error, errors.LocalEntryNotFoundError):  # "no connection", in spite of its name
+                if isinstance(error, errors.LocalEntryNotFoundError):  # this means "no connection"
                     raise
                 return None
         self.require_commit(name, path.parents[name.count("/")].name)
         return path
 
     def require_commit(self, name: str, commit: str) -> None:
-        """Raise InvalidInput where a file came from another commit than it was asked for at."""
+        """Raise InvalidInput unless a file came from the requested commit."""
         if commit != self.commit:
             message = f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}"
             raise InvalidInput(message, "Try again; if it persists, the server at HF_ENDPOINT is at fault.")
 
     def folder(self) -> Path:
-        """The local folder, with config.json in it. Raises NoConfig."""
+        """Return the local folder with config.json. Raises NoConfig."""
         if (path := self.fetch(CONFIG)) is None:
             raise NoConfig(self)
         return path.parent
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
-        """The weight files, an index before its shards, as transformers and `index.weight_files` choose them."""
+        """Return the weight files that transformers and `index.weight_files` choose; an index is before its shards."""
         from .index import read_index  # here, because it imports numpy
 
-        lacking = Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
-        # One file, then shards, and pickles after both.
+        not_cached = Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
+        # A single file has precedence over shards, and safetensors over pickles.
         kinds = [(SINGLE, INDEX), (PICKLE_SINGLE, PICKLE_INDEX)]
         for single, index in kinds if allow_pickle else kinds[:1]:
             if self._has(single):
@@ -226,20 +233,20 @@ class Repository:
                 if missing and self.online:
                     raise CheckpointError(f"{self} does not have {missing[0]}, which its {index} lists")
                 if missing:
-                    raise lacking
+                    raise not_cached
                 return [index, *shards]
         others = [name for name in self.files or () if name.endswith(".safetensors")]
         if len(others) == 1:
             return others
         if not self.online:
-            raise lacking
+            raise not_cached
         hint = "gptkit reads safetensors; look for a converted copy" + (
             "." if allow_pickle else ", or pass --allow-pickle for .bin files that you trust."
         )
         raise CheckpointError(f"{self} has no safetensors weights", hint)
 
     def require_space(self, names: Collection[str]) -> None:
-        """Raise GptkitError where the disk cannot hold what is still to be fetched."""
+        """Raise GptkitError unless the disk has space for the files that are not yet in the cache."""
         if not self.online or self.files is None:
             return
         config = self._cached(CONFIG)
@@ -247,13 +254,13 @@ class Repository:
         needed = 0
         for name in names:
             size, file = self.size(name), self._file(name)
-            # A commit that changed another file: the bytes are there, under the blob's name.
+            # If a new commit changed other files only, the cache has these bytes under the blob's name.
             blob = str(file.blobId if file.lfs is None else file.lfs.get("sha256"))
             shared = blobs is not None and _BLOB.fullmatch(blob) is not None and (blobs / blob).exists()
             if size is not None and not shared and self.cached(name) is None:
                 needed += size
         folder = Path(constants.HF_HUB_CACHE)
-        where = next((each for each in (folder, *folder.parents) if each.is_dir()), folder)
+        where = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
         try:
             free = shutil.disk_usage(where).free
         except OSError:
@@ -263,7 +270,7 @@ class Repository:
             raise GptkitError(f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left", hint)
 
     def record(self) -> None:
-        """Let the cache know, once all is there, which commit the branch stands for, so that it answers offline."""
+        """Record in the cache the commit of the branch, so that the branch can be used offline."""
         if not self.online or self.revision == self.commit:
             return
         config = self._cached(CONFIG, self.revision)
@@ -273,7 +280,7 @@ class Repository:
             hf_hub_download(self.repo, CONFIG, revision=self.revision)
 
     def settle(self, name: str = CONFIG) -> None:
-        """Settle the commit, by a file that is there."""
+        """Find the commit, with a HEAD request for a file that should exist."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
@@ -286,18 +293,21 @@ class Repository:
         self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
-        """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
+        """Return the cached file, complete or not, at the commit or another revision (None: the default branch)."""
         try:
-            found = try_to_load_from_cache(self.repo, name, revision=self.commit if revision == "" else revision)
-        except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
+            path = try_to_load_from_cache(self.repo, name, revision=self.commit if revision == "" else revision)
+        except (OSError, ValueError) as error:  # the library refuses the name, or cannot read the cache
             raise InvalidInput(f"{self}: {error}") from error
-        return Path(found) if isinstance(found, str) else None
+        return Path(path) if isinstance(path, str) else None
 
 
 def _counting(repository: Repository, name: str) -> Any:
-    """A progress bar that ends a download without end: it is told of every piece before that is written."""
-    kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
-    most = min((each for each in (repository.size(name), kind) if each is not None), default=None)
+    """Return a progress bar class that stops a download that is too long.
+
+    It is called before every piece is written.
+    """
+    limit = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
+    most = min((size for size in (repository.size(name), limit) if size is not None), default=None)
 
     class Counting(_library.tqdm):  # type: ignore[misc]
         taken = 0
@@ -305,7 +315,7 @@ def _counting(repository: Repository, name: str) -> Any:
         def update(self, n: float | None = 1) -> Any:
             self.taken += int(n or 0)
             if most is not None and self.taken > most:
-                message = f"{repository}: {name} has more than {most:,} bytes, which is none of a model's"
+                message = f"{repository}: {name} has more than {most:,} bytes, too many for a file of a model"
                 raise InvalidInput(
                     message, "Check that HF_ENDPOINT is the address of a hub, and that the repository is a model."
                 )
@@ -316,7 +326,7 @@ def _counting(repository: Repository, name: str) -> Any:
 
 @contextmanager
 def _short_refusals(repository: Repository) -> Iterator[None]:
-    """Let the library read no long answer that is a refusal: it would have all of it in memory."""
+    """Prevent the library from reading a long error answer, which it would read into memory."""
 
     def refuse(response: Any) -> None:
         long = (stated_length(response) or 0) >= _MAX_REFUSAL
@@ -333,52 +343,52 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
 
 @contextmanager
 def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """The answer to a GET, of which nothing is read yet and nothing is compressed. Raises as `typed_errors` turns."""
+    """Yield the uncompressed answer to a GET, whose body is not yet read. Raises as `typed_errors`."""
     with _library.http_stream_backoff(
         "GET",
         url,
-        # Nobody else says how large it is when it is unpacked.
+        # Without compression, Content-Length is the size of the body.
         headers={**_library.build_hf_headers(), "Accept-Encoding": "identity", **headers},
         timeout=10.0,
         max_retries=2,
         base_wait_time=0.5,
-        # Retried by status only: an exception within the block would be taken for one of the request.
+        # Retried by status only, because an exception inside the block would look like one of the request.
         retry_on_exceptions=(),
     ) as response:
         if response.status_code != 416:
             length = stated_length(response)
             if response.status_code >= 400 and (length is None or length >= _MAX_REFUSAL):
-                raise _refused(repository, response.status_code)  # the library would read it all
+                raise _refused(repository, response.status_code)  # the library would read the whole body
             _library.hf_raise_for_status(response)
         yield response
 
 
 def stated_length(response: Any) -> int | None:
-    """The bytes that an answer says it has."""
+    """Return the Content-Length of an answer, or None."""
     length = response.headers.get("Content-Length", "")
     return int(length) if length.isdecimal() else None
 
 
 def _is_nested(name: str) -> bool:
-    """Whether this names a file in folders, each of which is a plain name."""
+    """Return whether all parts of a path are plain names."""
     return all(map(is_plain, name.split("/")))
 
 
 def gather(
     repository: Repository, check: Callable[[Path], object], *, weights: bool, companions: bool, allow_pickle: bool
 ) -> Path:
-    """Have what is wanted of a repository, config first; `check` gets its folder before any weight is fetched."""
+    """Fetch files of a repository and return their folder. `check` gets the folder before any weight is fetched."""
     folder = repository.folder()
     check(folder)
     if weights or companions:
         repository.list_files()
-    # Where nothing is listed, they are asked for one by one.
+    # If the hub lists nothing, they are requested one by one.
     small: list[str] = []
     if companions:
         listed = None if repository.files is None else travelling([*repository.files, *repository.nested])
         small = [*UNLISTED] if listed is None else [n for n in listed if (repository.size(n) or 0) <= MOST_BYTES]
     if {SINGLE, INDEX} <= (repository.files or {}).keys() and (weights or companions):
-        small.append(INDEX)  # which some producers write beside one file, and which is to come back
+        small.append(INDEX)  # some programs write an index for a single file, and a round trip must keep it
     large = repository.weight_names(allow_pickle) if weights else []
     repository.require_space([*small, *large])
     for name in small:
@@ -391,16 +401,16 @@ def gather(
 
 
 def offline_by_environment() -> bool:
-    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbid the network."""
-    # Read on each call, unlike the hub library, which reads it once on import.
+    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbid the network."""
+    # Read on every call. The hub library reads it only on import.
     values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
     return any(value is not None and value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 @contextmanager
 def typed_errors(repository: Repository, fetching: str | None = None) -> Iterator[None]:
-    """Turn what the hub library and the network raise into gptkit's errors; `fetching` names the file on its way."""
-    # The base of the HTTP library's errors, connection failures included; the hub has changed that library twice.
+    """Turn errors of the hub library and the network into gptkit's; `fetching` is the file that is being fetched."""
+    # The base class of the HTTP library's errors. The hub library has changed its HTTP library twice.
     transport = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
     repo = repository.repo
     try:
@@ -425,7 +435,7 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
             hint = "Set HF_HOME to another disk."
             raise GptkitError(f"could not write {repository} to the cache: {error.strerror}", hint) from error
         answer = error.__cause__
-        if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
+        if isinstance(answer, errors.HfHubHTTPError):  # all retries failed
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
             hint = "Files that were complete are kept: run the same again to go on from there."
@@ -433,7 +443,7 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
                 f"the download of {fetching} from {repository} was interrupted: {_reason(error)}", hint
             ) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
-    except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
+    except ValueError as error:  # a file of more than 50 GB, for which the library needs another package
         raise InvalidInput(f"{repository}: cannot download {fetching or 'it'}: {_reason(error)}") from error
 
 
@@ -441,14 +451,14 @@ def _reason(error: Exception) -> str:
     return f"{next(iter(str(error).strip().splitlines()), '') or type(error).__name__:.200}"
 
 
-def _refused(repository: Repository, status: int, text: str = "", told: str | None = None) -> GptkitError:
-    """What an answer that is no success means."""
+def _refused(repository: Repository, status: int, text: str = "", reason: str | None = None) -> GptkitError:
+    """Return the error for an answer that is not a success."""
     if status >= 500 or status in (408, 429):
         return Offline(f"{repository}: the hub answered {status}, try again later", WAY_ON)
-    # The hub answers 401 where a repository may be absent or private; only a bad token is told apart.
+    # The hub answers 401 for absent and for private repositories; only a bad token is different.
     unknown = status == 401 and "invalid credentials" not in text.lower()
     if unknown or status == 404:
         hint = "Check the name; for a private model log in with `hf auth login`."
         return NoModel(f"there is no model {repository.repo} on the hub, or it is private", hint)
-    why = f"{status} {' '.join((told or '').split()):.200}".strip()
+    why = f"{status} {' '.join((reason or '').split()):.200}".strip()
     return InvalidInput(f"{repository}: the hub refused ({why})", "Check the name and your token (`hf auth whoami`).")

@@ -1,10 +1,11 @@
-"""A folder that appears complete or not at all.
+"""Write a folder that appears complete or not at all.
 
-Everything is written into a sibling `.<name>.partial-<pid>-<random>` and fsynced, the manifest last; one rename then
-makes it the target, which until then stays as it was. Who holds the target's lock knows that every partial folder of it
-is an orphan: one of the same work is taken over, with what its journal says is finished and still has its sha256; any
-other is swept. Of a folder that is replaced, files that are not part of its checkpoint are kept: they are linked into
-the new one before it is published. A target that is one file (a GGUF) is made in such a folder too, without a manifest.
+gptkit writes everything into a sibling folder `.<name>.partial-<pid>-<random>`, with the manifest last, and fsyncs it.
+One rename then makes it the target, which does not change before. A process that has the target's lock knows that other
+partial folders of the target are abandoned. It continues one of the same work, with the files that the journal lists
+and whose sha256 is still right, and removes the others. If a folder is replaced, files that are not part of its
+checkpoint are linked into the new folder before it is published. A target that is a single file (a GGUF) is also made
+in such a folder, without a manifest.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ from .manifest import (
 _log = logging.getLogger(__name__)
 _noting = threading.Lock()
 
-_OLD = "old"  # what a folder that is replaced is called where two folders cannot be exchanged, until the new one stands
+_OLD = "old"  # a temporary name of the replaced folder, where the system cannot exchange two folders
 
 
 class Staging:
-    """A context manager that makes the folder `target` out of what is written into `.path`, at `commit()`, not before.
+    """A context manager that makes the folder `target` from the files written into `.path`, at `commit()`.
 
-    `force` lets an existing checkpoint folder be replaced in one step. `key` names the work: a run takes over what an
-    interrupted run of that key has finished. Leaving the block without a commit removes what was written, but after an
-    interruption with a key, which says in a note that the finished files stay. Entering raises UsageError for a target
-    that may not be made, GptkitError where another process writes it or the folder cannot be made.
+    With `force`, it replaces an existing checkpoint folder in one step. `key` identifies the work: a run continues with
+    the files that an interrupted run with this key has finished. Leaving the block without a commit removes what was
+    written, except after an interruption with a key; a note then says that the finished files remain. Entering raises
+    UsageError if the target may not be made, and GptkitError if another process writes it or the folder cannot be made.
 
     Attributes:
-        single: None for a folder. For a target that is one file, whether a file that stands there may be replaced.
-        finished: what was taken over: records by file name, each file hashed again and still right.
+        single: None for a folder. For a single file, a function that returns whether an existing file may be replaced.
+        finished: records, by file name, of the files of an interrupted run whose hashes are still right.
     """
 
     def __init__(self, target: Path, force: bool = False, key: str | None = None) -> None:
-        # Not Path.resolve(), as ruff wants: a target that is a symlink has to be seen as one.
+        # Not Path.resolve(), because a target that is a symlink must be recognised as one.
         self.target = Path(os.path.abspath(os.path.expanduser(target)))  # noqa: PTH100, PTH111
         self.force = force
         self.key = key
@@ -71,24 +72,24 @@ class Staging:
         self._known: dict[str, FileRecord] = {}
         self._path: Path | None = None
         self._stack = contextlib.ExitStack()
-        self._locked: bool | None = None  # where locks keep others away; None while the target is not ours
+        self._locked: bool | None = None  # whether the file system has locks; None while the target is not reserved
 
     @property
     def path(self) -> Path:
-        """The folder to write into, inside the `with` block. Raises RuntimeError outside of it and after the commit."""
+        """The folder to write into. Raises RuntimeError outside of the `with` block and after the commit."""
         if self._path is None:
             raise RuntimeError("this Staging is not open: use it in a `with` block, before commit()")
         return self._path
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target while the work is prepared and `key` may change; refuses what entering would refuse."""
+        """Lock the target while the work is prepared and `key` may change. Raises what entering would raise."""
         with contextlib.ExitStack() as stack:
             self._claim(stack)
             yield
 
     def check(self) -> None:
-        """Refuse what entering would refuse, for now."""
+        """Raise what entering would raise now."""
         with self.reserved():
             pass
 
@@ -107,14 +108,14 @@ class Staging:
         self._leave(error)
 
     def require_space(self, nbytes: int) -> None:
-        """Raise GptkitError unless the disk has `nbytes` free for this user: before the first byte is written."""
+        """Raise GptkitError unless the disk has `nbytes` free for this user."""
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
             message = f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free"
             raise GptkitError(message, "Free some space, or write to another disk.")
 
     def finish(self, name: str, record: FileRecord) -> None:
-        """Put a file of the folder on the disk, and note that it needs no writing again; from any thread."""
+        """Fsync a file of the folder and record it as finished. Any thread may call this."""
         path = self.path
         if not _is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name")
@@ -130,8 +131,10 @@ class Staging:
             raise failed("write", path / name, error) from error
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
-        """Publish the folder: fsync all, write manifest.json with these entries last, rename, fsync the parent. `files`
-        spares hashing those again. Raises GptkitError, UsageError: the target is then as it was, or new and complete.
+        """Publish the folder: fsync all, write manifest.json with these entries, rename, fsync the parent.
+
+        Files in `files` are not hashed again. Raises GptkitError, UsageError; the target is then unchanged, or new and
+        complete.
         """
         path = self.path
         if clash := {"schema_version", "files", "kept"} & manifest.keys():
@@ -152,19 +155,19 @@ class Staging:
             for folder, _, _ in os.walk(path, topdown=False):
                 fsync(Path(folder))
             old = self._rename(path)
-            # From here on the target is the new one, and what stands at `old` is what it replaced, or an empty folder.
+            # From here on the target is the new folder. `old` is the replaced one, or an empty folder.
             self._path = None
             fsync(self.target.parent)
-            if old is not None:  # not before the new one stands for good
+            if old is not None:  # only after the new folder is on the disk
                 _remove(old)
         except OSError as error:
             raise failed("publish", self.target, error) from error
 
     def _keep(self, path: Path) -> list[str]:
-        """Put what is the user's in the folder that is replaced into the new one; return its names there.
+        """Link the user's files of the replaced folder into the new one, and return their names there.
 
-        Files are linked, so that nothing is copied and what a program still writes is not lost. A file whose name the
-        new checkpoint has is kept as NAME.old. Raises OSError.
+        A link copies nothing, and a program may still write the file. If the new checkpoint has a file of the same
+        name, the user's becomes NAME.old. Raises OSError.
         """
         kept, renamed = [], []
         for name in users_files(self.target) if self.target.is_dir() and not self.target.is_symlink() else ():
@@ -180,8 +183,8 @@ class Staging:
         return kept
 
     def _rename(self, path: Path) -> Path | None:
-        """Make `path`, or the one file in it, the target; returns the folder that is to be removed now, or None."""
-        self._check_target()  # again: it was first checked before the work, which may have taken an hour
+        """Make `path`, or the single file in it, the target. Return the folder to remove now, or None."""
+        self._check_target()  # again, because the work since the first check may have taken an hour
         if self.single is not None:
             file = path / self.target.name
             if os.path.lexists(self.target) or not _renameat2(file, self.target, _RENAME_NOREPLACE):
@@ -196,13 +199,17 @@ class Staging:
         aside.mkdir()
         try:
             begin_journal(aside, "")
-            for entry in (aside / JOURNAL, aside, aside.parent):  # on the disk before anything is put into it
+            for entry in (
+                aside / JOURNAL,
+                aside,
+                aside.parent,
+            ):  # The journal must be on the disk before the folder has content.
                 fsync(entry)
             path.rename(new)
         except BaseException:
             _remove(aside)
             raise
-        self._path = aside  # what goes where this fails
+        self._path = aside  # to be removed if this fails
         if _renameat2(new, self.target, _RENAME_EXCHANGE):
             return aside
         try:
@@ -215,18 +222,18 @@ class Staging:
         return aside
 
     def _claim(self, stack: contextlib.ExitStack) -> None:
-        """Take the lock for the stack, and see that the target may be made. Raises UsageError, GptkitError."""
+        """Lock the target on the stack, and check that it may be made. Raises UsageError, GptkitError."""
         require_place(self.target)
         try:
             if self._locked is None:
                 self._locked = stack.enter_context(locked(self.target))
                 stack.callback(setattr, self, "_locked", None)
-            # An old folder comes back that was set aside for a new one that never came; files go in one step.
-            for left in self._siblings("old") if self.single is None else ():
-                if (left / _OLD).is_dir() and not os.path.lexists(self.target):
-                    (left / _OLD).rename(self.target)
-                _remove(left)
-            # Before any sweep: a run that forgot --force must not cost what it could go on from.
+            # Move a replaced folder back if its replacement was never published. Single files are replaced in one step.
+            for folder in self._siblings("old") if self.single is None else ():
+                if (folder / _OLD).is_dir() and not os.path.lexists(self.target):
+                    (folder / _OLD).rename(self.target)
+                _remove(folder)
+            # Before anything is removed: a run without --force must not destroy what an interrupted run has finished.
             self._check_target()
         except BaseException as error:
             stack.close()
@@ -235,7 +242,7 @@ class Staging:
             raise
 
     def _check_target(self) -> None:
-        """Raise UsageError where what stands at the target may not be replaced."""
+        """Raise UsageError if something exists at the target that may not be replaced."""
         target, single = self.target, self.single
         if not os.path.lexists(target):
             return
@@ -260,13 +267,13 @@ class Staging:
             users_files(target)
 
     def _open(self) -> None:
-        """Make the folder, or take over the one of this key; sweep the others. Raises OSError."""
+        """Make the folder, or continue with the one of this key, and remove the others. Raises OSError."""
         self.finished, self._known = {}, {}
-        for left in self._siblings("partial"):
-            # A new name first: an owner that the lock did not show (on another machine, where the network file system
-            # keeps locks to itself) can then not publish a folder that is being emptied.
+        for folder in self._siblings("partial"):
+            # Rename it first. If a process on another machine still uses it (some network file systems do not share
+            # locks), this process can then not publish a half-emptied folder.
             path = self._sibling("partial")
-            left.rename(path)
+            folder.rename(path)
             if self.key is not None and self._path is None and _journal_key(path) == self.key:
                 self._path = path
             else:
@@ -282,23 +289,23 @@ class Staging:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
 
     def _siblings(self, kind: str) -> list[Path]:
-        """This user's folders of that kind that earlier runs made; none where no lock says that they are gone."""
+        """Return this user's folders of this kind from earlier runs; empty without a lock, as they may be in use."""
         if not self._locked:
             return []
         pattern = re.compile(re.escape(f".{self.target.name}.{kind}-") + r"[0-9]+-[0-9a-f]{8}")
-        found = []
+        folders = []
         for path in self.target.parent.iterdir():
             if not pattern.fullmatch(path.name):
                 continue
             info = path.lstat()
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                 continue
-            # A Staging made it: its journal is in it, or nothing yet, or nothing any more; or it was about to be
-            # published, and has our manifest, before which the journal goes.
+            # A Staging made this folder if it has a journal, or is empty, or has gptkit's manifest: the journal is
+            # removed before publishing.
             marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or _journal_key(path) is not None
             if marked or (kind == "partial" and {"schema_version", "files"} <= manifest_of(path).keys()):
-                found.append(path)
-        return sorted(found)
+                folders.append(path)
+        return sorted(folders)
 
     def _leave(self, error: BaseException | None) -> None:
         path, self._path = self._path, None
@@ -314,14 +321,16 @@ class Staging:
 
 
 def users_files(folder: Path) -> list[str]:
-    """Return what is not the checkpoint's in a folder, by names relative to it: files, links and empty folders.
+    """Return the relative names of files, links and empty folders that are not part of the checkpoint in a folder.
 
-    A file is the checkpoint's if loaders look for it (`is_checkpoints`), or if the manifest lists it and it still has
-    those bytes. Raises UsageError for a pipe, a socket or a device, which cannot be kept; OSError, also for a manifest
-    that is there and cannot be read.
+    A file is part of it if loaders look for it (`is_checkpoints`), or if the manifest lists it with these bytes.
+
+    Raises:
+        UsageError: there is a pipe, socket or device, which cannot be kept. OSError: also if the manifest cannot be
+            read.
     """
     listed = _listed_in(folder / MANIFEST)
-    found = []
+    kept = []
     for at, folders, names in os.walk(folder):
         here = Path(at)
         links = [name for name in folders if (here / name).is_symlink()]
@@ -332,20 +341,20 @@ def users_files(folder: Path) -> list[str]:
                 message = f"{path} is neither a file nor a folder, and would be lost"
                 raise UsageError(message, "Move it elsewhere first.")
             if not is_checkpoints(name) and not _is_listed(path, listed.get(name)):
-                found.append(name)
+                kept.append(name)
         if not folders and not names and here != folder:
-            found.append(here.relative_to(folder).as_posix())
-    return sorted(found)
+            kept.append(here.relative_to(folder).as_posix())
+    return sorted(kept)
 
 
 def _listed_in(manifest: Path) -> Mapping[str, Any]:
-    """Return the files that a manifest lists, none where there is no manifest or another file of that name."""
+    """Return the files that a manifest lists; empty if there is no manifest of gptkit."""
     try:
         record = read_manifest(manifest)
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EFBIG):  # no plain file, or none of gptkit's
+        if error.errno in (errno.EINVAL, errno.EFBIG):  # not a plain file, or not gptkit's
             return {}
         raise
     listed = record.get("files") if isinstance(record, dict) else None
@@ -353,7 +362,7 @@ def _listed_in(manifest: Path) -> Mapping[str, Any]:
 
 
 def _is_listed(path: Path, entry: object) -> bool:
-    """Whether a file is as the manifest's entry says."""
+    """Return whether a file has the size and hash of its manifest entry."""
     known = read_entry(entry)
     if known is None or not stat.S_ISREG(path.lstat().st_mode):
         return False
@@ -362,7 +371,7 @@ def _is_listed(path: Path, entry: object) -> bool:
 
 
 def _free(folder: Path, name: str) -> str:
-    """The name under which something can be put into a folder: with `.old` behind the part that is taken."""
+    """Return a free name in a folder: `.old` is added to a part that exists already."""
     parts = name.split("/")
     for at in range(1, len(parts) + 1):
         part = folder.joinpath(*parts[:at])
@@ -378,7 +387,7 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make a file, a link or an empty folder appear under another name too. Raises OSError, GptkitError."""
+    """Give a file, link or empty folder a second name. Raises OSError, GptkitError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_symlink():
         target.symlink_to(source.readlink())
@@ -387,13 +396,13 @@ def _link(source: Path, target: Path) -> None:
     else:
         try:
             target.hardlink_to(source)
-        except OSError:  # a file system without links, or a file of somebody else's
+        except OSError:  # the file system has no links, or the file is another user's
             copy_file(source, target)
             shutil.copystat(source, target)
 
 
 def require_place(target: Path) -> None:
-    """Raise UsageError where nothing of this name can be made: no folder to make it in, or not to be written to."""
+    """Raise UsageError unless the target's parent is a folder that can be written to."""
     parent = target.parent
     if not target.name:
         raise UsageError(f"cannot write to {target}", "Name a folder to create.")
@@ -406,7 +415,7 @@ def require_place(target: Path) -> None:
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:
-    """What the manifest says of every file below `folder`, sorted, each on the disk; `known` spares hashing again."""
+    """Fsync every file in `folder` and return their manifest entries, sorted. Files in `known` are not hashed again."""
     listed: dict[str, dict[str, object]] = {}
     for name in sorted(walk(folder)):
         path = folder / name
@@ -427,8 +436,8 @@ _RENAME_EXCHANGE = 2
 
 
 def _renameat2(src: Path, dst: Path, flags: int) -> bool:
-    """renameat2(2) on two paths; False where the libc, the kernel or the file system lacks it. Raises OSError."""
-    import ctypes  # here, because most commands never publish anything
+    """Call renameat2(2). Return False if the libc, kernel or file system does not have it. Raises OSError."""
+    import ctypes  # here, because most commands publish nothing
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
@@ -443,7 +452,10 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours, its mark last. A failure is only logged: the next Staging sweeps."""
+    """Remove a folder of a Staging, its journal last.
+
+    A failure is only logged, because the next Staging tries again.
+    """
     try:
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -461,23 +473,23 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes:,} bytes"
 
 
-# --- the journal, by which an interrupted run goes on ---
+# --- the journal, from which an interrupted run continues ---
 
 
 def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
-    """Write a folder's journal in one step: its key, then a line of checksum and JSON a finished file."""
+    """Write a folder's journal in one step: its key, then a line with checksum and JSON for every finished file."""
     lines = [_journal_line({"key": key})]
     lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
     path = folder / f"{JOURNAL}.new"
     with path.open("xb", buffering=0) as file:
         write_all(file.fileno(), b"".join(lines), 0)
-        if finished:  # else there is nothing yet that could be lost
+        if finished:  # otherwise nothing can be lost yet
             os.fsync(file.fileno())
     path.rename(folder / JOURNAL)
 
 
 def _note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> None:
-    """Add a finished file to the journal, on the disk when this returns; from any thread. Raises OSError."""
+    """Add a finished file to the journal and fsync it. Any thread may call this. Raises OSError."""
     line = _journal_line({"name": name, **file_entry(record, nbytes)})
     with _noting, (folder / JOURNAL).open("r+b", buffering=0) as file:
         write_all(file.fileno(), line, file.seek(0, os.SEEK_END))
@@ -485,48 +497,49 @@ def _note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> 
 
 
 def _resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
-    """The files that are finished and still right; removes everything else from the folder. No line of the journal is
-    trusted: names are plain, and a file's bytes still have the sha256. Raises OSError.
+    """Return the finished files whose hashes are still right, and remove everything else from the folder.
+
+    The journal is not trusted: names must be plain, and the sha256 of every file is checked. Raises OSError.
     """
     noted = read_journal(folder)[1:]
-    known = {name: entry for each in noted if _is_plain(name := each.get("name")) and (entry := read_entry(each))}
+    known = {name: entry for line in noted if _is_plain(name := line.get("name")) and (entry := read_entry(line))}
     right = dict(zip(known, at_once(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
-    for left in folder.iterdir():
-        if not right.get(left.name) and left.name != JOURNAL:
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
+    for path in folder.iterdir():
+        if not right.get(path.name) and path.name != JOURNAL:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
             else:
-                left.unlink()
+                path.unlink()
     finished = {name: entry for name, entry in known.items() if right[name]}
     begin_journal(folder, key, finished)
     return {name: record for name, (record, _) in finished.items()}
 
 
 def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
-    """Whether a file is the one that was noted, and nobody else has a hand on it."""
+    """Return whether a file has the recorded hash and no other process can change it."""
     try:
         with open_own(path) as file:
             same = os.fstat(file.fileno()).st_size == nbytes
             return same and hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
-    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair in the name
-        _log.debug("%s is not taken over: %s", path.name, error)
+    except (OSError, ValueError) as error:  # ValueError: the name has a lone surrogate
+        _log.debug("%s is not reused: %s", path.name, error)
         return False
 
 
 def _journal_key(folder: Path) -> str | None:
-    """The key of a folder with a journal of this user's, else None."""
+    """Return the key in a folder's journal, or None if it has no journal of this user."""
     lines = read_journal(folder)
     key = lines[0].get("key") if lines else None
     return key if isinstance(key, str) else None
 
 
 def _journal_line(entry: Mapping[str, object]) -> bytes:
-    text = json.dumps(entry)  # ASCII: no line break but the one behind it
+    text = json.dumps(entry)  # ASCII, so the only line break is at the end
     return f"{hashlib.sha256(text.encode()).hexdigest()} {text}\n".encode()
 
 
 def read_journal(folder: Path) -> list[dict[str, object]]:
-    """The lines of a folder's journal up to the first that is torn or strange."""
+    """Return the entries of a folder's journal, up to the first damaged line."""
     try:
         with open_own(folder / JOURNAL) as file:
             text = file.read(1 << 30)
@@ -546,6 +559,6 @@ def read_journal(folder: Path) -> list[dict[str, object]]:
 
 
 def _is_plain(name: object) -> TypeGuard[str]:
-    """Whether this names a file in the folder itself that is not one of ours."""
+    """Return whether this is the name of a file in the folder itself, and not of the journal or manifest."""
     reserved = (".", "..", MANIFEST, JOURNAL, f"{JOURNAL}.new")
     return isinstance(name, str) and bool(name) and name not in reserved and not set(name) & {"/", "\0"}

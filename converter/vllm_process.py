@@ -1,8 +1,9 @@
-"""What vLLM would do with the tensors of a checkpoint: its models' source, run by itself. A worker of `confinement`.
+"""Find out what vLLM would do with the tensors of a checkpoint, by running the source of its models.
 
-The modules in vLLM's folders of models are executed as they are, nothing else of vLLM and no torch: what they import is
-made here, of names alone. Layers have parameters without values, vLLM runs on one GPU without options, and for the rest
-there are stand-ins of which nothing is known. Where a model's way hangs on one of these, it is not read.
+This is a worker of `confinement`. It executes only the modules in vLLM's folders of models, without torch and the rest
+of vLLM. Everything that they import is replaced: layers have parameters without values, vLLM is on one GPU without
+options, and the rest are stand-ins with unknown values. If the model's code depends on an unknown value, the result is
+"unread".
 """
 
 import ast
@@ -22,20 +23,20 @@ from typing import Any, Protocol
 
 from .confinement import allow
 
-_READING = (2**31, 0, 300.0, 0.0)  # address space; 90,000 tensors of a mixture's experts take 20 seconds
+_READING = (2**31, 0, 300.0, 0.0)  # address space; a mixture of experts with 90,000 tensors takes 20 seconds
 _MODELS = "vllm.model_executor.models"
 _QUANTISATIONS = "vllm.model_executor.layers.quantization"
 
 
-class _Untold(Exception):
-    """What hangs on something of which nothing is known."""
+class _DependsOnUnknown(Exception):
+    """The model's code depends on an unknown value."""
 
 
 # --- stand-ins -------------------------------------------------------------------------------------------------------
 
 
 class _Kind(type(Protocol)):  # type: ignore[misc]
-    """The class of stand-ins for classes, functions and values elsewhere: it is known what they are called, no more."""
+    """The metaclass of stand-ins for imported classes, functions and values, of which only the name is known."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -50,18 +51,18 @@ class _Kind(type(Protocol)):  # type: ignore[misc]
             return bool(cls.__name__ == value.kind)
         return type.__instancecheck__(cls, value)
 
-    def _untold(cls, *_: Any) -> Any:
-        raise _Untold(cls.__qualname__)
+    def _raise(cls, *_: Any) -> Any:
+        raise _DependsOnUnknown(cls.__qualname__)
 
     def _same(cls, *_: Any) -> Any:
         return cls
 
-    __bool__ = __iter__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _untold
+    __bool__ = __iter__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
     __or__ = __ror__ = __getitem__ = _same
 
 
 class _Unknown(metaclass=_Kind):
-    """A value, or a module, of which nothing is known: it takes whatever it is asked to load."""
+    """An unknown value or module, which accepts all tensors that it is asked to load."""
 
     _is_protocol = False
 
@@ -75,13 +76,13 @@ class _Unknown(metaclass=_Kind):
     def __call__(self, *given: Any, **named: Any) -> Any:
         return _decorated(given, named) or type(self)()
 
-    def _untold(self, *_: Any) -> Any:
-        raise _Untold(type(self).__qualname__)
+    def _raise(self, *_: Any) -> Any:
+        raise _DependsOnUnknown(type(self).__qualname__)
 
     def _another(self, *_: Any) -> Any:
         return type(self)()
 
-    __bool__ = __iter__ = __len__ = __index__ = __int__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _untold
+    __bool__ = __iter__ = __len__ = __index__ = __int__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __mod__ = _another
     __floordiv__ = __rfloordiv__ = __pow__ = __neg__ = __or__ = __and__ = __getitem__ = __enter__ = _another
 
@@ -101,18 +102,18 @@ class _Unknown(metaclass=_Kind):
 
 
 def _decorated(given: Any, named: Any) -> Any:
-    """What a decorator returns: what it decorates."""
+    """Return the function or class if this call looks like that of a decorator, else None."""
     return given[0] if len(given) == 1 and not named and isinstance(given[0], (type, types.FunctionType)) else None
 
 
 def _elsewhere(name: str) -> Any:
-    made = _Kind(name.rpartition(".")[2], (_Unknown,), {"__module__": "elsewhere"})
-    made.__qualname__ = name
-    return made
+    kind = _Kind(name.rpartition(".")[2], (_Unknown,), {"__module__": "elsewhere"})
+    kind.__qualname__ = name
+    return kind
 
 
 class _Off(_Unknown):
-    """An option that is not given, and whatever belongs to it."""
+    """An option that is not set, and every attribute of it."""
 
     def _no(self, *_: Any) -> bool:
         return False
@@ -133,7 +134,7 @@ class _Off(_Unknown):
 
 
 class _Options(types.SimpleNamespace):
-    """Options of vLLM: those that are known here, and no other given."""
+    """Options of vLLM, of which only those given here are set."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -142,16 +143,18 @@ class _Options(types.SimpleNamespace):
 
 
 class _Config(dict[str, Any]):
-    """config.json. complete: with all the fields of its class; else some have defaults of which nothing is known."""
+    """config.json. If it is not `complete`, missing fields have defaults of their class, which are unknown."""
 
     complete, kind = False, ""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(name) if self.complete or name.startswith("__") else _Untold(f"config.{name}")
+            raise (
+                AttributeError(name) if self.complete or name.startswith("__") else _DependsOnUnknown(f"config.{name}")
+            )
         value = self[name]
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return [_config(each, self.complete) for each in value]
+            return [_config(item, self.complete) for item in value]
         return _config(value, self.complete) if isinstance(value, dict) else value
 
     __setattr__ = dict.__setitem__
@@ -161,9 +164,9 @@ class _Config(dict[str, Any]):
 
 
 def _config(given: Mapping[str, Any], complete: bool) -> _Config:
-    made = _Config(given)
-    vars(made).update(complete=complete, kind=made.pop("class of config", ""))
-    return made
+    config = _Config(given)
+    vars(config).update(complete=complete, kind=config.pop("class of config", ""))
+    return config
 
 
 class _Settings(_Options):
@@ -182,44 +185,45 @@ def _settings(config: _Config, quantised: Any) -> _Settings:
 
 
 class _Module:
-    """torch's Module, of which vLLM's loaders ask for names. checked: vLLM looks whether all was loaded, which it does
-    not of layers that have a quant_method (`track_weights_loading`).
-    """
+    """A replacement of torch's Module, with the methods that vLLM's loaders use."""
 
     checked = True
+    """Whether vLLM checks that all was loaded. It does not for layers with a quant_method (`track_weights_loading`)."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        return ((name, each) for name, each in list(vars(self).items()) if isinstance(each, (_Module, _Unknown)))
+        return ((name, child) for name, child in list(vars(self).items()) if isinstance(child, (_Module, _Unknown)))
 
     def children(self) -> Iterator[Any]:
-        return (each for _, each in self.named_children())
+        return (child for _, child in self.named_children())
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
         seen: set[int] = set() if memo is None else memo
         if id(self) not in seen or not remove_duplicate:
             seen.add(id(self))
             yield prefix, self
-            for name, each in self.named_children():
+            for name, child in self.named_children():
                 path = f"{prefix}.{name}" if prefix else name
                 yield from (
-                    [(path, each)] if isinstance(each, _Unknown) else each.named_modules(seen, path, remove_duplicate)
+                    [(path, child)]
+                    if isinstance(child, _Unknown)
+                    else child.named_modules(seen, path, remove_duplicate)
                 )
 
     def modules(self) -> Iterator[Any]:
-        return (each for _, each in self.named_modules())
+        return (child for _, child in self.named_modules())
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
         seen: set[int] = set()
-        for path, each in self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]:
-            for name, value in list(vars(each).items()):
+        for path, child in self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]:
+            for name, value in list(vars(child).items()):
                 if isinstance(value, _Parameter) and not value.stored and not (remove_duplicate and id(value) in seen):
                     seen.add(id(value))
                     yield f"{path}.{name}" if path else name, value
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        return (each for _, each in self.named_parameters("", recurse))
+        return (child for _, child in self.named_parameters("", recurse))
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[Any]:
         return ((name, x) for name, x in list(vars(self).items()) if isinstance(x, _Parameter) and x.stored)
@@ -233,10 +237,10 @@ class _Module:
         setattr(self, name, _Parameter(stored=True) if persistent and value is not None else None)
 
     def get_submodule(self, path: str) -> Any:
-        found: Any = self
+        module: Any = self
         for name in path.split(".") if path else []:
-            found = getattr(found, name)
-        return found
+            module = getattr(module, name)
+        return module
 
     def _get_name(self) -> str:
         return type(self).__name__
@@ -253,10 +257,10 @@ class _Module:
 
 class _List(_Module):
     def __init__(self, items: Any = (), *more: Any) -> None:
-        for place, each in enumerate(
+        for place, item in enumerate(
             (items, *more) if isinstance(items, (_Module, _Unknown)) and not isinstance(items, _List) else items
         ):
-            setattr(self, str(place), each)
+            setattr(self, str(place), item)
 
     def append(self, item: Any) -> None:
         setattr(self, str(len(self)), item)
@@ -282,7 +286,7 @@ class _Dictionary(_Module):
 
 
 class _Parameter:
-    """A parameter, or a buffer that is stored."""
+    """A parameter, or a stored buffer."""
 
     def __init__(self, *_: Any, stored: bool = False, **__: Any) -> None:
         vars(self).update(stored=stored, output_dim=0, input_dim=1, weight_loader=self._take)
@@ -299,7 +303,7 @@ class _Parameter:
 
 
 class _StubTensor(_Unknown):
-    """A tensor of the checkpoint, and whatever is made of it."""
+    """A tensor of the checkpoint, or a result computed from it."""
 
     def __init__(self, origin: str = "", shape: tuple[int, ...] | None = None) -> None:
         self.origin = origin
@@ -318,13 +322,14 @@ class _StubTensor(_Unknown):
 
 
 class _Layer(_Module):
-    """A layer of vLLM's or torch's; `names`: its parameters. bias: whether it has one where nothing is said, at `place`
-    or by name; None: it never has.
-    """
+    """A layer of vLLM or torch."""
 
     names: tuple[str, ...] = ("weight",)
+    """The names of its parameters, without the bias."""
     bias_else: bool | None = None
+    """Whether it has a bias by default; None if it never has one."""
     place: int | None = None
+    """The position of the argument `bias`."""
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         return object.__new__(cls) if named.get("quant_config") is None else _elsewhere("a quantised layer")()
@@ -348,7 +353,7 @@ def _layer(**fields: Any) -> Any:
 
 
 class _Embedding(_Layer):
-    """`VocabParallelEmbedding`, by whose class vLLM's loader knows what is tied."""
+    """`VocabParallelEmbedding`; vLLM's loader recognises tied weights by this class."""
 
     checked = False
 
@@ -364,7 +369,7 @@ class _Head(_Embedding):
 
 
 class _Experts(_Layer):
-    """A mixture's experts, which take tensors by their numbers and names."""
+    """The experts of a mixture, which load tensors by the expert's number and name."""
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         own = named.get("quant_config") is not None or {"routed_experts_cls", "runner_cls"} & {*named}
@@ -384,14 +389,14 @@ class _Experts(_Layer):
             number, _, rest = name.partition(".") if name[:1].isdecimal() else ("", "", name)
             word = rest.partition(".")[0].removesuffix("_bias")
             place = "w2" if word == down else "w13" if word in (gate, up, "gate_up_proj", "w13") else ""
-            kept = vars(self.routed_experts).get(f"{place}_{'bias' if rest.endswith('bias') else 'weight'}")
-            if kept is not None and (not number or int(number) < self.number):
-                _LOG.take(kept, tensor, f"{number} {word}".strip())
+            parameter = vars(self.routed_experts).get(f"{place}_{'bias' if rest.endswith('bias') else 'weight'}")
+            if parameter is not None and (not number or int(number) < self.number):
+                _LOG.take(parameter, tensor, f"{number} {word}".strip())
                 yield name
 
 
 def _numbered(_: Any, **named: Any) -> list[Any]:
-    """`fused_moe_make_expert_params_mapping`, by which models' own loops find the place of an expert's tensor."""
+    """Replace `fused_moe_make_expert_params_mapping`, with which models find the parameter of an expert's tensor."""
     kinds = (("w1", "gate", "w13"), ("w2", "down", "w2"), ("w3", "up", "w13"))
     return [(f"experts.routed_experts.{place}_", f"experts.{expert}.{named[f'ckpt_{word}_proj_name']}.", expert, shard)
             for expert in range(named["num_experts"]) for shard, word, place in kinds]  # fmt: skip
@@ -401,7 +406,7 @@ _SINGLE = _Options(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_
 _SINGLE.device_group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 _PLACES = {"ColumnParallelLinear": 2, "MergedColumnParallelLinear": 2, "RowParallelLinear": 2, "ReplicatedLinear": 2}
 _PLACES |= {"QKVParallelLinear": 4}
-"""Where biases are asked for among the arguments of layers."""
+"""The position of `bias` among the arguments of layers."""
 _LINEAR = {"names": ("weight",), "bias_else": True, "checked": False}
 _HAVE: dict[str, Any] = {
     **{name: _layer(**_LINEAR, place=place) for name, place in _PLACES.items()},
@@ -447,14 +452,14 @@ _HAVE: dict[str, Any] = {
     "support_quantized_model_reload_from_hp_weights": lambda function: function,
     "supports_kw": lambda *_, **__: True,
 }
-"""What is known of what models import, by its name there."""
+"""The replacements of what models import, by name."""
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
 class _UnknownModule(types.ModuleType):
-    """A module of which nothing is executed."""
+    """A module that is not executed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -465,7 +470,7 @@ class _UnknownModule(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds vLLM's models in its folder, Python's own modules where they are, and nothing in any other."""
+    """An import hook that finds vLLM's models and the standard library, and gives an `_UnknownModule` for the rest."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -487,18 +492,18 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Log:
-    """What has become of the tensors so far. taken: of each parameter, which of its parts."""
+    """A record of which tensors were loaded."""
 
     def __init__(self) -> None:
         self.current = ""
-        self.taken: dict[int, set[str]] = defaultdict(set)
+        self.taken: dict[int, set[str]] = defaultdict(set)  # the loaded parts by the id of their parameter
         self.done: set[str] = set()
         self.unread: dict[str, list[str]] = defaultdict(list)
         self.unexpected: list[str] = []
 
     def take(self, parameter: Any, *given: Any, **named: Any) -> bool:
         words = [*given, *named.values()]
-        tensor = next((each for each in words if isinstance(each, _StubTensor)), None)
+        tensor = next((word for word in words if isinstance(word, _StubTensor)), None)
         part = [
             x
             for x in (getattr(tensor, "shard_id", None), *words)
@@ -513,16 +518,16 @@ _LOG: _Log = _Log()
 
 
 def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What becomes of a checkpoint's tensors in a model."""
-    left = dict(tensors)
+    """Return what a model does with a checkpoint's tensors."""
+    remaining = dict(tensors)
 
     def weights() -> Iterator[tuple[str, _StubTensor]]:
-        for name in [*left]:
+        for name in [*remaining]:
             _LOG.current = name
-            yield name, _StubTensor(name, left.pop(name))
+            yield name, _StubTensor(name, remaining.pop(name))
 
-    opaque = [path for path, each in model.named_modules() if isinstance(each, _Unknown)]
-    while left:  # an error ends what vLLM does, and is told; then the next tensor has its turn
+    opaque = [path for path, module in model.named_modules() if isinstance(module, _Unknown)]
+    while remaining:  # An error would end vLLM's loading. It is recorded here, and the next tensor follows.
         try:
             model.load_weights(weights())
         except Exception as error:
@@ -534,12 +539,12 @@ def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
             else:
                 _LOG.unread[f"{_folded(within)} is none of its models' own modules"].append(_LOG.current)
     unread = {name for names in _LOG.unread.values() for name in names}
-    told = {*_LOG.done, *_LOG.unexpected, *unread}
-    owners = [(path, each) for path, each in model.named_modules() if not isinstance(each, _Unknown)]
-    own = {f"{path}.{name}".strip("."): (value, each.checked) for path, each in owners
-           for name, value in each.named_parameters(recurse=False)}  # fmt: skip
+    known = {*_LOG.done, *_LOG.unexpected, *unread}
+    owners = [(path, module) for path, module in model.named_modules() if not isinstance(module, _Unknown)]
+    own = {f"{path}.{name}".strip("."): (value, module.checked) for path, module in owners
+           for name, value in module.named_parameters(recurse=False)}  # fmt: skip
     return {
-        "ignored": [name for name in tensors if name not in told],
+        "ignored": [name for name in tensors if name not in known],
         "unexpected": _LOG.unexpected,
         "unread": {why: names for why, names in _LOG.unread.items() if names},
         "missing": {name: checked for name, (value, checked) in own.items() if id(value) not in _LOG.taken},
@@ -548,7 +553,7 @@ def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _says(error: Exception) -> str:
-    """What a model's own code says where it raises an error; nothing where it fails."""
+    """Return the message of an error that the model's code raises on purpose; empty for other errors."""
     frame, line = [*traceback.walk_tb(error.__traceback__)][-1]
     code = linecache.getline(frame.f_code.co_filename, line).strip()
     own = frame.f_globals["__name__"].startswith("vllm.") and code.startswith(("raise", "assert"))
@@ -556,22 +561,25 @@ def _says(error: Exception) -> str:
 
 
 def _halves(taken: Mapping[str, set[str]]) -> list[str]:
-    """Parts of parameters that nothing fills, and something fills in other layers; of one that has parts, in any."""
+    """Return parts of parameters that no tensor fills, if tensors fill this part in other layers or other parts."""
     alike: dict[str, set[str]] = defaultdict(set)
     stacked = ({"q", "k", "v"}, {"0", "1"})
     for name, parts in taken.items():
         alike[_folded(name)] |= parts
-        alike[_folded(name)] |= next((each for each in stacked if parts and parts <= each), set())
-    return [f"{name} ({each})" for name, parts in taken.items() for each in sorted(alike[_folded(name)] - parts - {""})]
+        alike[_folded(name)] |= next((part for part in stacked if parts and parts <= part), set())
+    return [f"{name} ({part})" for name, parts in taken.items() for part in sorted(alike[_folded(name)] - parts - {""})]
 
 
 def _folded(name: str) -> str:
-    return ".".join("*" if each.isdecimal() else each for each in name.split("."))
+    return ".".join("*" if word.isdecimal() else word for word in name.split("."))
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Which module of vLLM's has an architecture (None: none has), the last version that had it, and how weights may be
-    quantised; what its class does with tensors, why it refuses their config, or why that is not read.
+    """Return what vLLM knows about an architecture, and what its class does with the tensors.
+
+    The answer has the module (None if there is none), the class, the last version that had it, and the known
+    quantisations. It also has one of: "loading" (see `_load`), "refuses" (why the class refuses the config), or
+    "unread" (why gptkit could not find out).
     """
     allow(0, _READING)
     name, names = question["architecture"], {}
@@ -579,24 +587,24 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     registry = importlib.import_module(f"{_MODELS}.registry")
     for file in Path(question["source"]).glob("model_executor/layers/quantization/__init__.py"):
         tree = ast.parse(file.read_bytes())
-        names = {each.targets[0].id: each.value for each in tree.body if isinstance(each, ast.Assign)
-                 and isinstance(each.targets[0], ast.Name)}  # fmt: skip
+        names = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)
+                 and isinstance(node.targets[0], ast.Name)}  # fmt: skip
     methods = ast.walk(names.get("QuantizationMethods", ast.Pass()))
     module, kind = registry._VLLM_MODELS.get(name, (None, None))
-    told: dict[str, Any] = {"module": module, "class": kind, "last": registry._PREVIOUSLY_SUPPORTED_MODELS.get(name)}
-    told["quantisations"] = [each.value for each in methods if isinstance(each, ast.Constant)]
+    result: dict[str, Any] = {"module": module, "class": kind, "last": registry._PREVIOUSLY_SUPPORTED_MODELS.get(name)}
+    result["quantisations"] = [node.value for node in methods if isinstance(node, ast.Constant)]
     if module in (None, "transformers"):
-        return told
+        return result
     try:
         source = importlib.import_module(module if "." in module else f"{_MODELS}.{module}")
         config = _config(question["config"], question["complete"])
         settings = _settings(config, _elsewhere("a quantisation")() if question["quantised"] else None)
         model = getattr(source, kind)(vllm_config=settings)
     except Exception as error:
-        return {**told, "refuses" if _says(error) else "unread": _says(error) or f"{error!s:.100}"}
-    return {**told, "loading": _load(model, {tensor: tuple(shape) for tensor, shape in question["tensors"]})}
+        return {**result, "refuses" if _says(error) else "unread": _says(error) or f"{error!s:.100}"}
+    return {**result, "loading": _load(model, {tensor: tuple(shape) for tensor, shape in question["tensors"]})}
 
 
 def reason(error: BaseException) -> str:
-    """What is to be told of an error."""
+    """Return an error as text."""
     return f"{type(error).__name__}: {error!s:.400}"
