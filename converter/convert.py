@@ -80,7 +80,7 @@ def plan_output(
     homes: Mapping[str, Path] | None = None,
     carried: Mapping[str, Sequence[BoundLeaf]] | None = None,
     in_fp8: bool = False,
-) -> Plan:
+) -> FolderPlan:
     """Plan the files of a tree in the format "local", "hf" or "hf:FAMILY".
 
     Args:
@@ -133,7 +133,7 @@ def plan_output(
     for candidates in (leaves, merged) if max_shard_bytes is None and not in_fp8 else ():
         shards_and_texts = as_it_was(candidates, dtypes, origin.files, canonical)
         if shards_and_texts is not None:
-            return Plan(shards_and_texts[0], {**small, **shards_and_texts[1]}, tuple(beside))
+            return FolderPlan(shards_and_texts[0], {**small, **shards_and_texts[1]}, tuple(beside))
     if whole:
         outside_leaves = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
         theirs = {leaf.checkpoint for leaf in outside_leaves}
@@ -199,7 +199,7 @@ def _hf_config(
 
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
-) -> Plan:
+) -> FolderPlan:
     """Plan the files of a checkpoint in a format, with every tensor as `dtype` (see `convert`).
 
     Raises as `plan_output`.
@@ -326,7 +326,9 @@ def convert(
         source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
-            planned = Plan((replace(planned.shards[0], name=target.name),), {}, ())  # a single file has no companions
+            planned = FolderPlan(
+                (replace(planned.shards[0], name=target.name),), {}, ()
+            )  # a single file has no companions
         conversion = Conversion(source, target, str(form), planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
             return conversion

@@ -75,7 +75,7 @@ class Format(Protocol):
     """Return the tree, its origin, and the fields that are not understood, without numpy or torch if possible."""
     read: Callable[[Path, bool], Opened] | None
     """Open the files and read only their headers; the second argument is allow_pickle."""
-    plan: Callable[[Request], Plan] | None
+    plan: Callable[[Request], FolderPlan] | None
 
 
 def format_named(name: str) -> Format:

@@ -127,7 +127,7 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
     return prefixes[0] if prefixes else ""
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> FolderPlan:
     """Plan .distcp files, `.metadata` and config.json; without a family, shared names and gptkit.json."""
     from ..convert import plan_output
     from ..dtypes import parse_dtype

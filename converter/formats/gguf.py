@@ -175,7 +175,7 @@ def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
     return weight
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> FolderPlan:
     """Plan the files of a GGUF output; see `gguf_write`."""
     from .gguf_write import plan as planned
 
@@ -210,7 +210,7 @@ class _GgufModel:
             config.setdefault(name, None)  # else transformers uses its default, another token
         self.origin = Origin(family=self.kind.reads, config_text=json.dumps(config, indent=2) + "\n")
 
-    def _is_dropped(self, name: str, facts: Facts) -> bool:
+    def _is_dropped(self, name: str, facts: GgufFacts) -> bool:
         """Return whether the tree does not need a tensor, or the tensor is of a layer that drafts tokens."""
         layer = re.match(r"blk\.(\d{1,9})\.", name)
         if layer is not None and facts.drafts and int(layer[1]) >= facts.layers:

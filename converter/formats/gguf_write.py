@@ -39,7 +39,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 _BLOCK = TYPES[_CODES["Q8_0"]].block
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> FolderPlan:
     """Plan one GGUF file, with the source's companions in the same folder. Notes are added to those of the source."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)

@@ -85,7 +85,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     return Opened(spec, origin, bind("llama2.c", LEAVES, spec), weights, (path,), texts, notes + more)
 
 
-def plan(request: Request, version: int = 0) -> Plan:
+def plan(request: Request, version: int = 0) -> FolderPlan:
     """Plan a file of version 0, which run.c reads, or 1, and a tokenizer.bin in the same folder."""
     from ..block_file import FileBlock
     from ..dtypes import parse_dtype

@@ -115,7 +115,7 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     return {key: given[key] for key in ARGUMENTS}, bias
 
 
-def plan(request: Request, activation: Activation = "gelu") -> Plan:
+def plan(request: Request, activation: Activation = "gelu") -> FolderPlan:
     """Plan a checkpoint for today's model.py of nanoGPT, or for one with another GELU."""
     from ..dtypes import widest
     from ..safetensors import DTYPES
