@@ -17,7 +17,7 @@ from ..analysis.activations import Kernel
 from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import CACHE_LINE, LayerCache
 from .context import Context
-from .layers import FusedLinears, Linear, capped, clipped, kept_wide
+from .layers import FusedLinears, LinearModule, capped, clipped, kept_wide
 from .registry import build_module, computes, module_of
 
 
@@ -134,9 +134,9 @@ class Mixing:
 class AttentionModule(nn.Module):
     """q, k and v of heads that lie side by side, mixed, and the output projection."""
 
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
+    q_proj: LinearModule
+    k_proj: LinearModule
+    v_proj: LinearModule
 
     def __init__(self, spec: Attention, kernel: Kernel = "sdpa") -> None:
         super().__init__()
@@ -145,14 +145,16 @@ class AttentionModule(nn.Module):
         self.kernel = self.mix.kernel
         hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         for part in spec.projected:
-            self.add_module(f"{part}_proj", Linear(hidden, q if part == "q" else kv, spec.qkv_bias, spec.arithmetic))
-        self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
+            self.add_module(
+                f"{part}_proj", LinearModule(hidden, q if part == "q" else kv, spec.qkv_bias, spec.arithmetic)
+            )
+        self.o_proj = LinearModule(q, hidden, spec.output_bias, spec.arithmetic)
         self.fused = FusedLinears(spec.groups) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
         self.v_norm = build_module(spec.v_norm) if spec.v_norm else None
         self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
-        self.gate_proj = Linear(hidden, q, spec.gate_bias, spec.arithmetic) if spec.gated else None
+        self.gate_proj = LinearModule(hidden, q, spec.gate_bias, spec.arithmetic) if spec.gated else None
         self.gate_fused = FusedLinears(spec.heads) if spec.gated and spec.gate == "with queries" else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
@@ -248,18 +250,18 @@ class _LatentAttentionModule(nn.Module):
         self.spec = spec
         hidden, rank, arithmetic = spec.hidden_size, spec.kv_rank, spec.arithmetic
         if spec.q_rank is None:
-            self.q_proj = Linear(hidden, spec.heads * spec.query_dim, spec.qkv_bias, arithmetic)
+            self.q_proj = LinearModule(hidden, spec.heads * spec.query_dim, spec.qkv_bias, arithmetic)
         else:
-            self.q_down_proj = Linear(hidden, spec.q_rank, spec.qkv_bias, arithmetic)
+            self.q_down_proj = LinearModule(hidden, spec.q_rank, spec.qkv_bias, arithmetic)
             self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
-            self.q_up_proj = Linear(spec.q_rank, spec.heads * spec.query_dim, False, arithmetic)
+            self.q_up_proj = LinearModule(spec.q_rank, spec.heads * spec.query_dim, False, arithmetic)
         bias = spec.qkv_bias or spec.kv_bias
-        self.kv_down_proj = Linear(hidden, rank, bias, arithmetic)
+        self.kv_down_proj = LinearModule(hidden, rank, bias, arithmetic)
         self.kv_norm = build_module(spec.kv_norm) if spec.kv_norm else None
-        self.k_rope_proj = Linear(hidden, spec.rope_dim, bias, arithmetic) if spec.rope_dim else None
-        self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
-        self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
-        self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
+        self.k_rope_proj = LinearModule(hidden, spec.rope_dim, bias, arithmetic) if spec.rope_dim else None
+        self.k_up_proj = LinearModule(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
+        self.v_up_proj = LinearModule(rank, spec.heads * spec.value_dim, False, arithmetic)
+        self.o_proj = LinearModule(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
         fused = spec.fused and arithmetic != "conv1d"  # whose memory has no groups of rows
         self.down = FusedLinears() if fused and self.k_rope_proj is not None else None
         # Values are mixed as they lie, where a product sums them in the order of whole cache lines.

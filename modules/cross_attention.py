@@ -7,7 +7,7 @@ from ..analysis.activations import Kernel
 from ..components import Attention, CrossAttention
 from .attention import Mixing
 from .context import Context
-from .layers import Linear
+from .layers import LinearModule
 from .registry import computes
 
 
@@ -30,8 +30,8 @@ class CrossAttentionModule(nn.Module):
         self.mix = Mixing(Attention(**fields, kv_heads=spec.heads, causal=False), kernel)
         self.kernel = self.mix.kernel
         hidden, inner = spec.hidden_size, spec.heads * spec.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (Linear(hidden, inner, spec.qkv_bias) for _ in "qkv")
-        self.o_proj = Linear(inner, hidden, spec.output_bias)
+        self.q_proj, self.k_proj, self.v_proj = (LinearModule(hidden, inner, spec.qkv_bias) for _ in "qkv")
+        self.o_proj = LinearModule(inner, hidden, spec.output_bias)
 
     @staticmethod
     def cache(_: CrossAttention) -> SourceCache:

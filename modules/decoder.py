@@ -38,7 +38,7 @@ from . import attention as _attention  # noqa: F401 - its modules register thems
 from . import cross_attention, feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context, Encoded
-from .layers import ACTIVATIONS, Linear, capped
+from .layers import ACTIVATIONS, LinearModule, capped
 from .positions import sinusoids
 from .registry import build_module
 from .streams import Multiplier
@@ -54,7 +54,7 @@ class EmbeddingModule(nn.Module):
         self.spec = spec
         empty = torch.empty(0 if spec.shared else spec.vocab_size, spec.width or spec.hidden_size)
         self.register_parameter("weight", None if spec.shared else nn.Parameter(empty))
-        self.projection = None if spec.width is None else Linear(spec.width, spec.hidden_size, False)
+        self.projection = None if spec.width is None else LinearModule(spec.width, spec.hidden_size, False)
         self.norm = build_module(spec.norm) if spec.norm is not None else None
 
     def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
@@ -76,7 +76,7 @@ class _LayerEmbeddingModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.table = EmbeddingModule(spec.table)
-        self.projection = Linear(spec.hidden_size, spec.every, False)
+        self.projection = LinearModule(spec.hidden_size, spec.every, False)
         self.norm = build_module(spec.norm)
 
     def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class HeadTransformModule(nn.Module):
 
     def __init__(self, spec: HeadTransform) -> None:
         super().__init__()
-        self.dense = Linear(spec.hidden_size, spec.hidden_size, spec.bias)
+        self.dense = LinearModule(spec.hidden_size, spec.hidden_size, spec.bias)
         self.activation = ACTIVATIONS[spec.activation]
         self.norm = build_module(spec.norm)
 
@@ -288,7 +288,7 @@ class PoolerModule(nn.Module):
 
     def __init__(self, spec: Pooler) -> None:
         super().__init__()
-        self.dense = Linear(spec.hidden_size, spec.hidden_size, True)
+        self.dense = LinearModule(spec.hidden_size, spec.hidden_size, True)
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, states: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ class HeadModule(nn.Module):
         super().__init__()
         self.spec, self.blank = spec, blank if spec.tied else None
         width = spec.width or spec.hidden_size
-        self.projection = None if spec.width is None else Linear(spec.hidden_size, width, False)
+        self.projection = None if spec.width is None else LinearModule(spec.hidden_size, width, False)
         self.transform = None if spec.transform is None else HeadTransformModule(spec.transform)
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, width))
         self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..components import GatedDeltaNet
 from .context import Context
-from .layers import VECTOR, FusedLinears, Linear, activation_of
+from .layers import VECTOR, FusedLinears, LinearModule, activation_of
 from .registry import build_module, computes
 from .scan import State, convolved, made_again, real
 from .short_convolution import Kernels
@@ -27,11 +27,11 @@ class _GatedDeltaNetModule(nn.Module):
         self.spec = spec
         rows = {"q": spec.keys, "k": spec.keys, "v": spec.values}
         for name, size in rows.items():
-            self.add_module(f"{name}_proj", Linear(spec.hidden_size, size, False))
+            self.add_module(f"{name}_proj", LinearModule(spec.hidden_size, size, False))
             self.add_module(f"{name}_conv", Kernels(size, spec.kernel))
-        self.gate_proj = Linear(spec.hidden_size, spec.values, False)
-        self.beta_proj = Linear(spec.hidden_size, spec.heads, False)
-        self.decay_proj = Linear(spec.hidden_size, spec.heads, False)
+        self.gate_proj = LinearModule(spec.hidden_size, spec.values, False)
+        self.beta_proj = LinearModule(spec.hidden_size, spec.heads, False)
+        self.decay_proj = LinearModule(spec.hidden_size, spec.heads, False)
         by_head = spec.fused == "by head"
         line = _ANY if spec.group == 1 else VECTOR
         self.fused = FusedLinears(spec.key_heads, line) if by_head else FusedLinears()
@@ -39,7 +39,7 @@ class _GatedDeltaNetModule(nn.Module):
         self.activation = activation_of(spec.activation)
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(spec.heads)) for _ in range(2))
         self.norm = build_module(spec.norm)
-        self.o_proj = Linear(spec.values, spec.hidden_size, False)
+        self.o_proj = LinearModule(spec.values, spec.hidden_size, False)
 
     @staticmethod
     def cache(spec: GatedDeltaNet) -> State:  # noqa: ARG004

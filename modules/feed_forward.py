@@ -20,7 +20,7 @@ from ..components import (
     Mixer,
     MixtureOfExperts,
 )
-from .layers import ACTIVATIONS, FusedLinears, Linear, StackedLinears, WideLinear, activation_of, kept_wide
+from .layers import ACTIVATIONS, FusedLinears, LinearModule, StackedLinears, WideLinear, activation_of, kept_wide
 from .registry import build_module, computes
 
 
@@ -30,8 +30,8 @@ class _FeedForwardModule(nn.Module):
 
     def __init__(self, spec: FeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        self.up_proj = LinearModule(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.down_proj = LinearModule(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
         self.activation = activation_of(spec.activation)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
@@ -58,10 +58,10 @@ class _GatedFeedForwardModule(nn.Module):
 
     def __init__(self, spec: GatedFeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.gate_proj = LinearModule(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.up_proj = LinearModule(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         down: Arithmetic = "conv1d" if spec.down_turned else spec.arithmetic
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, down)
+        self.down_proj = LinearModule(spec.intermediate_size, spec.hidden_size, spec.down_bias, down)
         self.inner_norm = build_module(spec.inner_norm) if spec.inner_norm else None
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
@@ -117,8 +117,8 @@ class _LayerInputModule(nn.Module):
 
     def __init__(self, spec: LayerInput, kernel: str = "sdpa") -> None:  # noqa: ARG002 - it has one
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.width, False)
-        self.down_proj = Linear(spec.width, spec.hidden_size, False)
+        self.gate_proj = LinearModule(spec.hidden_size, spec.width, False)
+        self.down_proj = LinearModule(spec.width, spec.hidden_size, False)
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, context: Any, *_: Any) -> Tensor:
@@ -178,8 +178,8 @@ class _ExpertLatentModule(nn.Module):
 
     def __init__(self, spec: ExpertLatent) -> None:
         super().__init__()
-        self.down_proj = Linear(spec.hidden_size, spec.width, spec.bias)
-        self.up_proj = Linear(spec.width, spec.hidden_size, spec.bias)
+        self.down_proj = LinearModule(spec.hidden_size, spec.width, spec.bias)
+        self.up_proj = LinearModule(spec.width, spec.hidden_size, spec.bias)
 
 
 @computes(MixtureOfExperts)
@@ -193,7 +193,7 @@ class MixtureOfExpertsModule(nn.Module):
     def __init__(self, spec: MixtureOfExperts, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
         self.spec = spec
-        router = WideLinear if spec.wide_router else Linear
+        router = WideLinear if spec.wide_router else LinearModule
         self.router = router(spec.hidden_size, spec.experts, spec.router_bias)
         self.choice = _Choice(spec) if spec.choice_bias else None
         self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
@@ -208,7 +208,7 @@ class MixtureOfExpertsModule(nn.Module):
         self.expert_norm = build_module(spec.expert_norm) if spec.expert_norm else None
         self.expert_scale = _Factors(spec.experts) if spec.expert_scale else None
         gated = spec.shared_gate and spec.shared is not None
-        self.shared_gate = Linear(spec.hidden_size, 1, False) if gated else None
+        self.shared_gate = LinearModule(spec.hidden_size, 1, False) if gated else None
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
         rows = x.reshape(-1, x.shape[-1])

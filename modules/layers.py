@@ -17,7 +17,7 @@ VECTOR = 16
 """Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
 
 
-class Linear(nn.Module):
+class LinearModule(nn.Module):
     """x·Wᵀ + b with W [out, in], rounded as the family's own code rounds it (see `components.Arithmetic`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, arithmetic: Arithmetic = "linear") -> None:
@@ -45,7 +45,7 @@ def kept_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return wide
 
 
-class WideLinear(Linear):
+class WideLinear(LinearModule):
     """A linear whose parameters stay in fp32 in a model of any dtype, and are multiplied in fp32 at least."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithme
 
 
 class FusedLinears:
-    """Several `Linear`s on one input as one matrix product, with their parameters as they are.
+    """Several `LinearModule`s on one input as one matrix product, with their parameters as they are.
 
     The parameters become views of one matrix, made again whenever they were replaced (another dtype or device, new
     weights); in-place changes show through. Where gradients are needed, and in train mode, the matrix is concatenated
@@ -93,7 +93,7 @@ class FusedLinears:
 
     def __call__(self, linears: Sequence[nn.Module], x: Tensor, limit: float | None = None) -> tuple[Tensor, ...]:
         """What each linear gives, `clipped`: (…, out), or (…, groups, out / groups) as it lies."""
-        plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
+        plain = [each for each in linears if type(each) is LinearModule and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
             return tuple(clipped(each(x), limit) for each in linears)
         wide = [each.weight.shape[0] // self.groups * each.weight.element_size() for each in plain]
@@ -117,7 +117,7 @@ class FusedLinears:
         return torch.split(clipped(multiply(x, weight, bias, plain[0].arithmetic), limit), sizes, dim=-1)
 
     @staticmethod
-    def _concatenated(linears: Sequence[Linear], groups: int = 1) -> tuple[Tensor, Tensor | None]:
+    def _concatenated(linears: Sequence[LinearModule], groups: int = 1) -> tuple[Tensor, Tensor | None]:
         """All rows of each linear together, or of each group."""
 
         def joined(parts: list[Tensor]) -> Tensor:
@@ -132,7 +132,7 @@ class FusedLinears:
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return weight, joined(biases) if biases else None
 
-    def _fuse(self, linears: Sequence[Linear]) -> None:
+    def _fuse(self, linears: Sequence[LinearModule]) -> None:
         """Make the matrix and let the parameters be views of it, so that nothing is held twice."""
         # Not as inference tensors, even when first used to generate: those could never be trained through again.
         with torch.inference_mode(False), torch.no_grad():
@@ -157,7 +157,7 @@ class StackedLinears:
 
     def __call__(self, linears: Sequence[Sequence[nn.Module]], x: Tensor) -> Tensor:
         """(inputs, N, in) -> (inputs, N, out), one linear's results beside the other's."""
-        rows = [[each.weight for each in row if type(each) is Linear] for row in linears]
+        rows = [[each.weight for each in row if type(each) is LinearModule] for row in linears]
         hooked = (each._forward_hooks or each._forward_pre_hooks for row in linears for each in row)
         if sum(map(len, rows)) < sum(map(len, linears)) or any(hooked):
             each_alone = zip(linears, x, strict=True)

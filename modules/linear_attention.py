@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..components import LinearAttention, Turning
 from .attention import turned
 from .context import Context
-from .layers import Linear
+from .layers import LinearModule
 from .registry import build_module, computes
 from .scan import State, made_again, real
 
@@ -25,9 +25,9 @@ class LinearAttentionModule(nn.Module):
         super().__init__()
         self.spec = spec
         hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (Linear(hidden, size, spec.qkv_bias) for size in (q, kv, kv))
-        self.gate_proj = Linear(hidden, spec.kv_heads, True)
-        self.o_proj = Linear(q, hidden, spec.output_bias)
+        self.q_proj, self.k_proj, self.v_proj = (LinearModule(hidden, size, spec.qkv_bias) for size in (q, kv, kv))
+        self.gate_proj = LinearModule(hidden, spec.kv_heads, True)
+        self.o_proj = LinearModule(q, hidden, spec.output_bias)
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
 

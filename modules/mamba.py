@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..components import Mamba
 from .context import Context
-from .layers import FusedLinears, Linear, activation_of
+from .layers import FusedLinears, LinearModule, activation_of
 from .registry import build_module, computes
 from .scan import State, convolved, made_again, real
 from .short_convolution import Kernels
@@ -26,17 +26,19 @@ class _MambaModule(nn.Module):
     def __init__(self, spec: Mamba, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
         self.spec = spec
-        self.x_proj, self.gate_proj = (Linear(spec.hidden_size, spec.inner, spec.bias) for _ in range(2))
+        self.x_proj, self.gate_proj = (LinearModule(spec.hidden_size, spec.inner, spec.bias) for _ in range(2))
         self.x_conv = Kernels(spec.inner, spec.kernel, spec.conv_bias)
-        self.dt_in_proj, self.b_proj, self.c_proj = (Linear(spec.inner, size, False) for size in spec.chosen.values())
+        self.dt_in_proj, self.b_proj, self.c_proj = (
+            LinearModule(spec.inner, size, False) for size in spec.chosen.values()
+        )
         norms = (spec.dt_norm, spec.b_norm, spec.c_norm)
         self.dt_norm, self.b_norm, self.c_norm = (None if each is None else build_module(each) for each in norms)
-        self.dt_proj = Linear(spec.rank, spec.inner, True)
+        self.dt_proj = LinearModule(spec.rank, spec.inner, True)
         self.read, self.chosen = FusedLinears(), FusedLinears()
         self.activation = activation_of(spec.activation)
         self.A_log = nn.Parameter(torch.empty(spec.inner, spec.state_size))
         self.D = nn.Parameter(torch.empty(spec.inner))
-        self.o_proj = Linear(spec.inner, spec.hidden_size, spec.bias)
+        self.o_proj = LinearModule(spec.inner, spec.hidden_size, spec.bias)
 
     @staticmethod
     def cache(spec: Mamba) -> State:  # noqa: ARG004

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..components import Mamba2
 from .context import Context
-from .layers import FusedLinears, Linear, activation_of
+from .layers import FusedLinears, LinearModule, activation_of
 from .registry import build_module, computes
 from .scan import State, convolved, made_again, real
 from .short_convolution import Kernels
@@ -28,14 +28,14 @@ class _Mamba2Module(nn.Module):
         super().__init__()
         self.spec = spec
         for name, size in spec.widths.items():
-            self.add_module(f"{name}_proj", Linear(spec.hidden_size, size, spec.bias))
+            self.add_module(f"{name}_proj", LinearModule(spec.hidden_size, size, spec.bias))
         for name in _MIXED:
             self.add_module(f"{name}_conv", Kernels(spec.widths[name], spec.kernel, spec.conv_bias))
         self.fused = FusedLinears()
         self.activation = activation_of(spec.activation)
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(spec.heads)) for _ in range(3))
         self.norm = None if spec.norm is None else build_module(spec.norm)
-        self.o_proj = Linear(spec.inner, spec.hidden_size, spec.output_bias)
+        self.o_proj = LinearModule(spec.inner, spec.hidden_size, spec.output_bias)
 
     @staticmethod
     def cache(spec: Mamba2) -> State:  # noqa: ARG004

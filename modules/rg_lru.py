@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..components import RGLRU
 from .context import Context
-from .layers import Linear, activation_of
+from .layers import LinearModule, activation_of
 from .registry import computes
 from .scan import State, made_again, real
 from .short_convolution import Kernels
@@ -43,12 +43,12 @@ class _RGLRUModule(nn.Module):
     def __init__(self, spec: RGLRU, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
         self.spec = spec
-        self.x_proj, self.gate_proj = (Linear(spec.hidden_size, spec.inner, True) for _ in range(2))
+        self.x_proj, self.gate_proj = (LinearModule(spec.hidden_size, spec.inner, True) for _ in range(2))
         self.x_conv = Kernels(spec.inner, spec.kernel, True)
         self.input_gate, self.decay_gate = _Gate(spec), _Gate(spec)
         self.activation = activation_of(spec.activation)
         self.decay = nn.Parameter(torch.empty(spec.inner))
-        self.o_proj = Linear(spec.inner, spec.hidden_size, True)
+        self.o_proj = LinearModule(spec.inner, spec.hidden_size, True)
 
     @staticmethod
     def cache(spec: RGLRU) -> State:  # noqa: ARG004

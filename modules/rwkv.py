@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..components import ChannelMixing, TimeMixing
 from .context import Context
-from .layers import ACTIVATIONS, Linear
+from .layers import ACTIVATIONS, LinearModule
 from .registry import computes
 from .scan import State, made_again, real
 
@@ -47,8 +47,8 @@ class _TimeMixingModule(nn.Module):
         super().__init__()
         self.decay, self.bonus = (nn.Parameter(torch.empty(spec.inner)) for _ in range(2))
         self.k_mix, self.v_mix, self.r_mix = (_mix(spec.hidden_size) for _ in range(3))
-        self.k_proj, self.v_proj, self.r_proj = (Linear(spec.hidden_size, spec.inner, False) for _ in range(3))
-        self.o_proj = Linear(spec.inner, spec.hidden_size, False)
+        self.k_proj, self.v_proj, self.r_proj = (LinearModule(spec.hidden_size, spec.inner, False) for _ in range(3))
+        self.o_proj = LinearModule(spec.inner, spec.hidden_size, False)
 
     @staticmethod
     def cache(spec: TimeMixing) -> State:  # noqa: ARG004
@@ -99,9 +99,9 @@ class _ChannelMixingModule(nn.Module):
     def __init__(self, spec: ChannelMixing, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
         self.up_mix, self.gate_mix = (_mix(spec.hidden_size) for _ in range(2))
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, False)
-        self.gate_proj = Linear(spec.hidden_size, spec.hidden_size, False)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, False)
+        self.up_proj = LinearModule(spec.hidden_size, spec.intermediate_size, False)
+        self.gate_proj = LinearModule(spec.hidden_size, spec.hidden_size, False)
+        self.down_proj = LinearModule(spec.intermediate_size, spec.hidden_size, False)
         self.activation = ACTIVATIONS["relu2"]
 
     @staticmethod

@@ -10,7 +10,7 @@ from ..components import Attention, Norm, SharedTransformer, Turning
 from .attention import Mixing, turned
 from .cache import LayerCache
 from .context import Context
-from .layers import ACTIVATIONS, FusedLinears, Linear
+from .layers import ACTIVATIONS, FusedLinears, LinearModule
 from .registry import build_module, computes
 
 
@@ -29,7 +29,7 @@ class _SharedTransformerModule(nn.Module):
             module, _, what = name.rpartition(".")
             if what == "weight":
                 rows, columns = weight.shape
-                self.add_module(module, Linear(columns, rows, f"{module}.bias" in spec.weights()))
+                self.add_module(module, LinearModule(columns, rows, f"{module}.bias" in spec.weights()))
         for name, norm in spec.children():
             if isinstance(norm, Norm):
                 self.add_module(name, build_module(norm))

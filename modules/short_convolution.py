@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..components import ShortConvolution
 from .context import Context
-from .layers import FusedLinears, Linear
+from .layers import FusedLinears, LinearModule
 from .registry import computes
 from .scan import State, convolved, real
 
@@ -28,10 +28,10 @@ class _ShortConvolutionModule(nn.Module):
     def __init__(self, spec: ShortConvolution, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
         hidden, channels = spec.hidden_size, spec.channels
-        self.before_proj, self.behind_proj, self.in_proj = (Linear(hidden, channels, spec.bias) for _ in range(3))
+        self.before_proj, self.behind_proj, self.in_proj = (LinearModule(hidden, channels, spec.bias) for _ in range(3))
         self.fused = FusedLinears()
         self.convolved = Kernels(channels, spec.kernel, spec.bias)
-        self.o_proj = Linear(channels, hidden, spec.bias)
+        self.o_proj = LinearModule(channels, hidden, spec.bias)
 
     @staticmethod
     def cache(spec: ShortConvolution) -> State:  # noqa: ARG004

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..components import AlternatingUpdates, LowRankResidual, Streams
-from .layers import Linear
+from .layers import LinearModule
 from .registry import build_module, computes
 
 _LEAST = 1e-5
@@ -27,7 +27,7 @@ class _StreamsModule(nn.ModuleList):
     """One stream (B, T, hidden) -> all, (streams, B, T, hidden), or back."""
 
     def __init__(self, spec: Streams) -> None:
-        super().__init__(Linear(spec.hidden_size, spec.hidden_size, False) for _ in range(spec.count - 1))
+        super().__init__(LinearModule(spec.hidden_size, spec.hidden_size, False) for _ in range(spec.count - 1))
 
     def split(self, x: Tensor) -> Tensor:
         """What the first layer reads."""
@@ -55,9 +55,9 @@ class _AlternatingUpdatesModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.norm = build_module(spec.norm)
-        self.router = Linear(spec.hidden_size, spec.count, False)
-        self.prediction = Linear(spec.count, spec.count**2, False)
-        self.correction = Linear(spec.count, spec.count, False)
+        self.router = LinearModule(spec.hidden_size, spec.count, False)
+        self.prediction = LinearModule(spec.count, spec.count**2, False)
+        self.correction = LinearModule(spec.count, spec.count, False)
         self.scale = Multiplier(spec.hidden_size, trained=True)
 
     def _routed(self, x: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class _LowRankResidualModule(nn.Module):
 
     def __init__(self, spec: LowRankResidual) -> None:
         super().__init__()
-        self.left_proj = Linear(spec.hidden_size, spec.rank, False)
-        self.right_proj = Linear(spec.rank, spec.hidden_size, False)
+        self.left_proj = LinearModule(spec.hidden_size, spec.rank, False)
+        self.right_proj = LinearModule(spec.rank, spec.hidden_size, False)
         self.norm = build_module(spec.norm)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Run models of any size in little memory: read some rows of a weight at a time, widen, multiply and release them.
 
-gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. Linear maps and tables
+gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. LinearModule maps and tables
 are read when they are called. All batches run together, so that each weight is read once: a pass stops at every linear
 map (see `passes`), which multiplies the inputs of all waiting passes. Matrix products are only split along their
 outputs, so that every sum is computed as in the whole product, as far as the kernel allows.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..converter.weights import Tree
 from ..modules.decoder import Decoder, EmbeddingModule, HeadModule, HeadTransformModule
-from ..modules.layers import Linear, multiply
+from ..modules.layers import LinearModule, multiply
 from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .outputs import outputs_of
@@ -127,7 +127,7 @@ def head_rows(
 class _Rows(nn.Module):
     """A linear map that reads its weight from the file while it computes."""
 
-    def __init__(self, linear: Linear, name: str, order: int, tree: Tree, dtype: torch.dtype) -> None:
+    def __init__(self, linear: LinearModule, name: str, order: int, tree: Tree, dtype: torch.dtype) -> None:
         super().__init__()
         self.order, self.outputs, self.arithmetic = order, linear.weight.shape[0], linear.arithmetic
         self.bias = linear.bias
@@ -172,7 +172,7 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):
         model = Decoder(tree.spec).to(dtype).eval()
     model.head, model.pooler = _Ends(), None  # type: ignore[assignment]
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, LinearModule)]
     for order, (name, linear) in enumerate(linears):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _Rows(linear, name, order, tree, dtype))

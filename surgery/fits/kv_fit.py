@@ -36,7 +36,7 @@ from ...modules.attention import AttentionModule
 from ...modules.context import Context
 from ...modules.decoder import BlockModule
 from ...modules.feed_forward import MixtureOfExpertsModule
-from ...modules.layers import Linear, capped
+from ...modules.layers import LinearModule, capped
 from ...modules.registry import module_of
 from ..base import Model, Wide
 from ..layerwise import unknown
@@ -128,7 +128,7 @@ class _Heads:
         assert isinstance(attention, AttentionModule)
         spec = attention.spec
 
-        def heads(linear: Linear) -> Tensor:
+        def heads(linear: LinearModule) -> Tensor:
             weight: Tensor = linear.weight.detach().double()
             if linear.bias is not None:
                 weight = augment(weight, linear.bias.detach().double())

@@ -19,7 +19,7 @@ from gptkit.architectures import architecture_of
 from gptkit.architectures.fields import ACTIVATIONS as CONFIG_NAMES
 from gptkit.components import FACTS, LEARNT, Activation, LayerNorm, ModelSpec, RMSNorm, function_of
 from gptkit.modules import Decoder
-from gptkit.modules.layers import ACTIVATIONS, FusedLinears, LayerNormModule, Linear, RMSNormModule, multiply
+from gptkit.modules.layers import ACTIVATIONS, FusedLinears, LayerNormModule, LinearModule, RMSNormModule, multiply
 from gptkit.modules.registry import build_module
 
 ARITHMETICS = ("linear", "conv1d", "matmul_add")
@@ -32,7 +32,7 @@ class Projections(nn.Module):
 
     def __init__(self, arithmetic: str, bias: bool) -> None:
         super().__init__()
-        self.q, self.k, self.v = (Linear(INPUTS, size, bias, arithmetic) for size in SIZES)  # type: ignore[arg-type]
+        self.q, self.k, self.v = (LinearModule(INPUTS, size, bias, arithmetic) for size in SIZES)  # type: ignore[arg-type]
         self.fused = FusedLinears()
         self.eval()  # in training nothing is fused
         generator = torch.Generator().manual_seed(0)
@@ -208,7 +208,7 @@ def test_rows_in_groups_lie_as_in_the_familys_matrix(arithmetic, bias):
 
 def test_rows_of_whole_vectors_need_no_groups():
     module = Projections("linear", bias=True)
-    module.q, module.k, module.v = (Linear(INPUTS, size, True) for size in (64, 32, 32))
+    module.q, module.k, module.v = (LinearModule(INPUTS, size, True) for size in (64, 32, 32))
     module.fused = FusedLinears(groups=2)
     module.eval()
     with torch.no_grad():
@@ -404,7 +404,7 @@ def test_hooks_on_a_projection_fire():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_every_arithmetic_is_the_same_function(arithmetic, bias):
-    linear = Linear(7, 5, bias, arithmetic).double()
+    linear = LinearModule(7, 5, bias, arithmetic).double()
     assert linear.weight.shape == (5, 7)
     with torch.no_grad():
         for parameter in linear.parameters():
