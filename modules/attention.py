@@ -145,9 +145,8 @@ class AttentionModule(nn.Module):
         self.kernel = self.mix.kernel
         hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         for part in spec.projected:
-            self.add_module(
-                f"{part}_proj", LinearModule(hidden, q if part == "q" else kv, spec.qkv_bias, spec.arithmetic)
-            )
+            width = q if part == "q" else kv
+            self.add_module(f"{part}_proj", LinearModule(hidden, width, spec.qkv_bias, spec.arithmetic))
         self.o_proj = LinearModule(q, hidden, spec.output_bias, spec.arithmetic)
         self.fused = FusedLinears(spec.groups) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None

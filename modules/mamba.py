@@ -28,9 +28,8 @@ class _MambaModule(nn.Module):
         self.spec = spec
         self.x_proj, self.gate_proj = (LinearModule(spec.hidden_size, spec.inner, spec.bias) for _ in range(2))
         self.x_conv = Kernels(spec.inner, spec.kernel, spec.conv_bias)
-        self.dt_in_proj, self.b_proj, self.c_proj = (
-            LinearModule(spec.inner, size, False) for size in spec.chosen.values()
-        )
+        sizes = spec.chosen.values()
+        self.dt_in_proj, self.b_proj, self.c_proj = (LinearModule(spec.inner, size, False) for size in sizes)
         norms = (spec.dt_norm, spec.b_norm, spec.c_norm)
         self.dt_norm, self.b_norm, self.c_norm = (None if each is None else build_module(each) for each in norms)
         self.dt_proj = LinearModule(spec.rank, spec.inner, True)

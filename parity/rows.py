@@ -1,6 +1,6 @@
 """Run models of any size in little memory: read some rows of a weight at a time, widen, multiply and release them.
 
-gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. LinearModule maps and tables
+gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. Linear maps and tables
 are read when they are called. All batches run together, so that each weight is read once: a pass stops at every linear
 map (see `passes`), which multiplies the inputs of all waiting passes. Matrix products are only split along their
 outputs, so that every sum is computed as in the whole product, as far as the kernel allows.
