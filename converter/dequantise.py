@@ -1,8 +1,7 @@
-"""What bits and their scales stand for, a method a row of `METHODS`: fp8, MXFP4, GPTQ, AWQ, bitsandbytes' int8, nf4 and
-fp4, and integers and fp8 of compressed-tensors and torchao.
+"""Dequantise weights: fp8, MXFP4, GPTQ, AWQ, int8, nf4 and fp4 of bitsandbytes, compressed-tensors and torchao.
 
-Each number is what the method's own reader makes of it, to the last bit: computed in fp32 and rounded to the type that
-this reader gives (the scales', for most), before anybody casts it.
+`METHODS` has an entry for every method. The values have the same bits as those of the method's own reader: they are
+computed in fp32 and rounded to the type that this reader gives (mostly the scales'), before any cast.
 
 Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 7 (nn_modules/qlinear,
 utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
@@ -27,23 +26,23 @@ from .weights import Weights
 
 _Settings = Mapping[str, Any]
 _Rows = Callable[[int, int, int], Array]
-"""Which matrix of all, its first row, the row behind the last -> these rows, contiguous, in their dtype's carrier."""
-_LINE = 64  # bytes that a processor reads at once
+"""(matrix, first row, end row) -> these rows of the matrix, contiguous, in the carrier of their dtype."""
+_LINE = 64  # bytes of a cache line
 
 
 class Numbers(NamedTuple):
-    """What bits stand for: a dtype, a shape, what makes rows of them once it has read their scales, and by how many
-    rows at a time that is worth it.
-    """
+    """A dequantised weight that is not yet computed."""
 
     dtype: str
     shape: Shape
     decoder: Callable[[], _Rows]
+    """Read the scales, and return the function that computes rows."""
     step: int = 1
+    """The least number of rows that should be computed at a time."""
 
 
 class Parts:
-    """The tensors that one quantised weight is stored in, by the ends of their names."""
+    """The tensors that store a quantised weight, by the ends of their names."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names
@@ -56,48 +55,51 @@ class Parts:
         return self._weights.read(self._names[part])
 
     def called(self, names: Mapping[str, str]) -> "Parts":
-        """The same under other names: ours by theirs."""
+        """Return the same tensors under other names, where `names` maps old to new."""
         return Parts(self._weights, {ours: self._names[part] for part, ours in names.items() if part in self._names})
 
     def kind(self, part: str) -> str:
-        """A part's dtype; "" where there is none."""
+        """Return the dtype of a part, or "" if there is none."""
         return self._weights.info[self._names[part]][0] if part in self._names else ""
 
     def shape(self, part: str) -> Shape:
-        """A part's shape; () where there is none."""
+        """Return the shape of a part, or () if there is none."""
         return self._weights.info[self._names[part]][1] if part in self._names else ()
 
-    def told(self) -> str:
-        """What the parts are, in words: the bits first."""
+    def described(self) -> str:
+        """Return the names, dtypes and shapes of the parts for messages, with the bits first."""
         whole = [(name, *self._weights.info[name]) for name in self._names.values()]
         first, *others = [f"{name} is {kind} {list(shape)}" for name, kind, shape in whole[:3]]
-        return ", ".join([first, *(each.replace(" is ", " ", 1) for each in others)])
+        return ", ".join([first, *(other.replace(" is ", " ", 1) for other in others)])
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one kind of weight is stored. bits, made: what stands behind a name where its bits are, and where its numbers
-    are read; needs, may: behind the names of tensors beside them. kinds: types of the bits, any where empty. fit:
-    settings of config.json, the parts, and the dtype asked for -> numbers; a sentence where they do not fit.
-    """
+    """A way to store a quantised weight. Its fields of names are endings of tensor names."""
 
     bits: str
+    """The tensor with the quantised values."""
     needs: tuple[str, ...]
+    """The other tensors that it needs."""
     fit: Callable[[_Settings, Parts, str], Numbers | str]
+    """(settings in config.json, parts, dtype asked for) -> numbers, or the reason why they do not fit."""
     may: tuple[str, ...] = ()
+    """The other tensors that it may have."""
     kinds: tuple[str, ...] = ()
-    made: str = ""
+    """The possible types of the quantised values; empty for any."""
+    result: str = ""
+    """The dequantised weight."""
     other: Mapping[str, str] = field(default_factory=dict)
-    """What some programs call a tensor of `needs`."""
+    """Other names of the tensors in `needs`, which some programs use."""
 
     def named(self, part: str, base: str, names: Container[str]) -> str | None:
-        """Return the name of a part's tensor, None where there is none."""
+        """Return the name of a part's tensor, or None."""
         return next((base + end for end in (part, self.other.get(part, part)) if base + end in names), None)
 
 
 @dataclass(frozen=True)
 class _Method:
-    """How a program stores weights. refuses: why settings of config.json are not read, None where they are."""
+    """The ways in which a program stores weights. `refuses` returns why gptkit cannot read the settings, or None."""
 
     schemes: tuple[Scheme, ...]
     refuses: Callable[[_Settings], str | None] = lambda _: None
@@ -108,18 +110,18 @@ def _whole(value: Any) -> bool:
 
 
 def _one_of(value: Any, known: Container[int]) -> TypeGuard[int]:
-    """Return whether a JSON value is an integer among the known ones; 64.0 and [64] are none."""
+    """Return whether a JSON value is one of the known integers; 64.0 and [64] are not."""
     return type(value) is int and value in known
 
 
 def _finite(value: Any) -> bool:
-    """Return whether a JSON value is a number within fp32; an integer of hundreds of digits is not."""
+    """Return whether a JSON value is a number within fp32's range."""
     return type(value) in (int, float) and abs(value) < 2.0**127
 
 
-# --- fp8: a scale a block of a matrix, which is all of it where config.json names no size ---
+# --- fp8: one scale per block of a matrix, or for the whole matrix if config.json has no block size ---
 
-_EXPONENTS = ("F8_E8M0", "U8")  # of two
+_EXPONENTS = ("F8_E8M0", "U8")  # exponents of two
 
 
 def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
@@ -129,7 +131,7 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
         return "scales are floating-point numbers, or exponents of two"
     if len(shape) < 2:
         return "a matrix is expected"
-    if block is None:  # a scale for the whole matrix, or one for each of its rows, as vLLM has them
+    if block is None:  # one scale for the whole matrix, or one per row, as in vLLM
         *matrices, rows, columns = shape
         by_row = math.prod(grid) == math.prod(shape[:-1])
         fits = by_row or math.prod(grid) == math.prod(matrices)
@@ -145,8 +147,10 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
 
 
 def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
-    """Products in fp32 as transformers computes them, rounded once: by arithmetic on the bits where all is sound. Else
-    they are computed once for a block, which has one scale and few different bytes, and looked up.
+    """Return a function that computes rows as transformers does: products in fp32, rounded once.
+
+    Usually this is arithmetic on the bits. If there are NaNs or huge scales, the 256 products of a block's scale are
+    computed once and looked up.
     """
     values = to_float64(np.arange(256, dtype=np.uint8), parts.kind("")).astype(np.float32)
     bits = parts[""]
@@ -154,7 +158,7 @@ def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
     matrices = bits.reshape(-1, rows, columns)
     across = -(-columns // block[1])
     grids = _scales(parts["_scale_inv"], parts.kind("_scale_inv")).reshape(len(matrices), -1, across)
-    blocks = min(across, 256)  # whose number and a byte 16 bits can tell
+    blocks = min(across, 256)  # the number of the block and a byte fit into 16 bits
     starts = np.repeat(np.arange(0, 256 * blocks, 256, dtype=np.uint16), block[1])
     sound = parts.kind("") == "F8_E4M3" and bool((np.abs(grids) < 2**7).all()) and columns > 0
     width = columns if sound else min(columns, len(starts))
@@ -167,13 +171,15 @@ def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
             first, last = max(start, row * block[0]), min(end, (row + 1) * block[0])
             if sound:
                 factors = np.repeat(grids[which, row] * np.float32(2.0**120), block[1])[:columns]
-                even = math.prod(block) < 2**12 or _halfway(grids[which, row])  # which is worth it for many elements
+                even = math.prod(block) < 2**12 or _halfway(
+                    grids[which, row]
+                )  # the check is worth it only for large blocks
                 for at in range(first, last, step):
                     here = matrices[which, at : min(last, at + step)]
                     to = out[at - start : at - start + len(here)]
                     if (here & 0x7F).max() < 0x7F:
                         _multiplied(here, factors, one[: len(here)], two[: len(here)], to, even)
-                    else:  # no numbers
+                    else:  # there are NaNs
                         scales = np.repeat(grids[which, row], block[1])[:columns]
                         to[:] = cast_freely(values.take(here) * scales, dtype)
                 continue
@@ -190,12 +196,13 @@ def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
     return make
 
 
-_STEP = 2**16  # elements that are computed at a time, so that what is between stays in a core's cache
+_STEP = 2**16  # elements to compute at a time, so that intermediate results stay in a core's cache
 
 
 def _halfway(scales: Array) -> bool:
-    """Whether the product of a scale and of a number of F8_E4M3 may lie halfway between two of bf16. Where fp32's
-    product is a normal number, that is told by the eight mantissas that such numbers have.
+    """Return whether a product of a scale and a number of F8_E4M3 may be halfway between two numbers of bf16.
+
+    If the product in fp32 is a normal number, only the eight mantissas of F8_E4M3 matter.
     """
     products = np.multiply.outer(np.arange(8, 16, dtype=np.float32), scales).view(np.uint32)
     small = (np.abs(scales) < 2**-100) & (scales != 0)
@@ -203,13 +210,14 @@ def _halfway(scales: Array) -> bool:
 
 
 def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array, even: bool) -> None:
-    """Bytes of F8_E4M3, none of them NaN, times factors, 2^120 times the scales: moved into fp32's places, a byte's
-    bits are 2^-120 of its value, the smallest ones too, so that the product is the one of the value and the scale.
-    `one` and `two` are memory of fp32's size that is written over. even: whether what lies halfway between two numbers
-    is to be rounded to the even one, since there may be such products.
+    """Multiply bytes of F8_E4M3 without NaNs by `factors`, which are 2^120 times the scales, and write to `out`.
+
+    The bits of a byte, moved to the positions of fp32, are 2^-120 of its value, also for subnormal values. So the
+    product is that of the value and the scale. `one` and `two` are fp32 buffers that are overwritten. `even` says
+    whether products halfway between two numbers must be rounded to the even one, because there may be such products.
     """
     signed = one.view(np.int32)
-    np.copyto(signed, bits.view(np.int8))  # the sign goes through all of the upper bits
+    np.copyto(signed, bits.view(np.int8))  # sign extension sets all upper bits
     np.left_shift(signed, 20, out=signed)
     np.bitwise_and(one, np.uint32(0x87F00000), out=one)
     single = one.view(np.float32)
@@ -229,14 +237,14 @@ def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array,
 
 
 def _scales(scales: Array, kind: str) -> Array:
-    """Scales as fp32; a byte is an exponent of two, 127 more than it."""
+    """Return scales as fp32. A byte is an exponent of two plus 127."""
     if kind not in _EXPONENTS:
         return to_float64(scales, kind).astype(np.float32)
     powers = np.exp2(scales.astype(np.float32) - 127)
     return np.where(scales == 255, np.float32(np.nan), powers) if kind == "F8_E8M0" else powers
 
 
-# --- mxfp4: two values of 4 bits in a byte, and an exponent of two for 32 values ---
+# --- mxfp4: two values of 4 bits per byte, and one exponent of two per 32 values ---
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -248,13 +256,13 @@ def _mxfp4(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     if (parts.kind("_scales"), parts.shape("_scales")) != ("U8", shape[:-1]):
         return f"scales of U8 {list(shape[:-1])} are expected"
     experts, out, groups = shape[:-1]
-    # In a type that holds each of them exactly.
+    # BF16 has all values exactly.
     return Numbers("BF16", (experts, groups * 32, out), partial(_mxfp4_rows, parts), 32 * _LINE // 16)
 
 
 def _mxfp4_rows(parts: Parts) -> _Rows:
-    """Bytes [experts, out, groups, 16] and scales [experts, out, groups] -> rows of [experts, in, out]. The bytes are
-    turned, half as many as the numbers in them, a strip at a time, which stays in a core's cache.
+    """Return a function for rows of [experts, in, out], from bytes [experts, out, groups, 16] and scales [experts, out,
+    groups]. It transposes the bytes, which are half as many as the values, in strips that fit into a core's cache.
     """
     bits, exponents, pairs = parts["_blocks"], parts["_scales"], _mxfp4_pairs()
     out = bits.shape[1]
@@ -277,7 +285,7 @@ def _mxfp4_rows(parts: Parts) -> _Rows:
 
 @cache
 def _mxfp4_pairs() -> Array:
-    """What scale (the high byte) and byte stand for, in bf16: the number in the low four bits, then in the high."""
+    """Return the two bf16 values (low four bits first) of every scale (the high byte of the index) and byte."""
     byte = np.arange(256)
     scaled = np.ldexp(np.concatenate([_FP4, -_FP4]), byte[:, None] - 127)
     numbers = cast_freely(scaled, "BF16").astype("<u4")
@@ -285,29 +293,31 @@ def _mxfp4_pairs() -> Array:
     return pairs.reshape(-1)
 
 
-# --- integers in words of 32 bits, and what groups of them have in common ---
+# --- integers in words of 32 bits, with scales and zeros per group ---
 
 
 def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
-    """Unsigned integers of so many bits, densely in words of 32: [rows, words] -> [rows, integers], in bytes. `order`:
-    the place in its word of each integer, where that is not its number.
+    """Unpack unsigned integers of `bits` bits from words of 32 bits: [rows, words] -> [rows, integers], as bytes.
+
+    `order` has the position of every integer in its word, if that is not its number.
     """
-    unit = 32 // math.gcd(bits, 32)  # integers after which a word begins anew
-    taken = words.view(np.uint32).reshape(len(words), -1, unit * bits // 32)
-    out = np.empty((*taken.shape[:2], unit), np.uint8)
+    unit = 32 // math.gcd(bits, 32)  # the number of integers that fill whole words
+    groups = words.view(np.uint32).reshape(len(words), -1, unit * bits // 32)
+    out = np.empty((*groups.shape[:2], unit), np.uint8)
     for number, place in enumerate(order or range(unit)):
         word, shift = divmod(place * bits, 32)
-        value = taken[..., word] >> np.uint32(shift)
+        value = groups[..., word] >> np.uint32(shift)
         if shift + bits > 32:
-            value = value | taken[..., word + 1] << np.uint32(32 - shift)
+            value = value | groups[..., word + 1] << np.uint32(32 - shift)
         out[..., number] = value & np.uint32(2**bits - 1)
     return out.reshape(len(words), -1)
 
 
 def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | None, kind: str) -> Array:
-    """(values - zeros) * scales in fp32, which holds these differences exactly, rounded to the scales' type: values
-    [rows, columns] in fp32, which is written over, the others [rows, groups]. groups: which one each column is of,
-    where they are not of equal width one behind the other.
+    """Compute (values - zeros) * scales in fp32, in which these differences are exact, rounded to the scales' type.
+
+    `values` [rows, columns] is fp32 and overwritten; scales and zeros are [rows, groups]. `groups` has the group of
+    every column, unless the groups are consecutive and of equal width.
     """
     if groups is None:
         grouped = values.reshape(len(values), scales.shape[1], -1)
@@ -322,24 +332,24 @@ def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | N
 
 
 def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | None:
-    """Which group each column is of, where a tensor says it and they are not simply one behind the other."""
+    """Return the group of every column, None if they are consecutive, or the reason why the tensor is wrong."""
     if part not in parts or not parts.fetched:
         return None
     if parts.kind(part) not in ("I32", "I64") or parts.shape(part) != (columns,):
         return f"{part} of I32 [{columns}] is expected, and {parts.kind(part)} {list(parts.shape(part))} is there"
-    found = parts[part]
-    if columns and (found.min() < 0 or found.max() >= count):
-        return f"{part} refers to groups {found.min()} to {found.max()}, but there are {count}"
-    plain = columns % count == 0 and np.array_equal(found, np.arange(columns) // (columns // count))
-    return None if plain else found.astype(np.intp)
+    indices = parts[part]
+    if columns and (indices.min() < 0 or indices.max() >= count):
+        return f"{part} refers to groups {indices.min()} to {indices.max()}, but there are {count}"
+    plain = columns % count == 0 and np.array_equal(indices, np.arange(columns) // (columns // count))
+    return None if plain else indices.astype(np.intp)
 
 
 def _transposed(matrix: Array, start: int, end: int) -> Array:
-    """Columns of a matrix as rows, contiguous; gathered first, since a column's elements lie far apart."""
+    """Return columns of a matrix as contiguous rows. Copying them first is faster, because columns are strided."""
     return np.ascontiguousarray(np.ascontiguousarray(matrix[:, start:end]).T)
 
 
-# --- GPTQ: [in, out], packed along in, zeros along out; less by one in version 1 ---
+# --- GPTQ: [in, out], values packed along in, zeros along out; version 1 stores zeros minus one ---
 
 _GPTQ_BITS = (2, 3, 4, 8)
 
@@ -358,7 +368,7 @@ def _gptq_format(settings: _Settings) -> Any:
 
 
 def _packed(parts: Parts, bits: str = "qweight") -> str | None:
-    """What is wrong with the types and dimensions of packed integers, their zeros and scales."""
+    """Return what is wrong with the types and dimensions of packed integers, zeros and scales, or None."""
     if parts.kind(bits) not in ("I32", "U32") or parts.kind("qzeros") not in ("I32", "U32"):
         return "integers in words of I32 are expected"
     if parts.kind("scales") not in ("F16", "BF16", "F32"):
@@ -375,7 +385,7 @@ def _gptq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     bits, size, varied = settings["bits"], settings.get("group_size", 128), bool(settings.get("dynamic"))
     indexed = parts.shape("g_idx") if "g_idx" in parts else ()
     if varied and len(indexed) == 1 and indexed[0] and 32 * words % indexed[0] == 0:
-        bits = 32 * words // indexed[0]  # which differ from layer to layer
+        bits = 32 * words // indexed[0]  # the number of bits differs by layer
     if bits not in _GPTQ_BITS or 32 * words % bits:
         return f"integers of {bits} bits do not fill {words} words"
     columns = 32 * words // bits
@@ -398,7 +408,7 @@ def _gptq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
 
 def _gptq_rows(parts: Parts, bits: int, less: bool, groups: Array | None) -> _Rows:
     kind, packed = parts.kind("scales"), parts["qzeros"].view(np.uint32)
-    if less and bits != 3:  # as GPTQModel does: what overflows goes over into the next one
+    if less and bits != 3:  # as GPTQModel does: an overflow carries into the next integer
         packed = packed + np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
     zeros = _unpacked(packed, bits).T
     if less and bits == 3:
@@ -413,9 +423,9 @@ def _gptq_rows(parts: Parts, bits: int, less: bool, groups: Array | None) -> _Ro
     return make
 
 
-# --- AWQ: [in, out], packed along out, in an order of its own ---
+# --- AWQ: [in, out], packed along out in its own order ---
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight outputs
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of every output
 
 
 def _refuses_awq(settings: _Settings) -> str | None:
@@ -446,7 +456,7 @@ def _awq_rows(parts: Parts) -> _Rows:
     scales = to_float64(parts["scales"], kind).astype(np.float32).T
 
     def make(_: int, start: int, end: int) -> Array:
-        # The words of eight rows, then the rows: _unpacked puts integers of a word side by side.
+        # Unpack first, because _unpacked puts the integers of a word next to each other, and then transpose.
         some = _unpacked(np.ascontiguousarray(words[:, start // 8 : end // 8]), 4, _AWQ_ORDER)
         values = np.ascontiguousarray(some.T).astype(np.float32)
         return _scaled(values, scales[start:end], zeros[start:end], None, kind)
@@ -454,7 +464,7 @@ def _awq_rows(parts: Parts) -> _Rows:
     return make
 
 
-# --- bitsandbytes: int8 by rows; nf4 and fp4 by blocks of the flat matrix, whose scales may be of 8 bits again ---
+# --- bitsandbytes: int8 by rows; nf4 and fp4 by blocks of the flat matrix, whose scales may be quantised to 8 bits ---
 
 
 def _int8(_: _Settings, parts: Parts, __: str) -> Numbers | str:
@@ -484,17 +494,17 @@ _BLOCKS = {32, 64, 128, 256, 512, 1024, 2048, 4096}
 
 
 def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
-    said = [each for each in ("nf4", "fp4") if _QUANT_STATE + each in parts]
-    if len(said) != 1:
-        return f"{len(said)} of its quant_state are there, and one is expected"
+    quant_types = [name for name in ("nf4", "fp4") if _QUANT_STATE + name in parts]
+    if len(quant_types) != 1:
+        return f"{len(quant_types)} of its quant_state are there, and one is expected"
     if not parts.fetched:
         return "its shape is stored in its quant_state, which was not fetched"
-    state = _state(parts, _QUANT_STATE + said[0])
+    state = _state(parts, _QUANT_STATE + quant_types[0])
     shape, size, kind = state.get("shape"), state.get("blocksize"), state.get("dtype")
     dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}.get(kind) if isinstance(kind, str) else None
     if not (isinstance(shape, list) and len(shape) == 2 and all(map(_whole, shape)) and _one_of(size, _BLOCKS)):
         return "its quant_state says no shape of a matrix and size of blocks"
-    if state.get("quant_type") != said[0] or dtype is None:
+    if state.get("quant_type") != quant_types[0] or dtype is None:
         return f"its quant_state is of {shown(state.get('quant_type'), 20)} for {shown(kind, 20)}"
     elements = math.prod(shape)
     stored = math.prod(parts.shape("")) * DTYPES[parts.kind("")].itemsize
@@ -518,14 +528,14 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
 
 
 def _state(parts: Parts, part: str) -> Mapping[str, Any]:
-    """The JSON that lies in a tensor, nothing where it is none."""
+    """Return the JSON object stored in a tensor, empty if it is none."""
     if parts.kind(part) != "U8" or math.prod(parts.shape(part)) > _STATE_BYTES:
         return {}
     try:
-        found = json.loads(parts[part].tobytes().decode())
+        state = json.loads(parts[part].tobytes().decode())
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
 def _four_bit_rows(parts: Parts, shape: Shape, size: int, state: Mapping[str, Any], dtype: str) -> _Rows:
@@ -534,10 +544,10 @@ def _four_bit_rows(parts: Parts, shape: Shape, size: int, state: Mapping[str, An
     if ".nested_absmax" in parts:
         outer = np.repeat(parts[".nested_absmax"], state["nested_blocksize"])[: len(scales)]
         scales = parts[".nested_quant_map"].take(scales) * outer + np.float32(state["nested_offset"])
-    pairs = np.stack([code[byte >> 4], code[byte & 15]], 1).view(np.uint64).reshape(-1)  # looked up two at once
+    pairs = np.stack([code[byte >> 4], code[byte & 15]], 1).view(np.uint64).reshape(-1)  # two values per byte
 
     def make(_: int, start: int, end: int) -> Array:
-        first, last = start * columns, end * columns  # of which the first is even, since rows come in twos
+        first, last = start * columns, end * columns  # `first` is even, because rows are computed in pairs
         values = pairs.take(bits[first // 2 : -(-last // 2)]).view(np.float32)[: last - first]
         block = first // size
         values *= np.repeat(scales[block : -(-last // size)], size)[first - block * size :][: last - first]
@@ -546,7 +556,7 @@ def _four_bit_rows(parts: Parts, shape: Shape, size: int, state: Mapping[str, An
     return make
 
 
-# --- compressed-tensors: integers in words or bytes, or fp8, with a scale a tensor, row, group or block ---
+# --- compressed-tensors: integers in words or bytes, or fp8, with a scale per tensor, row, group or block ---
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", None)
 
@@ -557,7 +567,7 @@ def _refuses_compressed(settings: _Settings) -> str | None:
         return "its config_groups do not say how weights are stored"
     for form in (settings.get("format"), *(group.get("format") for group in groups.values())):
         if form not in _FORMATS:
-            return f"its format is {shown(form, 40)}: {', '.join(str(each) for each in _FORMATS[:-1])} are read"
+            return f"its format is {shown(form, 40)}: {', '.join(str(known) for known in _FORMATS[:-1])} are read"
     sparse, turned = (settings.get(name) or {} for name in ("sparsity_config", "transform_config"))
     if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
         return "its sparsity_config is not read"
@@ -578,21 +588,21 @@ def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
         return "a matrix is expected" + (" in words of I32" if packed else "")
     if scale_kind not in ("F16", "BF16", "F32"):
         return "scales are floating-point numbers"
-    described = [_weights_of(each) for each in settings["config_groups"].values()]
+    described = [_weights_of(group) for group in settings["config_groups"].values()]
     wanted = "float" if kind in F8 else "int"
-    described = [each for each in described if each.get("type", "int") == wanted]
+    described = [args for args in described if args.get("type", "int") == wanted]
     misfits = []
     for args in described:
-        found = _as_described(args, parts, own)
-        if not isinstance(found, str):
-            return found
-        misfits.append(found)
+        numbers = _as_described(args, parts, own)
+        if not isinstance(numbers, str):
+            return numbers
+        misfits.append(numbers)
     return misfits[0] if misfits else f"no group of config.json is of {wanted}"
 
 
 # Complex: one branch for each scheme of compressed-tensors.
 def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # noqa: C901
-    """The numbers, where they are stored as one of config.json's groups says."""
+    """Return the numbers if they are stored as a group in config.json says, else the reason why not."""
     bits, strategy, size = args.get("num_bits"), args.get("strategy") or "tensor", args.get("group_size")
     block, scales, kind = args.get("block_structure"), parts.shape("weight_scale"), parts.kind("weight_scale")
     rows, columns = parts.shape(own)
@@ -601,14 +611,14 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # 
             return f"integers of 2, 4 or 8 bits are read from words, not of {shown(bits, 20)}"
         words, columns = columns, columns * (32 // bits)
         if "weight_shape" in parts and parts.fetched:
-            told = parts.kind("weight_shape") in ("I32", "I64") and parts.shape("weight_shape") == (2,)
-            said = parts["weight_shape"].tolist() if told else []
-            if len(said) != 2 or said[0] != rows or not columns - 32 // bits < said[1] <= columns:
-                return f"weight_shape says {said}, and integers of {bits} bits in {[rows, words]} words are there"
-            columns = said[1]
+            readable = parts.kind("weight_shape") in ("I32", "I64") and parts.shape("weight_shape") == (2,)
+            stated = parts["weight_shape"].tolist() if readable else []
+            if len(stated) != 2 or stated[0] != rows or not columns - 32 // bits < stated[1] <= columns:
+                return f"weight_shape says {stated}, and integers of {bits} bits in {[rows, words]} words are there"
+            columns = stated[1]
     elif not _one_of(bits, (8,)):
         return f"numbers of 8 bits are expected, and config.json says {shown(bits, 20)}"
-    high: Any = rows  # what has one scale
+    high: Any = rows  # `high` x `wide` values have one scale
     wide: Any = columns
     if strategy == "channel":
         high = 1
@@ -644,7 +654,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # 
 
 
 def _indexed(parts: Parts) -> bool:
-    """Whether its index says something: -1 stands for none."""
+    """Return whether weight_g_idx is used; -1 means that it is not."""
     return not parts.fetched or not (parts["weight_g_idx"] == -1).any()
 
 
@@ -658,7 +668,7 @@ def _compressed_rows(
     groups: Array | None,
     zeroed: bool,
 ) -> _Rows:
-    """Rows in the dtype `kind`. grid: how many rows have one scale, and how many scales there are down and across."""
+    """Return a function for rows in the dtype `kind`. `grid` is (rows per scale, scales down, scales across)."""
     stored, (high, down, across) = parts[own], grid
     rows, columns = shape
     scales = to_float64(parts["weight_scale"], parts.kind("weight_scale")).astype(np.float32).reshape(down, across)
@@ -685,7 +695,7 @@ def _compressed_rows(
     return make
 
 
-# --- torchao: integers or fp8 in bytes, in equal parts of a matrix, as its tensor classes lie in safetensors ---
+# --- torchao: integers or fp8 in bytes, with a scale for equal parts of a matrix, as saved in safetensors ---
 
 _TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
 _TORCHAO_READ = (
@@ -696,10 +706,10 @@ _TORCHAO_READ = (
 
 
 def _refuses_torchao(settings: _Settings) -> str | None:
-    said = settings.get("quant_type")
-    kind = said.get("default") if isinstance(said, dict) else said
+    stated = settings.get("quant_type")
+    kind = stated.get("default") if isinstance(stated, dict) else stated
     kind = kind.get("_type") if isinstance(kind, dict) else kind
-    # Others lie as a GPU's kernels want them.
+    # Others have layouts for the kernels of GPUs.
     return None if kind in _TORCHAO_READ else f"its quant_type is {shown(kind)}: {', '.join(_TORCHAO_READ)} are read"
 
 
@@ -716,18 +726,20 @@ def _torchao(_: _Settings, parts: Parts, dtype: str) -> Numbers | str:
         return "a matrix is expected, and scales of equal parts of it"
     if zero and (zero, parts.shape("_weight_zero_point")) != ("I8", grid):
         return f"zeros of I8 {list(grid)} are expected"
-    made = dtype if kind == "F32" else kind
+    target = dtype if kind == "F32" else kind
     cut = (shape[0] // grid[0], *grid)
     return Numbers(
-        made, shape, partial(_compressed_rows, parts.called(_TORCHAO), "weight", made, 8, shape, cut, None, bool(zero))
+        target,
+        shape,
+        partial(_compressed_rows, parts.called(_TORCHAO), "weight", target, 8, shape, cut, None, bool(zero)),
     )
 
 
 METHODS = {
     "fp8": _Method((Scheme("", ("_scale_inv",), _fp8, kinds=F8, other={"_scale_inv": "_scale"}),)),
     "mxfp4": _Method((Scheme("_blocks", ("_scales",), _mxfp4),)),
-    "gptq": _Method((Scheme("qweight", ("scales", "qzeros"), _gptq, ("g_idx",), made="weight"),), _refuses_gptq),
-    "awq": _Method((Scheme("qweight", ("scales", "qzeros"), _awq, made="weight"),), _refuses_awq),
+    "gptq": _Method((Scheme("qweight", ("scales", "qzeros"), _gptq, ("g_idx",), result="weight"),), _refuses_gptq),
+    "awq": _Method((Scheme("qweight", ("scales", "qzeros"), _awq, result="weight"),), _refuses_awq),
     "bitsandbytes": _Method(
         (
             Scheme("weight", ("SCB",), _int8, ("weight_format",), ("I8",), "weight"),
@@ -747,7 +759,7 @@ METHODS = {
                 ("weight_scale",),
                 _compressed,
                 ("weight_zero_point", "weight_shape", "weight_g_idx"),
-                made="weight",
+                result="weight",
             ),
             Scheme(
                 "weight",
@@ -767,10 +779,10 @@ METHODS = {
                 ("_weight_scale",),
                 _torchao,
                 ("_weight_zero_point", "_weight_act_pre_scale"),
-                made="weight",
+                result="weight",
             ),
         ),
         _refuses_torchao,
     ),
 }
-"""What config.json calls them (quant_method)."""
+"""The methods by the quant_method in config.json."""

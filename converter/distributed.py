@@ -1,12 +1,12 @@
-"""One conversion by several processes, as torchrun starts them: each writes some of the output's files.
+"""Share a conversion between several processes that torchrun starts. Each writes some of the output's files.
 
     torchrun --nproc-per-node 2 -m gptkit convert MODEL OUT
 
-Every process plans by itself, which costs headers only. The first (rank 0, the host) makes the partial folder and the
-small files and tells the others (guests) where it is; whoever finishes a file says so with its hashes, and the host
-alone publishes. One process that fails ends all, with its exit code: a thread always waits for the next message
-(torch's object lists over gloo), so that a process that is killed is known by its closed connection, which neither
-torch's store nor its elastic agent tells.
+Every process makes the plan for itself, which reads only headers. Rank 0 (the host) makes the partial folder and the
+small files, and sends its path to the others (guests). A guest that finishes a file sends its hashes, and only the host
+publishes. If one process fails, all end with its exit code. A thread always waits for the next message (torch's object
+lists over gloo), so a killed process is noticed by its closed connection; torch's store and its elastic agent do not
+report this.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .transfer import StoppedError, Transferred, transfer
 from .write import FolderPlan, Shard, prepare
 
 _FOREVER = timedelta(days=30)
-"""How long a message may take to come: a conversion. That the other side is gone is known without it."""
-_MEETING = timedelta(minutes=5)  # how long the processes wait for one another at the beginning
-_ANSWER = timedelta(seconds=30)  # how long a process that is there takes to stop its work, or to take its leave
+"""The longest time without a message: that of a conversion. A lost process is noticed without a timeout."""
+_MEETING = timedelta(minutes=5)  # the time in which all processes must connect
+_ANSWER = timedelta(seconds=30)  # the time in which a process must stop its work or end
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,17 +46,19 @@ _log = logging.getLogger(__name__)
 
 
 def several() -> bool:
-    """Whether torchrun, or something that sets what it sets, started this process as one of several."""
+    """Return whether torchrun, or a program that sets the same variables, started this process as one of several."""
     size = os.environ.get("WORLD_SIZE", "")
     return size.isdigit() and int(size) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
 def leads() -> bool:
-    """Whether this process is the one that speaks: all but the guests of a team."""
+    """Return whether this process prints: rank 0, or a single process."""
     return not several() or os.environ["RANK"] == "0"
 
 
 class _Alone:
+    """A conversion in a single process."""
+
     def staging(self, target: Path, force: bool) -> Staging:
         return Staging(target, force)
 
@@ -69,12 +71,12 @@ _joined = 0
 
 
 def team() -> _Alone:
-    """Who the conversion at hand is done with."""
+    """Return the processes of the current conversion."""
     return _team
 
 
 def together(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a team call a function that converts by `team()`; in all but the one that failed it raises `Elsewhere`."""
+    """Decorate a function that converts with `team()`. If a process fails, the others raise `Elsewhere`."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -98,7 +100,7 @@ def together(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
-    """The shards of each rank by name: the largest first, each to the one that has the fewest bytes so far."""
+    """Return the names of the shards of every rank: largest first, to the rank with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in range(size)]
     load = [0] * size
     for shard in sorted(shards, key=lambda shard: (-shard.size, shard.name)):
@@ -109,18 +111,16 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
 
 
 def _not_met(error: Exception) -> GptkitError:
-    """The error of processes that do not find one another."""
+    """Return the error for processes that could not connect."""
     message = f"the processes of this run could not connect to each other: {str(error).splitlines()[0]:.200}"
     return GptkitError(message, "Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.")
 
 
 def meet(backend: str) -> None:
-    """Meet the others in a group that is torch's own from then on, and which waits for a message as long as it takes.
-    Raises GptkitError where they stay away.
-    """
+    """Connect to the other processes, as torch's default process group without a timeout. Raises GptkitError."""
     import torch.distributed as dist
 
-    c10d: Any = dist  # which exports more than it says
+    c10d: Any = dist  # its stubs do not have all names
     global _joined
     _joined += 1
     try:
@@ -132,11 +132,11 @@ def meet(backend: str) -> None:
 
 
 def _meet() -> tuple[Any, int, int]:
-    """Meet the others: their group, this process's rank in it, its size. Raises GptkitError where they stay away."""
+    """Connect to the other processes. Return the group, this process's rank in it, and its size. Raises GptkitError."""
     import torch.distributed as dist
 
     group = None
-    if dist.is_initialized():  # a program of the user's own that converts too
+    if dist.is_initialized():  # the user's own program calls gptkit
         try:
             group = dist.new_group(backend="gloo", timeout=_FOREVER)
         except (RuntimeError, ValueError, OSError) as error:
@@ -148,16 +148,18 @@ def _meet() -> tuple[Any, int, int]:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What ended the run: a rank, its exit code and words. kind: "failed", "interrupted", "lost" without any."""
+    """The reason why a run ended."""
 
     rank: int
     code: int
+    """The exit code."""
     message: str
     kind: str = "failed"
+    """ "failed", "interrupted", or "lost" if the process ended without a message."""
 
     @classmethod
     def on(cls, rank: int, error: BaseException | None) -> _Verdict:
-        """What an error of that rank means; None: its connection is closed."""
+        """Return the verdict on an error of this rank; None means that its connection is closed."""
         if error is None:
             reason = f"the process of rank {rank} ended without reporting an error"
             return cls(rank, 1, reason, "lost")
@@ -169,12 +171,14 @@ class _Verdict:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """In the host, inside of its staging: somebody was interrupted or killed, and what is finished is to be kept."""
+    """A process was interrupted or killed. The host raises this in its staging, which keeps the finished files."""
 
 
 class _Team(_Alone):
-    """What host and guests have in common. A message is a word and what belongs to it: "lost" of a closed connection.
-    They `hear` it, with `changed` held, and `leave` at the end, with what ended the run where another process did.
+    """The common part of host and guests.
+
+    A message is a word and its content; the word "lost" means a closed connection. `hear` handles a message while
+    `changed` is locked. `leave` is called at the end, and raises if another process ended the run.
     """
 
     hear: Callable[[int, str, Any], None]
@@ -193,7 +197,7 @@ class _Team(_Alone):
             thread.start()
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
-        """Send a message; to a rank that is gone none, which its thread knows."""
+        """Send a message. A lost rank is ignored here, because its thread notices it."""
         import torch.distributed as dist
 
         with suppress(RuntimeError), self.sending[rank]:
@@ -206,7 +210,7 @@ class _Team(_Alone):
         while message[0] not in ("end", "lost"):
             try:
                 dist.recv_object_list(message, group=self.group, group_src=rank)
-            except Exception as error:  # of gloo's, for the most part: the connection is closed
+            except Exception as error:  # usually gloo's, because the connection is closed
                 _log.debug("rank %d: %s", rank, error)
                 message = ["lost", None]
             with self.changed:
@@ -214,22 +218,22 @@ class _Team(_Alone):
                 self.changed.notify_all()
 
     def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
-        """Until something is so, or the time is over; in steps, so that a signal is heard."""
+        """Wait until a condition is true or the time is over, in steps, so that signals are handled."""
         end = None if limit is None else time.monotonic() + limit.total_seconds()
         with self.changed:
             while not until() and (end is None or time.monotonic() < end):
                 self.changed.wait(0.5)
 
     def check(self) -> None:
-        """Raise Elsewhere where the run has failed."""
+        """Raise Elsewhere if the run has failed."""
         if self.stop.is_set():
             raise Elsewhere("another process of this run failed; its own message says why")
 
     def carry(self, plan: FolderPlan, source: TensorFiles, staging: Staging, options: dict[str, Any]) -> Transferred:
-        """Transfer this rank's share. Raises as `transfer`, and Elsewhere where the run failed meanwhile."""
+        """Transfer this rank's share. Raises as `transfer`, and Elsewhere if the run has failed."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
         options["workers"] = options.get("workers") or max(1, available_cores() // here)
-        share = deal_out([each for each in plan.shards if each.name not in staging.finished], self.size)[self.rank]
+        share = deal_out([shard for shard in plan.shards if shard.name not in staging.finished], self.size)[self.rank]
         only = frozenset(share if self.rank else [*share, *staging.finished])
         done = Transferred()
         with suppress(StoppedError):
@@ -238,8 +242,9 @@ class _Team(_Alone):
         return done
 
     def part(self, verdict: _Verdict | None, error: BaseException | None) -> None:
-        """Take leave of the group; where somebody does not answer, see that his thread does not spoil our end. Then
-        raise what ended the run, unless that is this process's own `error`.
+        """Leave the group, and raise the error that ended the run unless it is this process's own `error`.
+
+        If a process does not answer, this process exits without waiting for its thread.
         """
         import torch.distributed as dist
 
@@ -252,27 +257,29 @@ class _Team(_Alone):
         elif code is not None:
             atexit.register(os._exit, code)
         if code is not None and threading.current_thread() is threading.main_thread():
-            # torchrun ends the rest when the first ends; we are about to, with the exit code that tells why.
+            # torchrun ends the others when one ends. This process will end by itself, with the right exit code.
             with suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if verdict is None or (verdict.rank == self.rank and error is not None):
             return
-        if verdict.kind == "lost" and self.rank == (0 if verdict.rank else 1):  # the first that is left says so
+        if verdict.kind == "lost" and self.rank == (
+            0 if verdict.rank else 1
+        ):  # one rank reports it
             raise GptkitError(verdict.message, "\n".join(getattr(error, "__notes__", [])) or None) from error
         raise Elsewhere(f"rank {verdict.rank}: {verdict.message}", verdict.code) from error
 
 
 def _digest(plan: FolderPlan, source: TensorFiles) -> str:
-    """What must be the same for all ranks."""
+    """Return a hash of what must be the same in all ranks."""
     return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
 
 class _Host(_Team):
-    """Rank 0: makes the folder, hears of every file, publishes."""
+    """Rank 0, which makes the folder, records every file, and publishes."""
 
     def __init__(self, *about: Any) -> None:
         self.finish: Callable[[str, FileRecord], None] = lambda name, record: None
-        self.quiet: dict[int, Transferred | _Verdict | None] = {}  # what the ranks said that write nothing any more
+        self.quiet: dict[int, Transferred | _Verdict | None] = {}  # the results of the ranks that no longer write
         super().__init__(*about)
 
     def transfer(self, plan: FolderPlan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
@@ -317,14 +324,14 @@ class _Host(_Team):
         self.part(verdict, error)
 
     def _silence(self, error: BaseException) -> None:
-        """After an error: stop everybody, and wait until nobody writes any more."""
+        """After an error, stop all processes and wait until none writes."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
                 self._settle(_Verdict.on(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, _ANSWER)
 
     def _settle(self, verdict: _Verdict) -> None:
-        """The first failure counts; but an interruption is what torchrun does to the rest when one is lost."""
+        """Record a failure. The first counts, but not an interruption, which torchrun causes if a process is lost."""
         first = self.verdict is None
         if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
             self.verdict = verdict
@@ -341,11 +348,11 @@ class _Host(_Team):
             self.quiet.setdefault(rank, about)
             if isinstance(about, _Verdict):
                 self._settle(about)
-        else:  # a guest has put a file on the disk: it is noted, so that an interrupted run can go on from there
+        else:  # a guest has finished a file, which is recorded in the journal
             try:
                 self.finish(*about)
             except (GptkitError, OSError, RuntimeError, ValueError) as error:
-                if not self.stop.is_set():  # else the folder may be gone already
+                if not self.stop.is_set():  # otherwise the folder may be removed already
                     self._settle(_Verdict.on(0, error))
 
     def tell(self, word: str, about: Any = None) -> None:
@@ -354,7 +361,7 @@ class _Host(_Team):
 
 
 class _Guest(_Team):
-    """Any other rank: writes its share into the host's folder."""
+    """Another rank, which writes its share into the host's folder."""
 
     offer: tuple[str, list[str], str] | None = None
 
@@ -362,7 +369,7 @@ class _Guest(_Team):
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work."""
+        """Wait for the host's folder, and return its path, the finished files in it, and the digest of the work."""
         self.wait(lambda: self.offer or self.stop.is_set())
         self.check()
         assert self.offer is not None
@@ -392,7 +399,7 @@ class _Guest(_Team):
 
 
 class _Shared(Staging):
-    """The host's folder, as a guest sees it: only files are put into it."""
+    """The host's folder for a guest, which only adds files to it."""
 
     def __init__(self, guest: _Guest, target: Path, force: bool) -> None:
         super().__init__(target, force)
@@ -400,7 +407,7 @@ class _Shared(Staging):
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Wait until the host has opened the checkpoint, and fetched it where that was needed, and made its folder."""
+        """Wait until the host has opened the checkpoint (and fetched it if needed) and made its folder."""
         path, finished, _ = self._guest.opened()
         self._path = Path(path)
         if not self._path.is_dir():
@@ -423,4 +430,4 @@ class _Shared(Staging):
         self._guest.say(0, "finished", (name, record))
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
-        """The host does that."""
+        """Do nothing, because the host publishes."""

@@ -1,16 +1,16 @@
-"""What torch.save wrote, a distributed checkpoint's `.metadata` too, read without torch and without running any of it:
-a worker of `confinement`.
+"""Read files of torch.save and the `.metadata` of distributed checkpoints, without torch and without running any code.
 
-Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
-them, in which the storages follow the pickle. Not by torch.load(weights_only=True, mmap=True), which takes two seconds
-to begin and keeps fewer promises (tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the
-stream it does not say where a tensor lies; of the archive it says so and holds that against nothing.
+This is a worker of `confinement`, which `pickles` asks. It reads two formats: the archives of torch 1.6 and later,
+whose storages are members of a zip, and the older stream, in which the storages follow the pickle. It does not use
+torch.load(weights_only=True, mmap=True), which takes two seconds to start and checks less
+(tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): for a stream it does not say where a
+tensor is, and for an archive it does not check it.
 
-Asked by `pickles`. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names
-is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's
-values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}, and
-{"shard": …} for a rank's part of a tensor (a DTensor). MLX's and numpy's archives of arrays (.npz) hold no pickles and
-are answered in the same form.
+The answer has the dtype, shape, strides and place of every tensor. Nothing that a pickle names is ever imported: a
+fixed list of names stands for objects of this file, and every other name is refused. The answer is JSON, in which
+objects have one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}, and {"shard": …} for a rank's
+part of a tensor (a DTensor). Archives of arrays of MLX and numpy (.npz) have no pickles, and are answered in the same
+form.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 from .confinement import MEMORY, allow
 
 _COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
-"""What a pickle's smallest objects take in memory; that of 100,000 tensors takes 4 seconds."""
+"""The memory that a pickle's smallest objects take. A pickle of 100,000 tensors takes 4 seconds."""
 _MAX_PICKLE = 32 * 2**20
-"""A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
+"""The most bytes of a pickle, which does not have the tensors' data. With 100,000 tensors it has 20 MB."""
 _MAX_VALUES = 2**19
 _MAX_TEXT = 2**25
 _MAX_DEPTH = 32
@@ -39,7 +39,7 @@ _STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
     "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "ComplexDouble": "C128", "Untyped": "U8",
 }  # fmt: skip
-"""torch's storages, without that word: the element type by safetensors' name."""
+"""safetensors' names of the element types of torch's storages, by the storage's name without "Storage"."""
 
 _ELEMENTS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "complex128": "C128",
@@ -47,7 +47,7 @@ _ELEMENTS = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-"""torch's dtypes, the same."""
+"""safetensors' names of torch's dtypes."""
 
 _NOT_PLAIN = (
     *(f"_rebuild_{name}" for name in ("sparse_tensor", "sparse_csr_tensor", "nested_tensor", "qtensor")),
@@ -55,19 +55,19 @@ _NOT_PLAIN = (
     "_rebuild_meta_tensor_no_storage",
     "_rebuild_wrapper_subclass",
 )
-"""Ways of torch._utils to make tensors that are no stretch of the file."""
+"""Functions of torch._utils that make tensors without contiguous data in the file."""
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 class _RefusedError(Exception):
-    """The file cannot be read; its text is what to tell."""
+    """The file cannot be read, for the reason in the text."""
 
 
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
 def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[str, tuple[int, int]]:
-    """Every member's first byte and length; all of them stored as they are, one after the other."""
+    """Return the first byte and length of every member. Raises RefusedError if one is compressed or they overlap."""
     file.seek(0)
     beginning = file.read(4)
     try:
@@ -81,14 +81,14 @@ def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[
         raise _RefusedError(f"is compressed: {writer} never does that, and it hides the real size")
     if any(info.flag_bits & 1 for info in infos):
         raise _RefusedError("is encrypted")
-    # Uncompressed sizes, summed before anything is read: many entries may stand for the same bytes.
+    # Checked before anything is read, because many entries may refer to the same bytes.
     total = sum(info.file_size for info in infos)
     if total > size:
         raise _RefusedError(f"claims {total:,} bytes of content, it has {size:,}")
-    found: dict[str, tuple[int, int]] = {}
+    members: dict[str, tuple[int, int]] = {}
     at = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
-        if info.header_offset < at or info.filename in found:
+        if info.header_offset < at or info.filename in members:
             raise _RefusedError(f"contains {info.filename!r:.80} twice, or overlapping another entry")
         file.seek(info.header_offset)
         head = file.read(30)
@@ -98,15 +98,15 @@ def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[
         at = start + info.file_size
         if at > end:
             raise _RefusedError(f"is truncated: {info.filename!r:.80} ends at byte {at:,} of {end:,}")
-        found[info.filename] = (start, info.file_size)
-    return found
+        members[info.filename] = (start, info.file_size)
+    return members
 
 
 # --- the pickle ------------------------------------------------------------------------------------------------------
 
 
 class _Known(NamedTuple):
-    """What stands for a name that a pickle may ask for; `element` is that of a storage or a dtype."""
+    """A stand-in for a name that a pickle may use. `element` is the element type of a storage or dtype."""
 
     name: str
     element: str = ""
@@ -130,14 +130,14 @@ class _Known(NamedTuple):
 
 
 class _Table(dict[Any, Any]):
-    """An OrderedDict. What is set on it as an attribute (a state_dict's `_metadata`) is let go."""
+    """An OrderedDict that ignores attributes (a state_dict's `_metadata`)."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class _UnreadObject(NamedTuple):
-    """Something that is neither plain data nor a plain tensor."""
+    """An object that is neither plain data nor a plain tensor."""
 
     name: str
 
@@ -146,7 +146,7 @@ class _UnreadObject(NamedTuple):
 
 
 class _PickledStorage:
-    """A stretch of the file: `nbytes` from `start` on."""
+    """The `nbytes` bytes of the file from byte `start`."""
 
     def __init__(self, element: str, start: int, nbytes: int) -> None:
         self.element, self.start, self.nbytes = element, start, nbytes
@@ -156,7 +156,7 @@ class _PickledStorage:
 
 
 class _PickledTensor(NamedTuple):
-    """A view of a storage, all in elements but for the storage itself."""
+    """A view of a storage. Offset, shape and strides count elements."""
 
     storage: _PickledStorage
     offset: int
@@ -169,7 +169,7 @@ class _PickledTensor(NamedTuple):
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> _PickledTensor:
-    """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
+    """Replace torch._utils._rebuild_tensor. The process that asked checks the result against the file."""
     shape, strides = list(shape), list(strides)
     if not isinstance(storage, _PickledStorage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
         raise _RefusedError("a tensor is not made as torch makes one")
@@ -181,18 +181,19 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = 
 
 
 class _Shard(NamedTuple):
-    """A rank's part of a tensor: what it holds, the whole's shape, for each dimension of the mesh of ranks the tensor's
-    that is shared out over it (None where all hold the same), and where in the mesh the rank is, None where not told.
-    """
+    """A rank's part of a tensor (a DTensor)."""
 
     local: _PickledTensor
     shape: list[int]
+    """The shape of the whole tensor."""
     placements: list[int | None]
+    """For every dimension of the device mesh, the dimension of the tensor that is split over it; None if replicated."""
     coordinate: list[int] | None
+    """The rank's position in the mesh, or None if the file does not have it."""
 
 
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are let go, or a DTensor."""
+    """Replace torch._tensor._rebuild_from_type_v2: return a tensor without its attributes, or a DTensor."""
     if isinstance(kind, _Known) and kind.name == "class":
         return make(*args)
     if getattr(kind, "__name__", "") != "DTensor":
@@ -201,18 +202,18 @@ def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
     mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
     if not isinstance(local, _PickledTensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:
         raise _RefusedError("it describes a part of a tensor differently from torch")
-    ways: list[int | None] = []
-    for each in placements:
-        dim = _attribute(each, "dim")
-        if not (_is(each, "Shard") and type(dim) is int) and not _is(each, "Replicate"):
-            raise _RefusedError(f"a tensor is shared out in a way that is not read ({type(each).__name__})")
-        ways.append(dim if _is(each, "Shard") else None)
+    splits: list[int | None] = []
+    for placement in placements:
+        dim = _attribute(placement, "dim")
+        if not (_is(placement, "Shard") and type(dim) is int) and not _is(placement, "Replicate"):
+            raise _RefusedError(f"a tensor is shared out in a way that is not read ({type(placement).__name__})")
+        splits.append(dim if _is(placement, "Shard") else None)
     place = _attribute(mesh, "_coordinate_on_dim")
-    return _Shard(local, _sizes(args[2]), ways, None if place is None else _sizes(place))
+    return _Shard(local, _sizes(args[2]), splits, None if place is None else _sizes(place))
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """What an object of torch's was pickled with under that name, its slots included."""
+    """Return an attribute or slot in an object's pickled state, or None."""
     state = value.state if isinstance(value, _Stand) else value
     parts = state if isinstance(state, tuple) else (state,)
     return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
@@ -231,7 +232,7 @@ _KNOWN: dict[tuple[str, str], _Known] = {
     )
     for name in names
 }
-"""Every name that may stand in a pickle, and what it means here."""
+"""Every name that a pickle may use, and its stand-in."""
 _KNOWN |= {place: _Known("class") for place in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))}
 _KNOWN["torch.storage", "UntypedStorage"] = _Known("storage", _STORAGES["Untyped"])
 _KNOWN |= {("torch", f"{name}Storage"): _Known("storage", element) for name, element in _STORAGES.items()}
@@ -239,7 +240,7 @@ _KNOWN |= {("torch", name): _Known("dtype", element) for name, element in _ELEME
 
 
 class _ArchivePart:
-    """Bytes `start` to `end` (exclusive) of an open file, as a file."""
+    """Bytes `start` to `end` (exclusive) of an open file, as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._end, self._at = file, start, end, start
@@ -255,16 +256,18 @@ class _ArchivePart:
         return self._at - self._start
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self._end - self._at)
+        remaining = max(0, self._end - self._at)
         self._file.seek(self._at)
-        data = self._file.read(left if count < 0 else min(count, left))
+        data = self._file.read(remaining if count < 0 else min(count, remaining))
         self._at += len(data)
         return data
 
 
 class _Reader(pickle.Unpickler):
-    """Plain data of a pickle, and places for tensors: an archive's in `places`; a stream's `storages` get them later.
-    It is the one in C, for confined processes alone: one opcode can take any memory. `names` may stand in it.
+    """Reads the plain data of a pickle that uses only `names`, with the places of its tensors.
+
+    The places are in `places` for an archive; a stream's `storages` get them later. This is the unpickler in C, which
+    is only safe in confined processes, because one opcode can use any amount of memory.
     """
 
     def __init__(
@@ -315,23 +318,24 @@ class _Reader(pickle.Unpickler):
 
 
 def _bytes_of(element: str) -> int:
-    """Of an element type, which is named by its bits."""
+    """Return the bytes of an element type, whose name has its bits."""
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
 def _load(reader: _Reader) -> Any:
-    """What the reader's pickle holds. Raises RefusedError."""
+    """Return the content of the reader's pickle. Raises RefusedError."""
     try:
         return reader.load()
     except (_RefusedError, MemoryError):
         raise
-    except Exception as error:  # mutated pickles raise of every kind
+    except Exception as error:  # a damaged pickle may raise any error
         raise _RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
 
 
 def answer(question: str | tuple[str, int, int | None] | tuple[str]) -> Any:
-    """The plain JSON values of a file (see above), or of its bytes from `start` on; of a path alone, as `metadata`; of
-    one in a list, as `arrays`.
+    """Return the content of a file as JSON (see above).
+
+    The question is a path for `_metadata`, a list of one path for `_arrays`, or (path, start, nbytes) for torch.save.
     """
     if isinstance(question, str):
         return _metadata(question)
@@ -348,7 +352,7 @@ def answer(question: str | tuple[str, int, int | None] | tuple[str]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """What is to be told of an error."""
+    """Return an error as text."""
     if isinstance(error, _RefusedError):
         return str(error)
     if isinstance(error, MemoryError):
@@ -359,7 +363,7 @@ def reason(error: BaseException) -> str:
 
 
 def _allow(nbytes: int) -> None:
-    """Have room and time for a pickle of so many bytes. Raises RefusedError."""
+    """Set the limits of memory and time for a pickle of `nbytes` bytes. Raises RefusedError if it is too large."""
     if nbytes > _MAX_PICKLE:
         raise _RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
     allow(nbytes, _COSTS)
@@ -383,7 +387,7 @@ def _archived(file: _ArchivePart, size: int) -> Any:
 
 
 class _Plain:
-    """Values on their way to JSON, no more of them than `_MAX_VALUES`: one object may stand in a pickle many times."""
+    """Converts values to JSON, at most `_MAX_VALUES`, because a pickle may refer to one object many times."""
 
     def __init__(self) -> None:
         self._values, self._text = _MAX_VALUES, _MAX_TEXT
@@ -408,7 +412,7 @@ class _Plain:
             at = (value.offset, value.storage.start, value.storage.nbytes)
             return {"tensor": [value.element, value.shape, value.strides, *at]}
         if isinstance(value, _Stand) and type(value).__name__ == "Namespace" and isinstance(value.state, dict):
-            return self.of(value.state, depth)  # argparse's: the arguments of a program
+            return self.of(value.state, depth)  # argparse.Namespace, the arguments of a program
         if isinstance(value, list | tuple):
             return {"list": [self.of(item, depth + 1) for item in value]}
         return {"other": type(value).__name__}
@@ -420,35 +424,35 @@ _DTYPES = {"f": "F", "i": "I", "u": "U"}
 
 
 def _arrays(path: str) -> dict[str, Any]:
-    """The arrays of an .npz file, by name."""
+    """Return the arrays of an .npz file, by name."""
     allow(0, _COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
-        found = []
+        entries = []
         for name, (start, nbytes) in _members(_ArchivePart(file, 0, size), size, "numpy.savez").items():
             file.seek(start)
             key = name.removesuffix(".npy")
-            found.append([key, _array(key, file.read(min(nbytes, 4096)), start, nbytes)])
-    if len(found) > _MAX_VALUES // 16:
+            entries.append([key, _array(key, file.read(min(nbytes, 4096)), start, nbytes)])
+    if len(entries) > _MAX_VALUES // 16:
         raise _RefusedError("contains too many values for a checkpoint")
-    return {"dict": found}
+    return {"dict": entries}
 
 
 def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
-    """One array, by the header of its .npy file."""
+    """Return one array, from the header of its .npy file."""
     import re
 
     length, at = (head[8:10], 10) if head[6:7] == b"\1" else (head[8:12], 12)
     end = at + int.from_bytes(length, "little")
     text = head[at:end].decode("latin-1").strip()
-    found = re.fullmatch(
+    header = re.fullmatch(
         r"\{'descr': '[<|]([fiub])(\d)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\),? ?\}", text
     )
-    if head[:6] != b"\x93NUMPY" or end > len(head) or found is None:
+    if head[:6] != b"\x93NUMPY" or end > len(head) or header is None:
         raise _RefusedError(f"contains {name!r:.80}, which is not a plain array of numbers")
-    kind, width, fortran, sizes = found.groups()
+    kind, width, fortran, sizes = header.groups()
     element = "BOOL" if kind == "b" else f"{_DTYPES[kind]}{8 * int(width)}"
-    shape = _sizes([int(each) for each in sizes.replace(" ", "").split(",") if each])
+    shape = _sizes([int(size) for size in sizes.replace(" ", "").split(",") if size])
     strides = [1] * len(shape)
     order = range(len(shape)) if fortran == "True" else range(len(shape) - 1, -1, -1)
     step = 1
@@ -461,7 +465,7 @@ def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
 
 
 def _stream(file: BinaryIO, size: int) -> Any:
-    """What such a stream holds: pickles, then each storage behind the number of its elements. Raises RefusedError."""
+    """Read a stream: pickles, and then the number of elements and data of every storage. Raises RefusedError."""
     file.seek(0)
     part = io.BytesIO(file.read(min(size, _MAX_PICKLE)))
     _allow(min(size, _MAX_PICKLE))
@@ -490,9 +494,9 @@ def _stream(file: BinaryIO, size: int) -> Any:
     return value
 
 
-# --- the metadata of a distributed checkpoint: torch's own objects, of which names, numbers and places are taken ---
+# --- the metadata of a distributed checkpoint: only names, numbers and places of torch's objects ---
 
-_MAX_METADATA = 2**28  # bytes: a thousand tensors in a thousand chunks each take a third of it
+_MAX_METADATA = 2**28  # bytes; a thousand tensors of a thousand chunks take a third of this
 _METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
 
 
@@ -501,13 +505,13 @@ _BESIDE = (
     *("lightning_fabric.", "lightning_utilities.", "accelerate.", "transformers.", "omegaconf.", "argparse."),
     *("pathlib.", "numpy.", "_codecs.", "enum.", "datetime.", "functools.", "signal.", "types.", "_io."),
 )
-"""Packages of which training programs pickle objects beside weights. Such are let go: nothing of theirs is imported,
-and what stands in their place does nothing, whatever it is called with.
+"""Packages whose objects training programs pickle together with weights. Nothing of them is imported; stand-ins that do
+nothing replace their objects.
 """
 
 
 class _Stand:
-    """What stands for an object of a class: the state it was pickled with."""
+    """A stand-in for an object of a class, with the state that was pickled."""
 
     state: Any = None
 
@@ -547,12 +551,13 @@ _CLASSES = {
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }  # fmt: skip
 _NAMES = {**_KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in _CLASSES.items() for name in names}}
-"""Every name that may stand in .metadata, and what stands for it here."""
+"""Every name that .metadata may use, and its stand-in."""
 
 
 def _metadata(path: str) -> list[list[Any]]:
-    """The tensors in `.metadata`, each [name, element type, shape, chunks], a chunk being [offsets, sizes, file, its
-    first byte, its bytes]; and the names of what is beside them. Raises RefusedError, OSError.
+    """Return [tensors, names of other entries] of `.metadata`. Raises RefusedError, OSError.
+
+    A tensor is [name, element type, shape, chunks], and a chunk [offsets, sizes, file, first byte, number of bytes].
     """
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size

@@ -53,14 +53,14 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
         if missing := [base + part for part in scheme.needs if part not in names]:
             without_scales.append(f"{name} ({some_of(missing, 2)} is expected)")
             continue
-        result_name = base + scheme.made
+        result_name = base + scheme.result
         if result_name != name and result_name in info:
             twice.append(f"{result_name} exists as well as {name}")
             continue
         stored = Parts(weights, names)
         numbers = scheme.fit(settings, stored, dtype)
         if isinstance(numbers, str):
-            misfits.append(f"{stored.told()}: {numbers}")
+            misfits.append(f"{stored.described()}: {numbers}")
             continue
         path, start = weights.place(name)
         kind, shape = info[name]

@@ -1,7 +1,7 @@
-"""Carrying a checkpoint's tensors into the files of a plan, at the speed of copying.
+"""Write a checkpoint's tensors into the files of a plan, at the speed of copying.
 
-What is stored in the target as it was in the source goes over as bytes; everything else is read through its layouts as
-a view of the mapped file and written a few rows at a time, in the source's order, no more at once than memory allows.
+A tensor that is stored in the same way in both is copied as bytes. Others are read through their layouts, as views of
+the memory-mapped file, and written a few rows at a time, in the source's order and within a limit of memory.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from .threads import available_cores
 from .weights import PIECE
 from .write import FolderPlan, Output, Shard, prepare, writer
 
-IN_FLIGHT = 128 * 2**20  # bytes of tensors held at once by all workers together, unless a single job needs more
+IN_FLIGHT = 128 * 2**20  # the most bytes of tensors in memory for all workers, unless a single job needs more
 
 
 class StoppedError(Exception):
-    """Another worker, or another process, failed, and its error is the one to be told."""
+    """Another worker or process failed, and its error is the one to report."""
 
 
 class Scheduler:
-    """Runs jobs in their order, as many at once as there are threads and as their memory allows; one alone always."""
+    """Runs jobs in order, within limits of threads and memory. A job that needs more memory runs alone."""
 
     def __init__(self, workers: int, limit: int, stop: threading.Event | None = None) -> None:
-        """`limit` is the bytes that jobs hold together; `stop`, set from outside, ends the work soon."""
+        """`limit` is the most bytes that all running jobs may use. Setting `stop` from outside ends the work soon."""
         self._workers, self._limit = workers, limit
         self._held, self._changed = 0, threading.Condition()
         self._failed, self._outside = threading.Event(), stop
 
     @property
     def stopped(self) -> bool:
-        """Whether the work is to end: a job has failed, or somebody says so."""
+        """Whether the work should end, because a job has failed or `stop` is set."""
         return self._failed.is_set() or (self._outside is not None and self._outside.is_set())
 
     def check(self) -> None:
-        """Raise StoppedError where the work is to end: long jobs ask now and then."""
+        """Raise StoppedError if the work should end. Long jobs call this from time to time."""
         if self.stopped:
             raise StoppedError
 
     def run(self, jobs: Iterable[Any], work: Callable[[Any], None]) -> None:
-        """Do all jobs, each of which says the bytes that it holds (`memory`). The first error ends the rest."""
+        """Do all jobs, each of which has the bytes that it uses (`memory`). The first error ends the rest."""
         running: list[Future[None]] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="gptkit") as pool:
             try:
@@ -66,7 +66,7 @@ class Scheduler:
                         break
                     running.append(pool.submit(self._do, job, work))
                 wait(running)
-            finally:  # Ctrl-C in this thread included
+            finally:  # also after Ctrl-C in this thread
                 self._failed.set()
         errors = [error for future in running if (error := future.exception()) is not None]
         errors.sort(key=lambda error: isinstance(error, StoppedError))  # the cause first
@@ -74,7 +74,7 @@ class Scheduler:
             if errors:
                 raise errors[0]
         finally:
-            # The error's traceback holds this frame: what it names would live on, open files included.
+            # The error's traceback refers to this frame, which would keep these objects and their open files alive.
             del errors, running
 
     def _enter(self, memory: int) -> None:
@@ -96,7 +96,7 @@ class Scheduler:
 
 
 def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
-    """The numbers below `count` in sets that depend on one another, each rising, by its first: `pairs` (or more) do."""
+    """Return the connected components of the numbers below `count`, where each of `pairs` connects its numbers."""
     first = list(range(count))
 
     def root(index: int) -> int:
@@ -116,7 +116,7 @@ def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def shared_tensors(checkpoint: TensorFiles, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
-    """The leaves' tensors under shared names, views of the files where layouts allow it, with their dtypes."""
+    """Return the leaves' tensors and dtypes by shared name, as views of the files if the layouts allow it."""
     return {
         name: (array, checkpoint.dtype_of(leaf))
         for leaf in leaves
@@ -124,50 +124,55 @@ def shared_tensors(checkpoint: TensorFiles, leaves: Iterable[BoundLeaf]) -> dict
     }
 
 
-_ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
-_READ = 1 << 23  # bytes that are made before the pages of what they are made of are given back
+_ROWS = 1 << 20  # bytes of a view to gather, cast and write at a time
+_READ = 1 << 23  # bytes to produce before the pages of their sources are released
 
 
 @dataclass(frozen=True)
 class _TransferJob:
-    """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes, or `pieced`:
-    one that is made some rows at a time.
-    """
+    """The outputs that need the same source tensors."""
 
     sources: tuple[BoundLeaf, ...]
     outputs: tuple[tuple[Shard, Output], ...]
     copied: bool
+    """Whether it copies bytes."""
     memory: int
+    """The bytes that it uses, with mapped files."""
     pieced: bool = False
+    """Whether it dequantises some rows at a time."""
 
 
 @dataclass
 class Transferred:
-    """What was carried over: hashes by file, what rounding and quantising did, values that are not finite."""
+    """The result of a transfer."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
+    """The hashes by file."""
     rounded: dict[str, Rounding] = field(default_factory=dict)
+    """The effect of rounding, by tensor."""
     quantised: dict[str, Quantisation] = field(default_factory=dict)
+    """The error of quantising, by tensor."""
     not_finite: dict[str, int] = field(default_factory=dict)
+    """The number of NaN and infinite values, by tensor."""
     resumed: int = 0
     """Bytes of files that an earlier, interrupted run had finished."""
 
     def add(self, other: Transferred) -> None:
-        """Take in what another process of the same run carried over."""
+        """Add the result of another process of the same run."""
         for name in ("files", "rounded", "quantised", "not_finite"):
             getattr(self, name).update(getattr(other, name))
 
 
 def jobs_of(plan: FolderPlan, source: TensorFiles) -> list[_TransferJob]:
-    """The plan's work in the order in which the source's tensors lie."""
+    """Return the jobs of a plan, in the order of the source's tensors."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
-    made: dict[int, list[tuple[Shard, Output]]] = {}
-    for each in outputs:
-        made.setdefault(holder[each[1].leaf.shared[0]], []).append(each)
+    outputs_of: dict[int, list[tuple[Shard, Output]]] = {}
+    for shard, output in outputs:
+        outputs_of.setdefault(holder[output.leaf.shared[0]], []).append((shard, output))
     jobs = []
     for group in dependents(len(source.leaves), ([holder[name] for name in o.leaf.shared] for _, o in outputs)):
-        if of_group := [each for index in group for each in made.get(index, ())]:
+        if of_group := [pair for index in group for pair in outputs_of.get(index, ())]:
             jobs.append(_job(source, [source.leaves[index] for index in group], of_group))
     return jobs
 
@@ -185,19 +190,19 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
         memory = sum(source.nbytes_of(leaf) for leaf in leaves)
         memory += 4 * min(_ROWS, max(output.nbytes for _, output in outputs))
         if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
-            memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
+            memory += max(output.nbytes for _, output in outputs)  # reshaping or concatenating may copy
     return _TransferJob(tuple(leaves), tuple(outputs), copied, memory, pieced)
 
 
 def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
-    """Whether the output, of the same layout, is stored as the source's tensor is."""
+    """Return whether an output of the same layout has the same bytes as the source's tensor."""
     if output.encode is not None or output.around is not None or source.dtype_of(leaf) != output.dtype:
         return False
     return source.span(leaf) is not None
 
 
 def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
-    """Whether the output has the source's tensor's values in the same order."""
+    """Return whether an output has the values of the source's tensor in the same order."""
     if (leaf.shared, leaf.shape) != (output.leaf.shared, output.leaf.shape):
         return False
     ours, theirs = leaf.layout, output.leaf.layout
@@ -205,7 +210,7 @@ def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
 
 
 def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> int:
-    """The bytes of tensors that a transfer holds at once. Raises UsageError: one job needs more than `max_memory`."""
+    """Return the most bytes of tensors in memory at once. Raises UsageError if a job needs more than `max_memory`."""
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
@@ -225,9 +230,13 @@ def transfer(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
-    """Write the plan's files into a staging folder, but for those that an earlier run of the same work has finished.
-    `only` names the shards to write, where others write the rest; `stop`, set from outside, ends it. Raises
-    CheckpointError, GptkitError; UsageError: `max_memory` is too little; StoppedError.
+    """Write the plan's files into a staging folder, except those that an earlier run has finished.
+
+    With `only`, write these shards, because other processes write the rest. Setting `stop` ends the transfer.
+
+    Raises:
+        CheckpointError, GptkitError: reading or writing fails. UsageError: `max_memory` is too small.
+        StoppedError: `stop` is set.
     """
     done = Transferred()
     jobs = jobs_of(plan, source)
@@ -256,7 +265,7 @@ def transfer(
 
 @dataclass
 class _Carrier:
-    """What the workers of a transfer share. left: tensors to come, by file. crcs: where something stands around."""
+    """The state that the workers of a transfer share."""
 
     source: TensorFiles
     staging: Staging
@@ -264,18 +273,20 @@ class _Carrier:
     progress: Callable[[int], None] | None
     scheduler: Scheduler
     writers: dict[str, BlockFile] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
+    remaining: dict[str, int] = field(default_factory=dict)
+    """The number of tensors still to write, by file."""
     crcs: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The crc32 of tensors in archives, by file and tensor."""
     sources: dict[Path, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, shard: Shard) -> None:
-        self.writers[shard.name], self.left[shard.name] = writer(shard, self.staging), len(shard.outputs)
+        self.writers[shard.name], self.remaining[shard.name] = writer(shard, self.staging), len(shard.outputs)
         if not shard.outputs:
             self._finish(shard)
 
     def close(self) -> None:
-        """Let go of all files: those that are finished have closed themselves by then."""
+        """Close all files that are still open."""
         for file in self.writers.values():
             file.release()
         for fd in self.sources.values():
@@ -287,8 +298,8 @@ class _Carrier:
             if shard.name not in self.writers:
                 continue
             with self.lock:
-                self.left[shard.name] -= 1
-                last = self.left[shard.name] == 0
+                self.remaining[shard.name] -= 1
+                last = self.remaining[shard.name] == 0
                 if self.progress is not None:
                     self.progress(output.nbytes)
             if last:
@@ -318,22 +329,22 @@ class _Carrier:
     def _rewrite(self, job: _TransferJob) -> None:
         if job.pieced:
             (shard, output), leaf = job.outputs[0], job.sources[0]
-            made = self.source.pieces(leaf)
-            assert made is not None
-            self._write(self.writers[shard.name], output, self._released(made, leaf), self.source.dtype_of(leaf))
+            decoded = self.source.pieces(leaf)
+            assert decoded is not None
+            self._write(self.writers[shard.name], output, self._released(decoded, leaf), self.source.dtype_of(leaf))
             return
-        held = shared_tensors(self.source, job.sources)
+        tensors = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
             if shard.name in self.writers:
-                dtype = widest([held[name][1] for name in output.leaf.shared])
-                array = output.leaf.to_checkpoint([cast(*held[name], dtype) for name in output.leaf.shared])
+                dtype = widest([tensors[name][1] for name in output.leaf.shared])
+                array = output.leaf.to_checkpoint([cast(*tensors[name], dtype) for name in output.leaf.shared])
                 pieces = (contiguous(array[rows] if array.ndim else array) for rows in _row_slices(array, output.rows))
                 self._write(self.writers[shard.name], output, pieces, dtype)
-        del held
+        del tensors
         self.source.release()
 
     def _released(self, pieces: Iterable[np.ndarray], leaf: BoundLeaf) -> Iterator[np.ndarray]:
-        """The pieces of a leaf; pages that they are made of are given back now and then."""
+        """Yield the pieces of a leaf, and release the pages of their sources from time to time."""
         read = 0
         for piece in pieces:
             yield piece
@@ -344,7 +355,7 @@ class _Carrier:
         self.source.release()
 
     def _write(self, file: BlockFile, output: Output, pieces: Iterable[np.ndarray], dtype: str) -> None:
-        """A tensor, some rows at a time."""
+        """Write a tensor, some rows at a time."""
         bad, cost, loss, crc, around, name = 0, Rounding(), Quantisation(), 0, output.around, output.leaf.checkpoint
         with file.pieces(name) as piece:
             if around is not None:
@@ -396,8 +407,9 @@ class _Carrier:
 
 
 def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
-    """Slices of the first axis that take about ROWS bytes each, by multiples of so many; one that takes all of a scalar
-    or an empty array.
+    """Yield slices of the first axis of about _ROWS bytes, with a multiple of `multiple` rows.
+
+    A scalar or an empty array has one slice, of everything.
     """
     if array.ndim == 0 or array.size == 0:
         yield ...
@@ -408,7 +420,7 @@ def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The elements in order, a transposed matrix in strips of a cache line: numpy reads one for every element."""
+    """Return a contiguous copy. It copies a transposed matrix in strips of a cache line, which is faster than numpy."""
     if array.ndim != 2 or array.flags.c_contiguous or array.strides[0] != array.itemsize:
         return np.ascontiguousarray(array)
     out = np.empty(array.shape, array.dtype)
