@@ -22,19 +22,19 @@ TOKEN_FILES = (
     # ids that stand for something other than text; how the model is talked to
     "token_mappings.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-"""Names of the files that say how text becomes token ids and what the model is asked, as shell patterns."""
+"""The names of the files of tokenizers, chat templates and generation settings, as shell patterns."""
 UNLISTED = (*(name for name in TOKEN_FILES if "*" not in name), "LICENSE")
-"""What can be asked of a hub that does not list a repository's files."""
+"""The names to request one by one from a hub that does not list a repository's files."""
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".distcp", ".gguf", ".ggml", ".h5", ".msgpack"),
     *(".ot", ".onnx", ".onnx_data", ".tflite", ".pb", ".keras", ".nemo", ".mlmodel", ".index.json", ".metadata"),
 )
-"""How files of weights and their indexes end."""
+"""The suffixes of weight files and their indexes."""
 TRAINING_STATE = ("optim", "extra_state", "rng", "random_states", "scheduler", "scaler", "training_args", "sampler")
-"""How the names of files begin that training programs write beside the weights: no part of the model."""
+"""The prefixes of files with training state, which are not part of the model."""
 _DESCRIPTIONS = (CONFIG, LOCAL_CONFIG, MANIFEST, JOURNAL, ADAPTER_CONFIG)
-"""Files that gptkit writes anew for each format, or that say how the source's own weights are stored."""
+"""Files that gptkit writes anew for every format, or that describe how the source's weights are stored."""
 _OF_THE_SOURCE = (
     *_DESCRIPTIONS,
     "params.json",
@@ -44,18 +44,18 @@ _OF_THE_SOURCE = (
     "tokens.json",
 )
 _CODE = (".py", ".pyc", ".ipynb", ".so", ".dll", ".sh", ".bat", ".exe", ".js", ".pkl", ".pickle", ".joblib", ".dill")
-"""How files end that run, or may run, code: these never travel."""
+"""The suffixes of files that are code or may run code; these are never copied."""
 _TEXTS = (".jinja", ".model", ".spm", ".tiktoken", ".vocab", ".bpe", ".codes")
-"""How files end that tokenizers and templates alone have."""
+"""Suffixes that only tokenizers and templates have."""
 _SUBJECTS = re.compile(r"token|vocab|merges|template|processor|generation|config|modules|bpe|spm|piece|prompt|special")
-"""What names of .json and .txt files contain that say how a model's inputs and outputs are made."""
+"""Words in the names of .json and .txt files about a model's inputs and outputs."""
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 MOST_BYTES = 2**28
-"""The largest file that is a companion; tokenizers are smaller."""
+"""The most bytes of a companion; tokenizers are smaller."""
 
 
 class Companion(NamedTuple):
-    """A file that travels with the weights: its name within the folder, with `/`, and where it is."""
+    """A file that is copied with the weights: its path relative to the folder, with `/`, and its full path."""
 
     name: str
     path: Path
@@ -65,23 +65,23 @@ class Companion(NamedTuple):
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file of this name holds weights, or says where weights are."""
+    """Return whether a file of this name has weights or is an index of weights."""
     last = name.rpartition("/")[2].lower()
     return last.endswith(_WEIGHTS) and not last.startswith(TRAINING_STATE)
 
 
 def is_licence(name: str) -> bool:
-    """Return whether a file of this name says what the weights may be used for."""
+    """Return whether a file of this name is a licence."""
     return name.rpartition("/")[2].upper().startswith(_LICENCES)
 
 
 def travelling(names: Iterable[str]) -> list[str]:
-    """Return which files of a folder travel with its weights, sorted; names of nested ones have a `/`.
+    """Return the files of a folder that are copied with its weights, sorted; names of nested ones have a `/`.
 
-    Those are the tokenizer's files, chat templates and other texts about what goes into the model and comes out
+    These are the tokenizer's files, chat templates and other texts about the model's inputs and outputs
     (`generation_config.json`, `preprocessor_config.json`, a sentence encoder's `1_Pooling/config.json`), and licences.
-    No code travels, no training state, no hidden file, and nothing that describes the source's own weights. A file of
-    a subfolder travels unless that subfolder has weights, a tokenizer, code or folders: then it is another checkpoint.
+    Code, training state, hidden files and descriptions of the source's weights are not copied. A file of a subfolder is
+    copied unless the subfolder has weights, a tokenizer, code or folders, because then it is another checkpoint.
     """
     every = list(names)
     barred = {name.partition("/")[0] for name in every if "/" in name and not _may_nest(name)}
@@ -105,10 +105,10 @@ def _travels(name: str) -> bool:
 
 
 def companions_in(folder: Path) -> list[Companion]:
-    """Return the files of a folder that travel with its weights, by name.
+    """Return the files of a folder that are copied with its weights, sorted by name.
 
-    A link to a file outside of the folder does not travel, but for the blobs of the hub's cache, and neither does what
-    is larger than `MOST_BYTES`. Raises InvalidInput where the folder cannot be read.
+    Links out of the folder (except to the blobs of the hub's cache) and files larger than `MOST_BYTES` are not copied.
+    Raises InvalidInput if the folder cannot be read.
     """
     try:
         paths = {path.relative_to(folder).as_posix(): path for path in _within(folder)}
@@ -120,13 +120,13 @@ def companions_in(folder: Path) -> list[Companion]:
 
 
 def _within(folder: Path) -> Iterator[Path]:
-    """Everything in a folder and in the folders in it, but for the folders at its top level and hidden ones."""
+    """Yield the files in a folder and its subfolders. A deeper folder gives one path, so that it is seen."""
     for path in folder.iterdir():
         if not path.is_dir():
             yield path
         elif not path.is_symlink() and not path.name.startswith("."):
             for inner in path.iterdir():
-                yield inner / "_" if inner.is_dir() else inner  # too deep, whatever it holds
+                yield inner / "_" if inner.is_dir() else inner  # marks its subfolder as another checkpoint
 
 
 def _is_own(path: Path, home: Path, blobs: Path) -> bool:
@@ -136,15 +136,15 @@ def _is_own(path: Path, home: Path, blobs: Path) -> bool:
 
 
 def is_tokenizers(name: str) -> bool:
-    """Return whether a file of this name is one of `TOKEN_FILES`, and no code."""
+    """Return whether a file of this name is one of `TOKEN_FILES` and not code."""
     return any(fnmatchcase(name, pattern) for pattern in TOKEN_FILES) and not name.lower().endswith(_CODE)
 
 
 def is_checkpoints(name: str) -> bool:
     """Return whether a file is part of the checkpoint in its folder, so that another checkpoint replaces it.
 
-    Those are the files that loaders look for: weights and indexes, descriptions, the tokenizer, chat templates. All
-    others, such as notes, licences and what is in subfolders, are the user's.
+    These are the files that loaders look for: weights and indexes, descriptions, the tokenizer, chat templates. All
+    others, such as notes, licences and files in subfolders, are the user's.
     """
     if "/" in name:
         return name.endswith(".jinja")
@@ -152,7 +152,7 @@ def is_checkpoints(name: str) -> bool:
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-    """Return the name under which a user's file is kept whose own name is taken: NAME.old, NAME.old2 and so on."""
+    """Return a new name for a user's file whose name is taken: NAME.old, NAME.old2 and so on."""
     used = set(taken)
     names = (f"{name}.old{number if number > 1 else ''}" for number in range(1, len(used) + 2))
     return next(old for old in names if old not in used)

@@ -1,10 +1,10 @@
-"""Processes of their own for what others wrote: with little memory and time, that write no file and start no other.
+"""Read untrusted files in separate processes with little memory and time, which can write no file and start no process.
 
-Read by both sides. The parent (`Confined`) starts this file as a plain script, isolated: it limits itself and gives
-every question to the `answer` of a neighbour (`pickle_process`, `tokenizer_process`), which imports
-nothing but the standard library and its neighbours. What is hostile in a file then takes down such a process at the
-most, and what a library has to say of it goes nowhere. A message is eight bytes of length and JSON; an answer is
-{"answer": …}, or {"error": …} with the worker's `reason`.
+Parent and worker both use this file. The parent (`Confined`) starts it as an isolated script. The script limits itself
+and passes every question to the `answer` of a worker module in this folder (`pickle_process`, `tokenizer_process`),
+which imports only the standard library and modules of this folder. A hostile file can then only end this process. The
+output of libraries is discarded. A message is eight bytes of length and JSON; an answer is {"answer": …}, or
+{"error": …} with the worker's `reason`.
 """
 
 import importlib
@@ -19,27 +19,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of it
+MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of this
 
 _Costs = tuple[int, int, float, float]
-"""Memory for any file or text and for each of its bytes, then seconds of processor time the same."""
+"""(memory, memory per byte of the file, seconds of processor time, seconds per byte)."""
 
 _LENGTH = struct.Struct("<Q")
 _CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-"""One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share."""
+"""Libraries use one thread, because the stacks and heaps of threads count as memory."""
 _NO_CACHE = {"TORCHINDUCTOR_CACHE_DIR": os.sep}
-"""The folder that torch makes for compiled code when it is imported: one that is there. Nothing is compiled here."""
+"""torch makes this folder for compiled code when it is imported, so it must exist. Nothing is compiled here."""
 
 
-_FIRST_THREAD = "GPTKIT_STARTED_BY"  # the parent's process number, where its first thread starts a worker
+_FIRST_THREAD = "GPTKIT_STARTED_BY"  # the parent's process id, if its main thread starts the worker
 
 
 class Confined:
-    """A worker, as the parent sees it; it ends with this object, or after so many seconds. Raises OSError."""
+    """A worker process. It ends with this object, or after `seconds`. Raises OSError if it cannot start."""
 
     def __init__(self, worker: str | Sequence[str], seconds: float | None = None) -> None:
-        """Start a neighbour by its name, or another program of ours, which calls `work`, by its words for Python."""
-        import subprocess  # here and below, because the worker has to begin quickly
+        """Start a worker module of this folder by its name, or a program that calls `work` by Python's arguments."""
+        import subprocess  # here and below, because the worker must start quickly
         import weakref
         from threading import Timer, current_thread, main_thread
 
@@ -52,7 +52,7 @@ class Confined:
             stderr=subprocess.DEVNULL,
             cwd=os.sep,
             env={**os.environ, **_CALM, **_NO_CACHE, **first},
-            start_new_session=True,  # a terminal's Ctrl-C is for us to answer
+            start_new_session=True,  # only the parent handles Ctrl-C
         )
         timer = Timer(seconds or 0, self._process.kill)
         timer.daemon = True
@@ -61,7 +61,7 @@ class Confined:
         self.end = weakref.finalize(self, _end, self._process, timer)
 
     def ask(self, question: Any, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any] | None:
-        """The answer to a question, its objects as the `hook` makes them; None where it has died, now or before."""
+        """Return the answer to a question, with JSON objects converted by `hook`; None if the worker has died."""
         assert self._process.stdin is not None and self._process.stdout is not None
         data = None
         try:
@@ -69,7 +69,7 @@ class Confined:
             data = _receive(self._process.stdout)
         except (OSError, ValueError):
             pass
-        except BaseException:  # an interrupt: what is still to come would be taken for the next answer
+        except BaseException:  # after an interrupt, the late answer would be taken for the next one
             self.end()
             raise
         if data is None:
@@ -80,15 +80,15 @@ class Confined:
 
 
 def libraries() -> list[str]:
-    """Where the parent imports from, for a worker that needs one of its libraries."""
-    return [str(Path(each).absolute()) for each in sys.path if each]
+    """Return the parent's import paths, for a worker that needs a library."""
+    return [str(Path(path).absolute()) for path in sys.path if path]
 
 
 def _end(process: Any, timer: Any) -> None:
     timer.cancel()
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was still to be written
+        with suppress(OSError):  # unwritten data
             pipe.close()
     process.wait()
 
@@ -99,7 +99,7 @@ def _send(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _receive(pipe: IO[bytes]) -> bytes | None:
-    """Read a message; None at the end, or where the other side died within one. Raises OSError."""
+    """Read a message. Return None at the end, or if the other side died. Raises OSError."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -109,13 +109,13 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def allow(nbytes: int, most: _Costs, data: int | None = None) -> None:
-    """Limit this process to what it has, and what so many bytes may take: it is killed where it takes more time.
+    """Limit this process to its present memory and time plus those in `most` for `nbytes` bytes.
 
-    data: a limit of the memory that it may write to, in bytes, for a worker that imports torch: the address space that
-    torch reserves says little of that.
+    The system kills it if it takes more time. `data` also limits the memory that it can write to, in bytes. Workers
+    that import torch need this, because torch reserves much more address space than it uses.
     """
     memory, per_byte, seconds, seconds_per_byte = most
-    with suppress(OSError, ValueError):  # where there is no /proc there is no such limit either
+    with suppress(OSError, ValueError):  # systems without /proc do not have this limit either
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _limit("RLIMIT_AS", pages * os.sysconf("SC_PAGE_SIZE") + memory + nbytes * per_byte)
     if data is not None:
@@ -125,7 +125,7 @@ def allow(nbytes: int, most: _Costs, data: int | None = None) -> None:
 
 
 def _limit(name: str, soft: int) -> None:
-    """Set a soft limit of this process, where the system knows such a limit."""
+    """Set a soft limit of this process, if the system has this limit."""
     with suppress(ImportError, AttributeError, ValueError, OSError):
         import resource
 
@@ -134,12 +134,12 @@ def _limit(name: str, soft: int) -> None:
 
 
 def _main() -> None:
-    """Confine this process, and be the worker that the command line names, which answers every question on stdin."""
+    """Confine this process, and answer every question on stdin with the worker that the command line names."""
     _end_with_parent()
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
         _limit(name, 0)
     _limit("RLIMIT_AS", MEMORY)
-    # Neighbours by their own names, and not this folder on the path, where some are called as other libraries are.
+    # Not sys.path, because some modules of this folder have the names of other libraries.
     package = types.ModuleType("confined")
     package.__path__ = [os.path.dirname(__file__)]  # noqa: PTH120, as few imports as can be
     sys.modules[package.__name__] = package
@@ -148,7 +148,7 @@ def _main() -> None:
 
 
 def work(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -> None:
-    """Be a worker that is no neighbour: answer every question on stdin, as long as the parent lives."""
+    """Answer every question on stdin while the parent lives, in a program that is not a worker of this folder."""
     _end_with_parent()
     _limit("RLIMIT_CORE", 0)
     _serve(answer, reason)
@@ -156,21 +156,21 @@ def work(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -
 
 def _serve(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print, which must not mix with answers
     while (question := _receive(sys.stdin.buffer)) is not None:
         try:
             data = json.dumps({"answer": answer(json.loads(question))}).encode()
-        except BaseException as error:  # Rust code panics with a class of its own
+        except BaseException as error:  # panics of Rust code have their own class
             data = json.dumps({"error": reason(error)}).encode()
         _send(answers, data)
 
 
 def _end_with_parent() -> None:
-    """End this process once its parent has ended, by kill -9 too, in the middle of an answer.
+    """End this process when its parent ends, also by kill -9 and in the middle of an answer.
 
-    A thread waits for the hang-up of stdin, which the parent alone writes to. On Linux the kernel sends SIGKILL as
-    well (prctl's PR_SET_PDEATHSIG), for a C function that lets no other thread run; not where a thread other than the
-    parent's first one started this process, at whose end it would send that too.
+    A thread waits until stdin is closed. On Linux the kernel also sends SIGKILL (prctl's PR_SET_PDEATHSIG), in case a C
+    function lets no other thread run. This is only used if the parent's main thread started this process, because the
+    kernel sends the signal when that thread ends.
     """
     import threading
 

@@ -171,9 +171,7 @@ def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
             first, last = max(start, row * block[0]), min(end, (row + 1) * block[0])
             if sound:
                 factors = np.repeat(grids[which, row] * np.float32(2.0**120), block[1])[:columns]
-                even = math.prod(block) < 2**12 or _halfway(
-                    grids[which, row]
-                )  # the check is worth it only for large blocks
+                even = math.prod(block) < 2**12 or _halfway(grids[which, row])
                 for at in range(first, last, step):
                     here = matrices[which, at : min(last, at + step)]
                     to = out[at - start : at - start + len(here)]

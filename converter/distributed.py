@@ -262,9 +262,7 @@ class _Team(_Alone):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if verdict is None or (verdict.rank == self.rank and error is not None):
             return
-        if verdict.kind == "lost" and self.rank == (
-            0 if verdict.rank else 1
-        ):  # one rank reports it
+        if verdict.kind == "lost" and self.rank == (0 if verdict.rank else 1):  # one rank reports it
             raise GptkitError(verdict.message, "\n".join(getattr(error, "__notes__", [])) or None) from error
         raise Elsewhere(f"rank {verdict.rank}: {verdict.message}", verdict.code) from error
 

@@ -1,4 +1,4 @@
-"""Element types as numbers: bf16 to and from numpy, which has no such type, and the way to fp64 and back."""
+"""Convert arrays between element types. numpy has no bf16 and fp8, so their bits are in a *carrier* of integers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ HF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "floa
 """safetensors' names -> torch's, which config.json uses."""
 
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32")
-"""Types that are no weights as they stand, but whose every value fp64 holds: cast where somebody asks for it."""
+"""Types that are usually not weights. fp64 has all their values, so they are cast if the user asks for a dtype."""
 
 F8 = ("F8_E4M3", "F8_E5M2")
-"""Types that weights have whose scales lie beside them."""
+"""The types of weights with scales."""
 
 Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
-    """safetensors' name of a dtype given as torch's or its short form (bf16, fp16, …); UsageError for any other."""
+    """Return safetensors' name of a dtype, given torch's name or a short form (bf16, fp16, …). Raises UsageError."""
     short = {"bf16": "BF16", "f16": "F16", "fp16": "F16", "f32": "F32", "fp32": "F32", "f64": "F64", "fp64": "F64"}
     known = {**short, **{torch_name: ours for ours, torch_name in HF_NAMES.items()}}
     key = name.lower().removeprefix("torch.")
@@ -37,26 +37,26 @@ def parse_dtype(name: str) -> str:
 
 
 def widest(dtypes: list[str]) -> str:
-    """The narrowest type that holds every value of all of them."""
+    """Return the narrowest type that can represent all values of these types."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
     return "F32" if set(dtypes) == {"BF16", "F16"} else max(dtypes, key=FLOATS.index)
 
 
 def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
-    """The values of an array in its carrier dtype, exactly."""
+    """Return the exact values of an array in its carrier dtype."""
     if dtype == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     elif dtype == "F8_E5M2":  # the upper half of fp16
         array = (array.astype(np.uint16) << 8).view(np.float16)
     elif dtype == "F8_E4M3":
         array = _E4M3[array]
-    with np.errstate(invalid="ignore"):  # what a signalling NaN makes the processor say
+    with np.errstate(invalid="ignore"):  # signalling NaNs set this flag
         return array.astype(np.float64)
 
 
 def _e4m3() -> NDArray[np.float64]:
-    """What each byte is as F8_E4M3: 4 bits of exponent and 3 of mantissa, no infinity (arXiv 2209.05433, table 1)."""
+    """Return the values of all bytes as F8_E4M3: 4 exponent, 3 mantissa bits, no infinity (arXiv 2209.05433, table 1)."""
     exponent, mantissa = np.divmod(np.arange(128), 8)
     values = np.where(exponent, (1 + mantissa / 8) * 2.0 ** (exponent - 7), mantissa / 8 * 2.0**-6)
     values[-1] = np.nan
@@ -67,14 +67,14 @@ _E4M3 = _e4m3()
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
-    """Values rounded to nearest even, in the dtype's carrier; CheckpointError where one is beyond its range."""
+    """Round values to nearest even, in the dtype's carrier. Raises CheckpointError if one is out of range."""
     if dtype == "F64":
         return np.asarray(values, order="C")
     odd = not_finite(values, "F64")
     with np.errstate(over="ignore", invalid="ignore"):
         narrow: Array = values.astype(np.float16 if dtype == "F16" else np.float32)
     if dtype == "BF16":
-        # fp64 -> fp32 -> bf16 would round twice: make the fp32 step round to odd, so that the second one decides.
+        # fp64 -> fp32 -> bf16 would round twice. So round to odd in the fp32 step, and the second step is right.
         bits = narrow.view(np.uint32)
         back = narrow.astype(np.float64)
         inexact = (back != values) & np.isfinite(back)
@@ -84,7 +84,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
-    """An array as another float type, both in carriers, rounded to nearest even; CheckpointError beyond the range."""
+    """Cast an array to another float type, both in carriers, to nearest even. Raises CheckpointError: out of range."""
     if dtype == target:
         return array
     if dtype in ("F64", "I32", "U32"):
@@ -104,8 +104,9 @@ def cast(array: Array, dtype: str, target: str) -> Array:
 
 
 def cast_freely(single: Array, target: str, odd: int | None = None) -> Array:
-    """fp32 as itself, fp16 or bf16, rounded to nearest even; what is beyond the range becomes infinite. `odd`: how many
-    are not finite, where that is known.
+    """Cast fp32 to fp32, fp16 or bf16, to nearest even. Values out of range become infinite.
+
+    `odd` is the number of values that are not finite, if it is known.
     """
     if target == "F32":
         return single
@@ -116,17 +117,17 @@ def cast_freely(single: Array, target: str, odd: int | None = None) -> Array:
 
 
 def _to_bf16(single: Array, odd: int) -> Array:
-    """fp32 as bf16, rounded to nearest even; `odd`: how many are not finite."""
+    """Round fp32 to bf16, to nearest even. `odd` is the number of values that are not finite."""
     bits = np.asarray(single, order="C").view(np.uint32)
     narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    if odd:  # the sum may carry a NaN's payload over into a number
+    if odd:  # the sum may turn a NaN into a number
         narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
         narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
     return narrow
 
 
 def _in_range(narrow: Array, dtype: str, odd: int) -> Array:
-    """A rounded array; CheckpointError where more of its values are not finite than the `odd` ones before."""
+    """Return a rounded array. Raises CheckpointError if more than `odd` of its values are not finite."""
     if lost := not_finite(narrow, dtype) - odd:
         raise CheckpointError(f"{lost} values are too large for {HF_NAMES[dtype]}")
     return narrow
@@ -136,29 +137,32 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 
 
 def not_finite(array: Array, dtype: str) -> int:
-    """How many values are NaN or infinite, told from their bits; `array` contiguous, of any type with these bytes."""
+    """Return the number of NaN and infinite values. `array` is contiguous, of any type with these bytes."""
     if dtype not in _EXPONENTS or not array.size:
         return 0
     carrier, mask = _EXPONENTS[dtype]
     exponents = array.reshape(-1).view(carrier) & np.dtype(carrier).type(mask)
-    # The maximum alone first: it is all that is needed of a sound tensor, and much cheaper than counting.
+    # First only the maximum: it suffices for tensors without such values, and is much cheaper than counting.
     return int(np.count_nonzero(exponents == mask)) if exponents.max() == mask else 0
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a cast cost: how many values changed, how many of them became zero, and the largest relative change."""
+    """The effect of a cast."""
 
     changed: int = 0
+    """The number of values that changed."""
     zeroed: int = 0
+    """The number of values that became zero."""
     relative: float = 0.0
+    """The largest relative change."""
 
     def __add__(self, other: Rounding) -> Rounding:
         return Rounding(self.changed + other.changed, self.zeroed + other.zeroed, max(self.relative, other.relative))
 
 
 def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
-    """Compare an array with its cast, both in their carrier dtypes; values that were not finite do not count."""
+    """Compare an array with its cast, both in their carriers, without values that are not finite."""
     if dtype in FLOATS and widest([dtype, target]) == target:
         return Rounding()
     exact, rounded = to_float64(before, dtype), to_float64(after, target)
@@ -173,15 +177,18 @@ def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What storing in blocks of few bits cost: the largest error, the errors' sum of squares, and the values' own."""
+    """The error of quantising."""
 
     largest: float = 0.0
+    """The largest error."""
     errors: float = 0.0
+    """The sum of the squared errors."""
     values: float = 0.0
+    """The sum of the squared values."""
 
     @property
     def relative(self) -> float:
-        """The root of the mean square error, over that of the values."""
+        """The root mean square of the error, relative to that of the values."""
         return math.sqrt(self.errors / self.values) if self.values else 0.0
 
     def __add__(self, other: Quantisation) -> Quantisation:
@@ -190,7 +197,7 @@ class Quantisation:
 
 
 def quantisation(before: Array, dtype: str, after: Array) -> Quantisation:
-    """Compare an array in its carrier dtype with what its blocks stand for, as many values in fp32."""
+    """Compare an array in its carrier with the dequantised values in fp32."""
     exact = to_float64(before, dtype).reshape(-1)
     error = after.reshape(-1) - exact
     return Quantisation(float(np.abs(error).max(initial=0.0)), float(error @ error), float(exact @ exact))

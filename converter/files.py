@@ -1,4 +1,4 @@
-"""Files written, copied, hashed, locked and put on the disk, with errors that name them."""
+"""Write, copy, hash, lock and fsync files, with errors that name them."""
 
 import errno
 import fcntl
@@ -18,16 +18,16 @@ from ..errors import GptkitError, UsageError
 _log = logging.getLogger(__name__)
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
-"""What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
+"""The error codes of operations that the file system or kernel does not support."""
 
-_PID = re.compile(rb"[0-9]{0,19}\n?")  # what is in a lock's file; a file with anything else is somebody's own
+_PID = re.compile(rb"[0-9]{0,19}\n?")  # the content of a lock file; other files are the user's
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write every byte of `data` at byte `offset` of `fd`; the kernel may take fewer than asked. Raises OSError."""
+    """Write all of `data` at byte `offset` of `fd`, in several calls if needed. Raises OSError."""
     view = memoryview(data).cast("B")
     while view.nbytes:
-        # Linux takes at most 2 GiB - 4 KiB a call, macOS fails above 2 GiB - 1: stay below both.
+        # Linux writes at most 2 GiB - 4 KiB per call, and macOS fails above 2 GiB - 1.
         done = os.pwrite(fd, view[: 1 << 30], offset)
         if done == 0:
             raise OSError(errno.EIO, "the write stopped short")
@@ -35,7 +35,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Create `path` (mode by the umask) holding `data`. Raises GptkitError where that fails or the file exists."""
+    """Create `path` with this content (mode by the umask). Raises GptkitError if writing fails or the file exists."""
     try:
         with path.open("xb", buffering=0) as file:
             write_all(file.fileno(), data, 0)
@@ -44,7 +44,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    """Copy a file's bytes into a new one, inside the kernel where it can; mode by the umask, not the first one's."""
+    """Copy a file's bytes to a new file, inside the kernel if possible.
+
+    The mode follows the umask. Raises GptkitError.
+    """
     try:
         with src.open("rb", buffering=0) as source, dst.open("xb", buffering=0) as sink:
             offset = 0
@@ -56,7 +59,7 @@ def copy_file(src: Path, dst: Path) -> None:
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-            # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
+            # Copy the rest if the kernel stopped early. At the end of the file, the first read is empty.
             while chunk := os.pread(source.fileno(), 8 << 20, offset):
                 write_all(sink.fileno(), chunk, offset)
                 offset += len(chunk)
@@ -65,18 +68,18 @@ def copy_file(src: Path, dst: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, in hex. Raises OSError."""
+    """Return the sha256 of a file in hex. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """A plain file's bytes, at most `most`; OSError for a pipe, a file without end, and one that is larger."""
+    """Return the bytes of a plain file. Raises OSError for a pipe or device, and if it has more than `most` bytes."""
     return _read(path, most, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """Return the bytes of a file that gptkit itself wrote, as `read_small` does; OSError for a link to another file."""
+    """Return the bytes of a file that gptkit wrote, as `read_small`. Raises OSError also for a link."""
     return _read(path, most, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -94,7 +97,7 @@ def _read(path: Path, most: int, flags: int) -> bytes:
 
 
 def at_once(work: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
-    """What work makes of each, in their order, by a few threads: hashing and waiting let the others run."""
+    """Return the results of `work` on the items, in order, with a few threads, which hash and wait in parallel."""
     from concurrent.futures import ThreadPoolExecutor  # here, because most commands never need it
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -102,7 +105,7 @@ def at_once(work: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
 
 
 def fsync(path: Path, flags: int = 0) -> int:
-    """Put a file or a folder on the disk; returns its bytes. Raises OSError."""
+    """Fsync a file or folder and return its size in bytes. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
@@ -112,12 +115,12 @@ def fsync(path: Path, flags: int = 0) -> int:
 
 
 def seal(path: Path) -> int:
-    """fsync a file, opened anew and not through a link; returns its bytes. Raises OSError."""
+    """Fsync a file that is not a link and return its size in bytes. Raises OSError."""
     return fsync(path, os.O_NOFOLLOW)
 
 
 def open_own(path: Path) -> io.BufferedReader:
-    """Open a plain file of this user's, under this name alone; OSError for a link or a pipe, which stay untouched."""
+    """Open a plain file that belongs to this user and has one name. Raises OSError for anything else."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
@@ -127,7 +130,7 @@ def open_own(path: Path) -> io.BufferedReader:
 
 
 def failed(what: str, path: Path, error: OSError) -> GptkitError:
-    """The error that says what could not be done, and what helps against it."""
+    """Return the error for a failed operation on a path, with a hint if the disk is full."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "Free some space, or write to another disk." if full else None
     return GptkitError(f"could not {what} {path}: {error.strerror or error}", hint)
@@ -135,21 +138,22 @@ def failed(what: str, path: Path, error: OSError) -> GptkitError:
 
 @contextmanager
 def locked(target: Path) -> Iterator[bool]:
-    """Be the only writer of a target: flock on a sibling `.<name>.lock`, which the next run takes after a kill -9. It
-    gives whether that keeps others away: some file systems have no locks. Raises GptkitError where another has it.
+    """Lock a target with flock on a sibling `.<name>.lock`, which ends even with kill -9.
+
+    Yield whether it is locked, because some file systems have no locks. Raises GptkitError if another process has it.
     """
     path = target.parent / f".{target.name}.lock"
-    while (taken := _take(path, target)) is None:
+    while (lock := _take(path, target)) is None:
         pass
-    fd, held = taken
+    fd, is_locked = lock
     try:
-        if held:
+        if is_locked:
             os.ftruncate(fd, 0)
             write_all(fd, f"{os.getpid()}\n".encode(), 0)
-        yield held
+        yield is_locked
     finally:
         try:
-            path.unlink(missing_ok=True)  # while it is held: nobody else's
+            path.unlink(missing_ok=True)  # still locked, so no other process uses it
         except OSError as error:
             _log.debug("could not remove %s: %s", path, error)
         finally:
@@ -157,10 +161,10 @@ def locked(target: Path) -> Iterator[bool]:
 
 
 def _take(path: Path, target: Path) -> tuple[int, bool] | None:
-    """The open file, and whether it is locked; None where the holder before removed it meanwhile."""
+    """Return the open lock file and whether it is locked; None if another process has just removed it."""
     in_the_way = UsageError(f"{path} exists, but gptkit needs this name for a lock file", "Remove it.")
     try:
-        # Neither through a planted link, nor waiting for the other end of a planted pipe.
+        # Do not follow a link, and do not wait for a pipe, that an attacker may have made.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR):
@@ -170,14 +174,14 @@ def _take(path: Path, target: Path) -> tuple[int, bool] | None:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise in_the_way
-        held = _flock(fd, target)
-        # The holder before may have removed the file between our open and our lock: then it guards nothing.
+        is_locked = _flock(fd, target)
+        # Another process may have removed the file between open and lock; then the lock has no effect.
         with suppress(FileNotFoundError):
             same = os.path.samestat(os.fstat(fd), path.lstat())
         if same and not _PID.fullmatch(os.pread(fd, 21, 0)):
             same = False
             raise in_the_way
-        return (fd, held) if same else None
+        return (fd, is_locked) if same else None
     finally:
         if not same:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""What a checkpoint's files are called, a folder's listing, JSON as files have it, what git-lfs leaves of a file."""
+"""Names of a checkpoint's files, and helpers for listing folders, plain files, JSON and git-lfs pointers."""
 
 import json
 import os
@@ -16,20 +16,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SINGLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-ADAPTER_CONFIG = "adapter_config.json"  # what peft writes beside the weights of an adapter
+ADAPTER_CONFIG = "adapter_config.json"  # peft's config of an adapter
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 POINTER = b"version https://git-lfs"
-"""How the small text begins that git leaves in a file's place where git-lfs did not fetch it."""
+"""The first bytes of the small text that replaces a file which git-lfs did not fetch."""
 
 
 def is_plain(name: str) -> bool:
-    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
+    """Return whether this is a plain file name. The file may be a symlink, as in the hub's cache."""
     return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
 
 
 def listing(path: Path) -> frozenset[str] | None:
-    """The names of a folder's files, found with one call; None for a file. Raises OSError, InvalidInput for a pipe."""
+    """Return the names of a folder's files, or None for a file. Raises OSError; InvalidInput for a pipe."""
     try:
         with os.scandir(path) as entries:
             return frozenset(entry.name for entry in entries if _is_file(entry))
@@ -45,16 +45,16 @@ def listing(path: Path) -> frozenset[str] | None:
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):  # a link that leads in a circle
+    with suppress(OSError):  # a circular link
         return entry.is_file()
     return False
 
 
 @contextmanager
 def plain_file(path: Path) -> Iterator[BinaryIO]:
-    """A plain file, open for reading. Raises CheckpointError: it is none, or what is read within fails."""
+    """Open a plain file for reading. Raises CheckpointError if it is not one, or if reading fails."""
     try:
-        # stat first: opening a pipe would wait for its other end.
+        # stat first, because opening a pipe would wait for a writer.
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a file")
         with path.open("rb") as file:
@@ -64,17 +64,17 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def pointer(where: Path | str) -> CheckpointError:
-    """The error for such a text in a weight file's place, to be raised by the caller."""
+    """Return the error for a git-lfs pointer instead of a weight file."""
     return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
 
 
 def untrusted(path: Path, hint: str) -> UntrustedInput:
-    """The error for a pickle that was not allowed, to be raised by the caller."""
+    """Return the error for a pickle that the user did not allow."""
     return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError where a weight file is a git-lfs pointer: before anybody is asked to trust it."""
+    """Raise CheckpointError if a weight file is a git-lfs pointer. Call this before asking the user to trust a file."""
     with suppress(OSError, ValueError):
         if path.is_file():
             with path.open("rb") as file:
@@ -83,7 +83,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def json_bytes(data: Any) -> bytes:
-    """JSON as transformers writes its config files, but for half a surrogate pair, which UTF-8 has no bytes for."""
+    """Return JSON as transformers writes config files. Lone surrogates, which UTF-8 does not have, are escaped."""
     try:
         return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -95,8 +95,11 @@ _MAX_NAME = 255
 
 
 def stated_name(path: Path) -> str:
-    """Return the name that a small file states, of a folder beside it. Raises CheckpointError, and UntrustedInput for a
-    link to a file outside of its folder, but for the blobs of the hub's cache, which every file of a snapshot links to.
+    """Return the name of a folder that a small file such as `latest` contains.
+
+    Raises:
+        CheckpointError: the file cannot be read. UntrustedInput: it is a link out of its folder, except to the blobs of
+            the hub's cache, to which all files of a snapshot link.
     """
     home, target = path.parent.resolve(), path.resolve()
     if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
@@ -106,7 +109,7 @@ def stated_name(path: Path) -> str:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is such a folder; a name that no file can have is none."""
+    """Return whether a folder exists; False for impossible names."""
     try:
         return path.is_dir()
     except (OSError, ValueError):

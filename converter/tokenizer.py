@@ -1,11 +1,11 @@
-"""A checkpoint's tokenizer: text to ids and back, and the files it is made of.
+"""Convert text to token ids and back with a checkpoint's tokenizer, and find the tokenizer's files.
 
-tokenizer.json is read by the `tokenizers` library. Since version 5 transformers itself ignores `add_bos_token` and
-`add_eos_token` of a tokenizer_config.json beside it: the file's own post-processor decides. Ids are those of
-AutoTokenizer but for one case: for a llama tokenizer it puts no "▁" before text that directly follows a special token
-written out in the prompt ("<s>Once"), whatever the file says; here the file is followed. Older forms (tokenizer.model,
-vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never with a repository's own code.
-All of this runs in a process of its own (`tokenizer_process`).
+The `tokenizers` library reads tokenizer.json. As in transformers 5, the file's own post-processor decides about special
+tokens, not `add_bos_token` and `add_eos_token` in tokenizer_config.json. Ids are those of AutoTokenizer, with one
+exception: for a llama tokenizer, AutoTokenizer puts no "▁" before text that directly follows a special token in the
+prompt ("<s>Once"), whatever the file says, and gptkit follows the file. AutoTokenizer reads older forms
+(tokenizer.model, vocab.json with merges.txt), only from local files and never with a repository's own code. All of this
+runs in a separate process (`tokenizer_process`).
 """
 
 import importlib.util
@@ -25,8 +25,9 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """Text to token ids and back, in a process of its own, which ends with this object. It is read from `path`, from
-    `text` in its place, or by AutoTokenizer from a `folder`; every method raises InvalidInput where that fails.
+    """A tokenizer in a separate process, which ends with this object. Every method raises InvalidInput if it fails.
+
+    It is read from `path`, from `text` (the content of this file), or by AutoTokenizer from a `folder`.
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
@@ -37,15 +38,15 @@ class Tokenizer:
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, too many for a tokenizer")
         self._process = Confined("tokenizer_process")
-        asked: dict[str, Any] = {"libraries": libraries(), "bytes": nbytes, "file": str(path.absolute())}
+        question: dict[str, Any] = {"libraries": libraries(), "bytes": nbytes, "file": str(path.absolute())}
         if folder is not None:
-            asked["older"] = str(folder.absolute())
+            question["older"] = str(folder.absolute())
         elif text is not None:
             try:
-                asked["text"] = text.decode()
+                question["text"] = text.decode()
             except UnicodeDecodeError as error:
                 raise self._broken(str(error)) from error
-        self._exchange(asked)
+        self._exchange(question)
 
     def _ask(self, what: str, given: Any = None, flag: bool = False) -> Any:
         return self._exchange({"what": what, "given": given, "flag": flag})
@@ -59,44 +60,50 @@ class Tokenizer:
         return answer["answer"]
 
     def _broken(self, why: str) -> InvalidInput:
-        # The reason may quote the file: control characters must not reach the terminal.
+        # The reason may quote the file, and control characters must not reach the terminal.
         reason = "".join(sign if sign.isprintable() else " " for sign in next(iter(why.strip().splitlines()), ""))
         return InvalidInput(f"{self.path} cannot be read as a tokenizer: {reason:.200}", "Fetch the file again.")
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of tokens that stand for something other than text."""
+        """The ids of special tokens."""
         return frozenset(self._ask("special"))
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included; a model's table may have more rows than that."""
+        """The number of tokens, with added ones. A model's embedding may have more rows."""
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens that the tokenizer adds; UsageError for half a surrogate pair."""
+        """Return the ids of a text, with the special tokens that the tokenizer adds.
+
+        Raises UsageError: invalid Unicode.
+        """
         return list(self._ask("encode", _unicode(text), special))
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids of a text without special tokens, and where in it, in characters, each one's part ends."""
+        """Return the ids of a text without special tokens, and the character position at which each token ends."""
         ids, ends = self._ask("ends", _unicode(text))
         return ids, ends
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids. What no token has (a model's spare rows) is left out; half a character becomes U+FFFD."""
+        """Return the text of ids.
+
+        Ids without a token (unused rows) are left out; an incomplete character becomes U+FFFD.
+        """
         return str(self._ask("decode", list(ids), skip_special_tokens))
 
     def to_json(self) -> str:
-        """The tokenizer as a tokenizer.json, whatever it was read from."""
+        """Return the tokenizer as a tokenizer.json."""
         return str(self._ask("to_str"))
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it, or None where there is none of that id."""
+        """Return a token as the vocabulary writes it, or None."""
         token: str | None = self._ask("id_to_token", token_id)
         return token
 
     def ids(self, tokens: Iterable[str]) -> list[int | None]:
-        """The id of each of these tokens, None where there is none so written."""
+        """Return the ids of tokens as the vocabulary writes them, with None for unknown ones."""
         return list(self._ask("token_to_id", list(tokens)))
 
 
@@ -109,26 +116,27 @@ def _unicode(text: str) -> str:
 
 
 class StreamDecoder:
-    """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once; behind a
-    `prompt` what follows its text, with the space it begins with. What later ids could still change is held back: bytes
-    of an unfinished character, and byte tokens like <0xE4> until another token follows. (tokenizers' DecodeStream gives
-    none.)
+    """Decodes ids one by one. All pieces, with that of `finish`, give the same text as decoding all ids at once.
+
+    After a `prompt`, the pieces are the text that follows it, with the space at its beginning. Text that later ids
+    could still change is delayed: bytes of an incomplete character, and byte tokens like <0xE4> until another token
+    follows. (The DecodeStream of tokenizers never returns these.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        # A decoder may treat the beginning of a text differently (drop its space), so the ids of the last piece are
-        # decoded again in front of what is new, and their text, `_given`, is cut off.
+        # A decoder may change the beginning of a text (drop its space), so the ids of the last piece are decoded again
+        # together with the new ids, and their text, `_given`, is cut off.
         self._ids = [token_id for token_id in prompt if token_id not in self._skipped]
         self._given_ids = len(self._ids)
         self._given = tokenizer.decode(self._ids)
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now; often that of this id, at times nothing, or more."""
+        """Add an id, and return the text that no later id can change; it may be empty."""
         token = self._tokenizer.token(token_id)
         if token is None or token_id in self._skipped:
-            return ""  # decoding leaves it out, so a run of byte tokens goes on across it
+            return ""  # decoding leaves it out, so a sequence of byte tokens may continue after it
         self._ids.append(token_id)
         if _BYTE_TOKEN.fullmatch(token):
             return ""
@@ -138,27 +146,27 @@ class StreamDecoder:
         piece = _after(self._given, text)
         last = self._ids[self._given_ids :]
         last_text = self._tokenizer.decode(last)
-        # Only ids with text can stand for the text before: behind nothing, the next space would count as the first.
+        # Keep only ids with text: without text before it, the next space would be at the beginning and be dropped.
         if last_text:
             self._ids, text = last, last_text
         self._given_ids, self._given = len(self._ids), text
         return piece
 
     def finish(self) -> str:
-        """What was held back, when no more ids come. The decoder then begins anew."""
+        """Return the delayed text at the end, and reset the decoder."""
         piece = _after(self._given, self._tokenizer.decode(self._ids))
         self._ids, self._given_ids, self._given = [], 0, ""
         return piece
 
 
 def _after(given: str, text: str) -> str:
-    """What is behind `given` in a text; the end of a prompt within a character may turn into something else."""
+    """Return a text after its common prefix with `given`. The last, incomplete character of a prompt may change."""
     same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
     return text[same:]
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
-    """The tokenizer of a folder, or of `texts` in its weight file; None without one. Raises InvalidInput."""
+    """Return the tokenizer of a folder, or of `texts` stored in its weight file, or None. Raises InvalidInput."""
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
         text = texts[path.name]
@@ -167,7 +175,8 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
     else:
         model = next((folder / name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()), None)
         if model is not None:
-            # Asked first: without it transformers takes the file for another kind, and its error names that.
+            # Without sentencepiece, transformers would read the file as another kind, and its error would be
+            # misleading.
             if importlib.util.find_spec("sentencepiece") is None:
                 raise InvalidInput(
                     f"{model} is a SentencePiece model, and its folder has no tokenizer.json",
@@ -185,30 +194,32 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
 def eos_ids(
     folder: Path, tokenizer: Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
 ) -> tuple[int, ...]:
-    """The ids that end a text: by generation_config.json, else config.json, else the tokenizer's `eos_token`, of the
-    `texts` or the folder. Raises InvalidInput.
+    """Return the ids that end a text, from the `texts` or the folder. Raises InvalidInput.
+
+    They are in generation_config.json, else in config.json, else they are the tokenizer's `eos_token`.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
         if value is not None:
             values = value if isinstance(value, list) else [value]
-            if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+            if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
                 message = f"{folder / name}: eos_token_id is {shown(value)}, expected a token id or a list of them"
                 raise InvalidInput(message)
             return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
-    if isinstance(token, dict):  # an AddedToken, written out
+    if isinstance(token, dict):  # an AddedToken
         token = token.get("content")
-    (found,) = tokenizer.ids([token]) if tokenizer is not None and isinstance(token, str) else [None]
-    return () if found is None else (found,)
+    (index,) = tokenizer.ids([token]) if tokenizer is not None and isinstance(token, str) else [None]
+    return () if index is None else (index,)
 
 
 def start_id(folder: Path, config: Mapping[str, Any] | None, texts: Mapping[str, bytes] | None = None) -> int | None:
-    """The id before the text that the decoder of an encoder-decoder writes: by generation_config.json, else by the
-    `config` that it has or once had. Raises InvalidInput.
+    """Return the id with which the decoder of an encoder-decoder starts, or None. Raises InvalidInput.
+
+    It is in generation_config.json, else in the model's `config`.
     """
-    for found in (_read_json(folder / "generation_config.json", texts), config or {}):
-        value = found.get("decoder_start_token_id")
+    for settings in (_read_json(folder / "generation_config.json", texts), config or {}):
+        value = settings.get("decoder_start_token_id")
         if isinstance(value, bool) or not isinstance(value, int | None):
             raise InvalidInput(f"{folder}: decoder_start_token_id is {shown(value)}, expected a token id")
         if value is not None:
@@ -217,7 +228,7 @@ def start_id(folder: Path, config: Mapping[str, Any] | None, texts: Mapping[str,
 
 
 def token_files(folder: Path) -> list[Path]:
-    """The files of `companions.TOKEN_FILES` in a folder, in the order of their names. Raises InvalidInput."""
+    """Return the files of `companions.TOKEN_FILES` in a folder, sorted by name. Raises InvalidInput."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
@@ -226,7 +237,7 @@ def token_files(folder: Path) -> list[Path]:
 
 
 def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-    """The file's object, empty where there is no such file; looked for among `texts` where there are any."""
+    """Read a JSON object from `texts` if there are any, else from the file; empty if there is no such file."""
     if texts:
         return parse_config_text(texts[path.name], path.name) if path.name in texts else {}
     return read_config_file(path)[0] if path.is_file() else {}

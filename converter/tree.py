@@ -1,8 +1,8 @@
-"""The tree of a checkpoint, from its config alone: gptkit.json of our own format, or config.json. No numpy.
+"""Read the tree of a checkpoint from its config alone: gptkit.json of gptkit's own format, or config.json. No numpy.
 
-gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from (with
-the text of its config.json, so that converting back restores it byte for byte) and what was done to it since. The same
-in a .json file of any name is a tree by itself (`write_spec`): every command that needs no weights takes it.
+gptkit.json has the tree as JSON, a schema version, the dtype to compute in, the origin of the checkpoint (with the text
+of its config.json, so that converting back restores it byte for byte) and the changes since. A .json file of any name
+with this content is a tree without weights (`write_spec`), which every command that needs no weights accepts.
 """
 
 import json
@@ -31,16 +31,19 @@ _LOCAL_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tree came from: the family and config.json it had, the reference and commit, what was done to it."""
+    """The origin of a tree."""
 
     family: str | None = None
     config_text: str | None = None
+    """The text of the original config.json."""
     reference: str | None = None
     revision: str | None = None
+    """The commit on the hub."""
     history: tuple[dict[str, Any], ...] = ()
+    """The changes since."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The original's weight files by name, each with its header's text, and the text of its index: what is needed to
-    write the very same files again."""
+    """The texts of the headers of the original's weight files and of its index, by file name, from which gptkit can
+    write identical files."""
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -49,15 +52,15 @@ class Origin:
 
 
 class Quantised(InvalidInput):
-    """Weights that are stored as something else than floating-point numbers, in a way that is not read here."""
+    """The weights are quantised in a way that gptkit cannot read."""
 
 
 class OtherClass(CheckpointError):
-    """A model of a known family without a language model's head: its config.json names another class."""
+    """A model of a known family has no language model head: its config.json names another class."""
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree that `file` says of a `folder` or weight file: (spec, origin, unknown fields). Raises InvalidInput."""
+    """Return (spec, origin, unknown fields) of a folder or weight file from its config `file`. Raises InvalidInput."""
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
@@ -85,14 +88,13 @@ _BESIDE = {
     "quantize_config.json": ("gptq", {}),
     "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
 }
-"""Files in which AutoGPTQ and AutoAWQ say how weights are quantised where config.json says nothing: the method, and
-what config.json calls their fields."""
+"""The files in which AutoGPTQ and AutoAWQ describe quantisation: the method, and config.json's names for fields."""
 
 
 def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the quantization_config that a config.json lacks, from the quantising program's own file beside it.
+    """Return the quantization_config that a config.json lacks, from the quantising program's file in the same folder.
 
-    None where config.json has one, or no such file is there. Raises ConfigError where the file cannot be read.
+    Return None if config.json has one, or if there is no such file. Raises ConfigError.
     """
     if quantisation(config) is not None:
         return None
@@ -108,13 +110,13 @@ def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] 
 
 
 def _with_weights(folder: Path) -> list[str]:
-    """The folders within one, or within those, that hold what may be weights."""
+    """Return the folders up to two levels below that may contain weights."""
     files = chain.from_iterable(islice(folder.glob(pattern), 1000) for pattern in ("*/*", "*/*/*"))
     return sorted({str(file.parent) for file in files if is_weights(file.name)})
 
 
 def _refuse_adapter(path: Path, folder: Path) -> None:
-    """Raise InvalidInput, with the command that merges it, where a path is that of a peft adapter or within one."""
+    """Raise InvalidInput, with the command that merges it, if a path is a peft adapter or inside one."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     config, _ = read_config_file(folder / ADAPTER_CONFIG)
@@ -134,22 +136,22 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Name the file in what is wrong with it: families say config.json, and the tree's own checks nothing."""
+    """Put the file's name into errors: families name config.json, and the checks of the tree name no file."""
     try:
         yield
     except ConfigError as error:
-        told = error.message.removeprefix(CONFIG)
-        error.message = f"{file}{told}" if told != error.message else f"{file}: {told}"
+        rest = error.message.removeprefix(CONFIG)
+        error.message = f"{file}{rest}" if rest != error.message else f"{file}: {rest}"
         raise
 
 
 def _is_tree(path: Path, data: Mapping[str, Any]) -> bool:
-    """Whether a .json file of any name is of our own format: a family's config.json has a model_type instead."""
+    """Return whether a .json file is of gptkit's own format. A family's config.json has a model_type instead."""
     return path.name != CONFIG and "spec" in data and "model_type" not in data
 
 
 def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    try:  # what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair
+    try:  # Python's parser accepts what is not JSON: NaN, numbers beyond fp64, lone surrogates
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} contains values that JSON cannot represent: {error}") from error
@@ -162,27 +164,27 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     if isinstance(origin, dict):
         origin = {**origin, "config_text": origin.get("config"), "history": history}
     try:
-        found = msgspec.convert(origin, Origin)
+        parsed = msgspec.convert(origin, Origin)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{path}: its origin or history does not have the form that gptkit writes: {error}"
         ) from error
-    if found.family is not None:
-        named(found.family)
+    if parsed.family is not None:
+        named(parsed.family)
     try:
         with _naming(str(path)):
-            return from_json(data.get("spec")), found, []
-    except (OverflowError, RecursionError) as error:  # an integer that no float holds
+            return from_json(data.get("spec")), parsed, []
+    except (OverflowError, RecursionError) as error:  # an integer that is too large for a float
         raise ConfigError(f"{path} is not a valid model spec: {error}") from error
 
 
 def holds_tree(path: Path) -> bool:
-    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it."""
+    """Return whether a .json file is a tree without weights, as `write_spec` writes it."""
     return path.name != CONFIG and path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 
 def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:
-    """What gptkit.json says of a tree; `dtype`, by torch's name, is what it is to be computed in."""
+    """Return the content of gptkit.json. `dtype` is the dtype to compute in, by torch's name."""
     return {
         "gptkit": __version__,
         "schema_version": _LOCAL_SCHEMA,
@@ -202,9 +204,19 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
 def write_spec(
     spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
-    """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model; it
-    is there whole or not at all. `origin` says where the tree came from; `dtype`, by torch's name, is what it is to be
-    computed in; `force` replaces a file. Raises UsageError: a name that means something else, or is taken; GptkitError.
+    """Write a tree without weights to a .json file, in one step, and return its path.
+
+    `params`, `compare`, `show` and `load --random` accept this file as a model.
+
+    Args:
+        spec: the tree.
+        path: a .json file that is not called config.json or gptkit.json.
+        origin: where the tree came from.
+        dtype: the dtype to compute in, by torch's name.
+        force: replace an existing file.
+
+    Raises:
+        UsageError: the name is not allowed, or the file exists. GptkitError: writing fails.
     """
     from .files import failed, fsync, write_bytes  # here, because it imports hashlib
 

@@ -1,4 +1,4 @@
-"""How llama.cpp tokenizes a text by the metadata of a GGUF file, so that what differs from the original can be counted.
+"""Tokenize a text as llama.cpp does with the metadata of a GGUF file, to count differences from the original.
 
 A text is cut at special tokens first. "gpt2" then splits by the regular expressions that belong to the name in
 `tokenizer.ggml.pre` and merges bytes; "llama" merges characters by the score of the result; "t5" normalizes and takes
@@ -62,11 +62,11 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "deepseek-coder": (r"[\r\n]", rf"\s?[{_L}]+", rf"\s?[{_P}]+", "[一-龥ࠀ-一가-퟿]+", _ONE),
     "deepseek-v3": (_THREE, "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED),
 }
-"""The expressions of each name in `tokenizer.ggml.pre`, carried out one after the other on what the last one left."""
+"""The expressions of every name in `tokenizer.ggml.pre`. Each splits the parts that the one before gives."""
 
 
 def _collapsed(text: str) -> str:
-    """A text as the expressions see it."""
+    """Return the text on which the expressions are matched."""
     return "".join(
         letter
         if ord(letter) < 128
@@ -82,18 +82,18 @@ def split(text: str, name: str) -> list[str]:
     seen, cuts = _collapsed(text), [0, len(text)]
     blanks = "".join(_BLANK if ord(letter) > 127 and letter.isspace() else letter for letter in text)
     for expression in SPLITS[name]:
-        whole = not expression.isascii() and not any(each in expression for each in _CATEGORIES.values())
+        whole = not expression.isascii() and not any(category in expression for category in _CATEGORIES.values())
         pattern = re.compile(expression, 0 if whole else re.ASCII)
-        found = {0, len(text)}
+        new_cuts = {0, len(text)}
         for start, end in pairwise(cuts):
             part = (blanks if whole else seen)[start:end]
-            found |= {start, end, *(start + at for match in pattern.finditer(part) for at in match.span())}
-        cuts = sorted(found)
+            new_cuts |= {start, end, *(start + at for match in pattern.finditer(part) for at in match.span())}
+        cuts = sorted(new_cuts)
     return [text[start:end] for start, end in pairwise(cuts)]
 
 
 def _visible_bytes() -> dict[int, str]:
-    """GPT-2's printable character for each byte."""
+    """Return GPT-2's printable character for every byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + at) for at, byte in enumerate(rest)}
@@ -123,23 +123,25 @@ class LlamaCpp:
             "llama": self._scored,
             "t5": self._likeliest,
         }[self._get("model", "")]
-        found: list[int] = []
+        ids: list[int] = []
         after_special = True
         for part in self._cut(text):
             if isinstance(part, int):
-                found.append(part)
+                ids.append(part)
             elif part:
-                found += how(part, after_special)
+                ids += how(part, after_special)
             after_special = isinstance(part, int)
-        return found
+        return ids
 
     def _cut(self, text: str) -> list[str | int]:
-        """The text between special tokens, and these, the longest first."""
+        """Split a text at special tokens, longest first, and return the texts between them and their ids."""
         parts: list[str | int] = [text]
         for token in self._special:
             if token in text:
                 parts = [
-                    each for part in parts for each in ([part] if isinstance(part, int) else self._around(part, token))
+                    piece
+                    for part in parts
+                    for piece in ([part] if isinstance(part, int) else self._around(part, token))
                 ]
         return parts
 
@@ -174,7 +176,7 @@ class LlamaCpp:
                 continue
             merge(symbols, lambda left, right: self._ranks.get((left, right)))
             for symbol in symbols:
-                # Bytes that have no token are left out.
+                # Bytes without a token are left out.
                 yield from (
                     [self._ids[symbol]] if symbol in self._ids else (self._ids[c] for c in symbol if c in self._ids)
                 )
@@ -198,7 +200,7 @@ class LlamaCpp:
             yield from [self._ids[symbol]] if symbol in self._ids else self.of_bytes(symbol)
 
     def of_bytes(self, text: str) -> Iterator[int]:
-        """Yield the ids of a text's bytes, that of the unknown token for bytes that have none."""
+        """Yield the ids of a text's bytes, and that of the unknown token for bytes without a token."""
         for byte in text.encode():
             yield self._ids.get(f"<0x{byte:02X}>", self._unknown)
 
@@ -226,12 +228,12 @@ class LlamaCpp:
                     best[end] = (score, start, index)
             if not single and best[start][0] + self._of_unknown > best[start + 1][0]:
                 best[start + 1] = (best[start][0] + self._of_unknown, start, self._unknown)
-        found, end = [], len(given)
+        pieces, end = [], len(given)
         while end:
             _, start, index = best[end]
-            found.append((given[start:end], index))
+            pieces.append((given[start:end], index))
             end = start
-        return found[::-1]
+        return pieces[::-1]
 
     @cached_property
     def _pieces(self) -> dict[str, int]:
@@ -248,26 +250,26 @@ class LlamaCpp:
         return min(normal, default=0.0) - 10.0
 
     def normalized(self, text: str) -> str:
-        """The text as "t5" sees it: by the map of characters, with spaces marked, added and merged."""
-        merged, found, within = self._get("remove_extra_whitespaces", False), "", False
+        """Return the text that "t5" tokenizes: characters are mapped, and spaces are marked, added and merged."""
+        merged, result, within = self._get("remove_extra_whitespaces", False), "", False
         prefixed = not self._get("add_space_prefix", True)
         for letter in mapped(text, self._get("precompiled_charsmap", b"")):
             if letter != " ":
                 if not within and (merged or not prefixed):
-                    found, prefixed = found + SPACE, True
-                found, within = found + letter, True
+                    result, prefixed = result + SPACE, True
+                result, within = result + letter, True
             else:
-                found, within = found + ("" if merged else SPACE), False
-        return found
+                result, within = result + ("" if merged else SPACE), False
+        return result
 
 
 def mapped(text: str, blob: bytes) -> str:
-    """Return a text by SentencePiece's map: the longest prefix that it knows becomes what it says, and so on."""
+    """Apply SentencePiece's map of characters: replace the longest known prefix, and continue after it."""
     if not blob:
         return text
     size = struct.unpack_from("<I", blob)[0]
     nodes, values = struct.unpack_from(f"<{size // 4}I", blob, 4), blob[4 + size :]
-    data, at, found = text.encode(), 0, bytearray()
+    data, at, result = text.encode(), 0, bytearray()
     while at < len(data):
         node = _base(nodes[0])
         length, place = 0, 0
@@ -280,21 +282,22 @@ def mapped(text: str, blob: bytes) -> str:
             if leaf:
                 length, place = end - at + 1, nodes[node] & 0x7FFFFFFF
         if length:
-            found += values[place : values.index(b"\0", place)]
+            result += values[place : values.index(b"\0", place)]
         else:
             length = next(n for n in range(1, 5) if at + n == len(data) or data[at + n] & 0xC0 != 0x80)
-            found += data[at : at + length]
+            result += data[at : at + length]
         at += length
-    return found.decode("utf-8", "replace")
+    return result.decode("utf-8", "replace")
 
 
 def sentencepiece(
     metadata: Mapping[str, Any], charsmap: bytes, merged: bool, by_bytes: bool
 ) -> Callable[[str], list[int]]:
-    """Return SentencePiece's own way from a text to ids for a model of which this metadata was made.
+    """Return a function that encodes text as SentencePiece itself does, for the model behind this metadata.
 
-    charsmap: the normalizer's map of characters; merged: whether it merges spaces; by_bytes: whether characters without
-    a piece become bytes. Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and src/unigram_model.cc.
+    `charsmap` is the normalizer's map of characters, `merged` says whether it merges spaces, and `by_bytes` whether
+    characters without a piece become bytes. Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and
+    src/unigram_model.cc.
     """
     model, unknown = LlamaCpp(metadata), metadata.get(PREFIX + "unknown_token_id", 0)
     prefix = SPACE if metadata.get(PREFIX + "add_space_prefix", True) else ""
@@ -304,14 +307,14 @@ def sentencepiece(
         given = " ".join(filter(None, given.split(" "))) if merged else given
         given = prefix + given.replace(" ", SPACE) if given else ""
         if metadata[PREFIX + "model"] == "llama":
-            found = [*model.joined(given)]
+            ids = [*model.joined(given)]
         else:
             parts = (model.of_bytes(piece) if index == unknown else [index] for piece, index in model.pieces(given))
-            found = [index for ids in parts for index in ids]
+            ids = [index for piece_ids in parts for index in piece_ids]
         if by_bytes:
-            return found
+            return ids
         # Unknown characters in a row are one token.
-        return [index for last, index in pairwise([-1, *found]) if not last == index == unknown]
+        return [index for last, index in pairwise([-1, *ids]) if not last == index == unknown]
 
     return encode
 
@@ -321,7 +324,7 @@ def _base(node: int) -> int:
 
 
 def merge(symbols: list[str], rank: Callable[[str, str], float | None]) -> None:
-    """Join neighbours in place, those of the lowest rank first and of equals the leftmost, while any have a rank."""
+    """Join neighbours in place while any pair has a rank: lowest rank first, and the leftmost of equal ranks."""
     while True:
         ranks = [(r, at) for at, pair in enumerate(pairwise(symbols)) if (r := rank(*pair)) is not None]
         if not ranks:

@@ -1,15 +1,15 @@
-"""What torch.save writes, laid out before a tensor is read: a zip whose members are stored as they are.
+"""Lay out the files of torch.save before any tensor is read: a zip with uncompressed members.
 
     data.pkl   a pickle of plain data, in which a tensor is a call of torch's with its storage, shape and strides
     …          the format's version, the byte order
-    data/0     a tensor's bytes, 64 bytes aligned, and behind them their crc32; data/1, …
+    data/0     a tensor's bytes, aligned to 64 bytes, followed by their crc32; data/1, …
     directory  with every member's crc32
 
-All but the tensors' bytes and their crc32 is known beforehand, so that these are written as those of any format are,
-between what stands before and behind them (`write.Output.around`), in any order. torch.save itself, and with it
-torch.distributed.checkpoint, writes from tensors in memory, one after the other, and no size is known before
-(tests/converter/test_dcp.py holds plan and bytes, test_interrupted.py that a run goes on). (PKZIP's APPNOTE 6.3.10,
-4.3; torch/serialization.py, `_save`.)
+Everything except the tensors' bytes and their crc32 is known in advance. So tensors can be written in any order, as in
+other formats, between the bytes before and after them (`write.Output.around`). torch.save itself, and with it
+torch.distributed.checkpoint, writes tensors from memory in order, and does not know the sizes in advance.
+tests/converter/test_dcp.py compares the bytes, and test_interrupted.py continues interrupted runs. Source: PKZIP's
+APPNOTE 6.3.10, 4.3; torch/serialization.py, `_save`.
 """
 
 import math
@@ -23,16 +23,16 @@ from typing import Any
 
 ALIGNMENT = 64
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
-_UTF8, _CRC_BEHIND = 0x800, 0x8
-"""Flags of a member: the encoding of its name; its crc32 stands behind its bytes and in the directory only."""
+_UTF8, _CRC_AFTER = 0x800, 0x8
+"""Flags of a member: its name is UTF-8; its crc32 is after its bytes and in the directory, not in its header."""
 _ELSEWHERE = 0xFFFFFFFF
-"""What stands for a size or an offset of LIMIT and more, which is in eight bytes elsewhere (zip64)."""
+"""Replaces a size or offset of _LIMIT or more, which is stored in eight bytes elsewhere (zip64)."""
 _LIMIT = _ELSEWHERE
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A file of the archive: its own header from byte `start` on, then its bytes; `crc` is None for a tensor's."""
+    """A file of the archive, whose header begins at byte `start`. `crc` is None for a tensor."""
 
     name: str
     start: int
@@ -41,7 +41,7 @@ class _Member:
 
     @property
     def head(self) -> bytes:
-        """Its own header, padded so that its bytes begin at a multiple of ALIGNMENT."""
+        """The header, padded so that the content begins at a multiple of ALIGNMENT."""
         wide = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= _LIMIT else b""
         padding = -(self.start + 30 + len(self.name) + len(wide) + 4) % ALIGNMENT
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
@@ -49,7 +49,7 @@ class _Member:
         return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", *numbers) + self.name.encode() + extra
 
     def tail(self, crc: int) -> bytes:
-        """What stands behind a tensor's bytes that have this crc32."""
+        """Return the bytes after a tensor with this crc32."""
         return struct.pack("<4sIQQ" if self.nbytes >= _LIMIT else "<4sIII", b"PK\7\10", crc, self.nbytes, self.nbytes)
 
     @property
@@ -66,7 +66,7 @@ class _Member:
 
     @property
     def _flags(self) -> int:
-        return _UTF8 | (_CRC_BEHIND if self.crc is None else 0)
+        return _UTF8 | (_CRC_AFTER if self.crc is None else 0)
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -75,7 +75,10 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Archive:
-    """`header` is all before the first of the `tensors`; `head` and `tail` stand around the bytes of the only one."""
+    """An archive.
+
+    `header` is everything before the tensors. `head` and `tail` surround the bytes of a single tensor.
+    """
 
     header: bytes
     members: tuple[_Member, ...]
@@ -98,7 +101,7 @@ class _Archive:
         return self.tensors[0].tail(crc) + self.end([crc])
 
     def end(self, crcs: Sequence[int]) -> bytes:
-        """The directory, from the crc32 of every tensor."""
+        """Return the directory, from the crc32 of every tensor."""
         entries = [member.entry(member.crc or 0) for member in self.members]
         entries += [member.entry(crc) for member, crc in zip(self.tensors, crcs, strict=True)]
         text, at, count = b"".join(entries), self._directory, len(entries)
@@ -111,12 +114,12 @@ class _Archive:
 
 
 def _short(value: int) -> int:
-    """A size or an offset in four bytes."""
+    """Return a size or offset for a field of four bytes."""
     return value if value < _LIMIT else _ELSEWHERE
 
 
 def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) -> _Archive:
-    """The archive of these small files and of storages of so many bytes, all in the folder `prefix`."""
+    """Return the archive of small files and of storages with these sizes in bytes, in the folder `prefix`."""
     header, members, storages = b"", [], []
     for name, data in files.items():
         members.append(_Member(f"{prefix}/{name}", len(header), len(data), zlib.crc32(data)))
@@ -129,12 +132,12 @@ def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) 
 
 
 def program(value: Any) -> bytes:
-    """A whole pickle of protocol 2, as torch.save's are."""
+    """Return a pickle of protocol 2, as torch.save writes."""
     return b"\x80\x02" + _pickled(value) + b"."
 
 
 def _pickled(value: Any) -> bytes:
-    """A value in the opcodes of that protocol, without a memo that nobody asks for; bytes are such opcodes already."""
+    """Return the opcodes of a value, without a memo. Bytes are already opcodes."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, dict):
@@ -144,11 +147,11 @@ def _pickled(value: Any) -> bytes:
     if isinstance(value, str):
         data = value.encode()
         return b"X" + struct.pack("<I", len(data)) + data
-    return pickle.dumps(value, 2)[2:-1]  # without the protocol and the full stop
+    return pickle.dumps(value, 2)[2:-1]  # without the opcodes PROTO and STOP
 
 
 def pickled_tensor(key: str, dtype: str, shape: Sequence[int]) -> bytes:
-    """A call of torch's for the contiguous tensor, of a float type by safetensors' name, that is all of a storage."""
+    """Return the call in a pickle that makes a contiguous tensor from a whole storage; `dtype` is a float type."""
     strides = [*accumulate((max(size, 1) for size in reversed(shape[1:])), lambda x, y: x * y, initial=1)][::-1]
     kind = b"ctorch\n" + _STORAGES[dtype].encode() + b"\n"
     storage = _pickled(("storage", kind, key, "cpu", math.prod(shape))) + b"Q"
