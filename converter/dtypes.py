@@ -56,7 +56,7 @@ def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
 
 
 def _e4m3() -> NDArray[np.float64]:
-    """Return the values of all bytes as F8_E4M3: 4 exponent, 3 mantissa bits, no infinity (arXiv 2209.05433, table 1)."""
+    """Return the values of all F8_E4M3 bytes: 4 exponent, 3 mantissa bits, no infinity (arXiv 2209.05433, table 1)."""
     exponent, mantissa = np.divmod(np.arange(128), 8)
     values = np.where(exponent, (1 + mantissa / 8) * 2.0 ** (exponent - 7), mantissa / 8 * 2.0**-6)
     values[-1] = np.nan
