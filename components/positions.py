@@ -259,8 +259,8 @@ class Biasing(Position, frozen=True):
         return self.scaled
 
 
-PAIRED_HALVES = "RoPE pairs element 0 with d/2, not with 1"
-PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1, not with d/2"
+PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
+PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
 """The two mistakes in which elements of a head are rotated together that are not a pair in the model."""
 
 

@@ -284,7 +284,7 @@ def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_
 
 
 TRAITS = (
-    ("cohere", "RoPE pairs element 0 with d/2, not with 1"),
+    ("cohere", "RoPE pairs element 0 with d/2 instead of 1"),
     ("cohere", "logits not scaled"),
     ("cohere-normed", "heads normed all at once"),
     ("deepseek_v2-grouped", "experts chosen from all groups"),

@@ -151,7 +151,7 @@ WRONG = {
     "rope": (
         {"pairs": "x[..., 0::2], x[..., 1::2]", "interleaved": "True"},
         "attention mix",
-        "RoPE pairs element 0 with 1, not with d/2",
+        "RoPE pairs element 0 with 1 instead of d/2",
     ),
     "base": ({"base": "500000.0"}, "attention mix", "a RoPE base of 500,000"),
     "odd base": (
@@ -317,7 +317,7 @@ def test_the_command(port):
     assert run.exit_code == 3, run.output
     assert "no module of yours computes" in run.stdout
     said = " ".join(run.stdout.split())
-    cause = "RoPE pairs element 0 with 1, not with d/2"
+    cause = "RoPE pairs element 0 with 1 instead of d/2"
     assert f"cause {cause}: with this mistake, the reference gives" in said
     assert "probe 5 inputs with 361 tokens" in said
     assert (

@@ -93,16 +93,20 @@ def test_exact_for_any_tree_through_the_files(config: dict[str, Any], seed: int,
     with TemporaryDirectory() as parent:
         source, out, naive = (Path(parent) / name for name in ("hf", "rms", "naive"))
         save_hf(config, source, stored, seed)
+        spec = gptkit.open_checkpoint(source).spec
         result = gptkit.swap(source, out, norm="rmsnorm")
         assert result.guarantee == "exact"
         assert result.measured is not None
-        assert result.measured.relative["float64"] <= EXACT_FP64 == 1e-12
-        assert result.measured.relative["float32"] <= EXACT_FP32 == 1e-5
+        # A checkpoint that rounds by more itself has no smaller bound in fp32.
+        rounding = relative(*(logits(gptkit.load(source, dtype), spec) for dtype in (torch.float64, torch.float32)))
+        narrow = max(EXACT_FP32, 4 * rounding)
+        assert (EXACT_FP64, EXACT_FP32) == (1e-12, 1e-5)
+        assert result.measured.relative["float64"] <= EXACT_FP64
+        assert result.measured.relative["float32"] <= narrow
         # The same again, from outside: nothing of the measurement inside is trusted.
-        spec = gptkit.open_checkpoint(source).spec
         swapped = gptkit.open_checkpoint(out).spec
         assert not [path for path, node in swapped.nodes() if isinstance(node, LayerNorm)]
-        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, narrow)):
             before, after = (logits(gptkit.load(folder, dtype), spec) for folder in (source, out))
             assert relative(before, after) <= bound
         gptkit.swap(source, naive, norm="rmsnorm", approximate=True, measured=False)
