@@ -13,7 +13,7 @@ from rich.text import Text
 from ..analysis.aspects import describe
 from ..analysis.figures import Scenario
 from ..analysis.formats import sizer, weighed
-from ..analysis.parameters import ParameterCount
+from ..analysis.parameters import ParameterCount, TensorCount
 from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
 from ..components import ModelSpec
@@ -114,6 +114,14 @@ def named_heading(terminal: Terminal, model: ModelCount) -> RenderResult:
     yield terminal.note(f"by names; gptkit does not support its family · from {model.named.source}")
 
 
+def count_sheet(count: TensorCount) -> Sheet:
+    """Return the parameters of each component and their share."""
+    parts = count.by_component.items()
+    rows = [SheetRow(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
+    rows.append(SheetRow("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
+    return Sheet("", ("parameters", "share"), tuple(rows))
+
+
 def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
     """Return the bytes of a model's weights in a dtype, counted like its parameters."""
     return None if dtype is None else weighed(model.spec, dtype, model.family)
@@ -163,23 +171,21 @@ def component_sheet(model: ModelCount, dtype: str | None) -> Sheet:
 
 def _one(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
     """Yield the table of one model, with as many columns as fit."""
-    count = model.count
     yield Text.assemble((terminal.clean(model.name), "bold"), "  ", (terminal.clean(model.family), "dim"))
     yield Text(terminal.clean(" · ".join(model_facts(model.spec))), style="dim")
     yield ""
-    weights, sheet = _weights(model, dtype), component_sheet(model, dtype)
-    tied = ["head"] if count.tied else []
-    room = terminal.width - max(map(len, [*count.by_component, *tied]))
-    room -= GAP + max(len(f"{count.total:,}"), len("parameters"))
-    with_bytes = weights is not None and room >= len(decimal_bytes(weights.total)) + GAP
-    room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
-    with_share = room >= len("100.0 %") + GAP
-    with_words = room >= len("100.0 %") + 2 * GAP + _NARROWEST_WORDS
-    shown = (with_words, True, *([] if weights is None else [with_bytes]), with_share)
-    rows = [replace(row, cells=tuple(compress(row.cells, shown))) for row in sheet.rows]
-    titles = list(compress(sheet.columns, shown))
+    sheet = component_sheet(model, dtype)
+    room, kept = terminal.width - max(len(row.label) for row in sheet.rows), list[int]()
+    for index in (*range(1, len(sheet.columns)), 0):  # the words only if they fit after the figures
+        width = GAP + max(len(text) for text in (sheet.columns[index], *(row.cells[index] for row in sheet.rows)))
+        width = width if index else GAP + _NARROWEST_WORDS
+        if room >= width or index == 1:
+            kept.append(index)
+            room -= width
+    rows = [replace(row, cells=tuple(row.cells[index] for index in sorted(kept))) for row in sheet.rows]
+    titles, words = [sheet.columns[index] for index in sorted(kept)], int(0 in kept)
     filled = (row for row in rows if any(row.cells))
-    yield terminal.table([sheet.heading, *titles[:with_words]], titles[with_words:], filled)
+    yield terminal.table([sheet.heading, *titles[:words]], titles[words:], filled)
 
 
 def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResult:
@@ -190,10 +196,7 @@ def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> Rende
     count = model.named.count
     yield from named_heading(terminal, model)
     yield ""
-    parts = count.by_component.items()
-    rows = [SheetRow(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
-    rows.append(SheetRow("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
-    runs = layer_ranges(count.by_layer)
+    rows, runs = list(count_sheet(count).rows), layer_ranges(count.by_layer)
     for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
         label = f"layers {range_label(first, last)}, each" if first < last else f"layer {first}"
         rows.append(SheetRow(label, (f"{layer.total:,}", ""), "dim"))

@@ -13,7 +13,6 @@ from rich.console import Console, Group, RenderableType
 from ..analysis.params import ModelCount
 from ..terminal import printable, status
 from .quantities import decimal_bytes
-from .sheets import Sheet, SheetRow
 
 _WIDTH = 100  # characters in a line
 _OFTEN = 0.1  # the least seconds between two changes of a line of progress
@@ -39,11 +38,6 @@ def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
         yield from ("", sheet)
 
 
-def _count(count: Any) -> Iterator[RenderableType]:
-    rows = [SheetRow(label, (f"{number:,}",)) for label, number in count.by_component.items()]
-    yield Sheet("", ("parameters",), (*rows, SheetRow("total", (f"{count.total:,}",), "bold", ruled=True)))
-
-
 def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:
     """Return a function that imports a function of `report` and applies it to a value."""
 
@@ -58,7 +52,7 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "ModelSpec": _by("tree", "tree_drawing"),
     "ModelCount": lambda count: _counts([count]),
     "Counts": _counts,
-    "ParameterCount": _count,
+    "ParameterCount": _by("counts", "count_sheet"),
     "Comparison": _by("comparison", "comparison_table"),
     "Recommendation": _by("recommendation", "recommendation_table"),
     "Diff": _by("diff", "diff_report"),
