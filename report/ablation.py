@@ -12,7 +12,7 @@ from rich.text import Text
 from ..training.ablate import Ablation, Difference, Result
 from ..training.ablate import Row as Variant
 from ..version import __version__
-from .charts import axis, line_style, plot_layout, vertical_line
+from .charts import BOTH, axis, line_style, plot_layout, points, vertical_line
 from .pages import Figure, Key, Lines, Page, Section, Table, figure, safe
 from .quantities import counted, decimal, whole_bytes
 from .sheets import Sheet, SheetRow, Terminal, drawing
@@ -141,10 +141,12 @@ def _curves_figure(ablation: Ablation) -> Figure:
             "arrayminus": [mean - min(values_at[tokens]) for tokens, mean in means.items()],
         }  # fmt: skip
         hints = [f"<b>{safe(name)}</b><br>{tokens:,} tokens<br>{mean:.4f}" for tokens, mean in means.items()]
-        points: dict[str, Any] = {"x": list(means), "y": list(means.values()), "error_y": errors}
-        points |= {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 5}}
-        points |= {"hovertext": hints, "hoverinfo": "text"}
-        traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(name), **points})
+        style: dict[str, Any] = {
+            "error_y": errors,
+            "line": {"color": paint, "dash": dash},
+            "marker": {"color": paint, "size": 5},
+        }
+        traces.append(points(name, list(means), list(means.values()), hints, BOTH, **style))
         keys.append(Key(f"line {colour} {dash}", name))
         rows += [(name, f"{tokens:,}", f"{mean:.4f}", str(len(values_at[tokens]))) for tokens, mean in means.items()]
     layout = plot_layout(420, axis("tokens"), axis(f"{measure}, nats per token"))
@@ -166,9 +168,8 @@ def _differences_figure(ablation: Ablation) -> Figure:
         "arrayminus": [0.0 if gap.low is None else gap.mean - gap.low for _, gap in differences],
     }  # fmt: skip
     hints = [f"<b>{safe(name)}</b><br>{_signed(gap.mean)}<br>{_interval(gap)}" for name, gap in differences]
-    marks = {"marker": {"color": "var(--c1)", "size": 9}, "error_x": errors, "hovertext": hints, "hoverinfo": "text"}
     rows, means = list(range(len(differences))), [gap.mean for _, gap in differences]
-    trace = {"type": "scatter", "mode": "markers", "x": means, "y": rows, **marks}
+    trace = points("", means, rows, hints, marker={"color": "var(--c1)", "size": 9}, error_x=errors)
     by_name = {"tickvals": rows, "ticktext": [safe(name) for name, _ in differences], "autorange": "reversed"}
     x, y = axis("loss minus the base's, nats per token"), axis("", **by_name)
     layout = plot_layout(60 + 34 * len(differences), x, y, shapes=[vertical_line(0)])

@@ -10,6 +10,7 @@ from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
 from .quantities import abbreviated, abbreviated_bytes, unbroken_percentage
 
 DASHES = ("solid", "dash", "dot")  # lines differ by more than their colour
+BOTH = "lines+markers"
 _APART = 3  # if models differ in size by more than this factor, their shares are drawn too
 _NAME = 22  # the most characters of a model's name on a line next to its bar
 _FROM = 128  # tokens at which the lines of the cache begin
@@ -38,9 +39,8 @@ def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bo
         traces.append({"type": "bar", "orientation": "h", **values})
     if len(models) > 1 and not shares:  # the total at the end of its bar, since a bar may be too short to be seen
         words = [f" {abbreviated(total, units)}" for total in totals]
-        right = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
-        quiet = {"cliponaxis": False, "hoverinfo": "skip", "showlegend": False}
-        traces.append({"type": "scatter", "mode": "text", "x": totals, "y": rows, **right, **quiet})
+        right: dict[str, Any] = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
+        traces.append(points("", totals, rows, mode="text", cliponaxis=False, showlegend=False, **right))
     scale: dict[str, Any] = {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
     if not shares:
         scale = _round_ticks(max(totals), units, 1.02 if len(models) == 1 else 1.2)  # with room for the longest total
@@ -83,6 +83,14 @@ def _bars_summary(models: _Named, totals: Sequence[int], what: str) -> str:
 def line_style(index: int) -> tuple[str, str]:
     """Return the colour and the dash of a line. After all colours of the palette, they repeat with the next dash."""
     return f"c{index % PALETTE}", DASHES[index // PALETTE % len(DASHES)]
+
+
+def points(
+    name: str, x: Sequence[float], y: Sequence[float], hints: Sequence[str] = (), mode: str = "markers", **more: Any
+) -> dict[str, Any]:
+    """Return a plotly trace of points with hints. `more` are fields such as line and marker."""
+    hover = {"hovertext": hints, "hoverinfo": "text"} if hints else {"hoverinfo": "skip"}
+    return {"type": "scatter", "mode": mode, "name": safe(name), "x": x, "y": y, **hover, **more}
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
@@ -154,9 +162,8 @@ def cache_chart(
             f"<b>{safe(name)}</b><br>{tokens:,} tokens<br>{abbreviated_bytes(nbytes)} ({nbytes:,} bytes)"
             for tokens, nbytes in line
         ]
-        trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
-        trace |= {"x": lengths, "y": [nbytes for _, nbytes in line], "marker": marks, "hovertext": hints}
-        traces.append(trace | {"line": {"color": paint, "dash": dash, "width": 2 + 3 * covered}})
+        style = {"color": paint, "dash": dash, "width": 2 + 3 * covered}
+        traces.append(points(name, lengths, [nbytes for _, nbytes in line], hints, BOTH, line=style, marker=marks))
         keys.append(Key(f"line {colour} {dash}", name))
     x = powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
     y = _decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))

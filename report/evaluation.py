@@ -10,7 +10,7 @@ from rich.console import RenderResult
 from rich.text import Text
 
 from ..version import __version__
-from .charts import DASHES, axis, plot_layout, powers, vertical_line
+from .charts import BOTH, DASHES, axis, plot_layout, points, powers, vertical_line
 from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, figure, noted, safe
 from .quantities import counted, perplexity_words
 from .sheets import Sheet, SheetRow, Terminal, drawing, plain_table
@@ -187,10 +187,13 @@ def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
         ]
         paint = f"var(--{colour})"
         errors = {"type": "data", "array": [span.nats.error or 0 for span in bins], "color": paint, "thickness": 1}
-        points: dict[str, Any] = {"x": [math.sqrt((span.first + 1) * (span.last + 1)) for span in bins]}
-        points |= {"y": [span.nats.value for span in bins], "error_y": errors, "hovertext": hints, "hoverinfo": "text"}
-        style = {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 6}}
-        traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(curve.name), **points, **style})
+        style: dict[str, Any] = {
+            "error_y": errors,
+            "line": {"color": paint, "dash": dash},
+            "marker": {"color": paint, "size": 6},
+        }
+        middles = [math.sqrt((span.first + 1) * (span.last + 1)) for span in bins]
+        traces.append(points(curve.name, middles, [span.nats.value for span in bins], hints, BOTH, **style))
         keys.append(Key(f"line {colour} {dash}", curve.name))
         for span in curve.bins:
             rows.append((curve.name, _positions(span.first, span.last), f"{span.tokens:,}", _estimate(span.nats)))

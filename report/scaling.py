@@ -8,7 +8,7 @@ from rich.console import RenderResult
 
 from ..training.scaling import FARTHEST, NAMES, Optimum, Scaling
 from ..version import __version__
-from .charts import axis, line_style, plot_layout
+from .charts import axis, line_style, plot_layout, points
 from .pages import Figure, Key, Lines, Page, Section, Table, figure
 from .quantities import abbreviated, counted
 from .sheets import Sheet, SheetRow, Terminal, drawing
@@ -99,14 +99,12 @@ def _loss_figure(scaling: Scaling) -> Figure:
     for index, size in enumerate(sorted({run.parameters for run in scaling.points})):
         colour, dash = line_style(index)
         name, paint = f"{abbreviated(size)} parameters", f"var(--{colour})"
-        line: dict[str, Any] = {"x": tokens, "y": [scaling.law.loss(size, x) for x in tokens], "hoverinfo": "skip"}
-        line |= {"line": {"color": paint, "dash": dash}}
-        traces.append({"type": "scatter", "mode": "lines", "name": name, **line})
+        losses = [scaling.law.loss(size, x) for x in tokens]
+        traces.append(points(name, tokens, losses, mode="lines", line={"color": paint, "dash": dash}))
         runs = [run for run in scaling.points if run.parameters == size]
         hints = [f"<b>{name}</b><br>{run.tokens:,} tokens<br>{run.loss:.4f} nats per token" for run in runs]
-        marks: dict[str, Any] = {"x": [run.tokens for run in runs], "y": [run.loss for run in runs]}
-        marks |= {"marker": {"color": paint, "size": 7}, "hovertext": hints, "hoverinfo": "text"}
-        traces.append({"type": "scatter", "mode": "markers", "name": name, **marks})
+        measured, marker = [run.loss for run in runs], {"color": paint, "size": 7}
+        traces.append(points(name, [run.tokens for run in runs], measured, hints, marker=marker))
         keys.append(Key(f"line {colour} {dash}", name))
         for run in runs:
             rows.append((name, f"{run.tokens:,}", f"{run.loss:.4f}", f"{scaling.law.loss(size, run.tokens):.4f}"))
