@@ -160,7 +160,6 @@ def _curves_figure(ablation: Ablation) -> Figure:
 
 
 def _differences_figure(ablation: Ablation) -> Figure:
-    """Draw the loss of each variant minus that of the base, with its interval."""
     differences = [(name, variant.difference) for name, variant in _named(ablation.rows) if variant.difference]
     errors = {
         "type": "data", "symmetric": False, "color": "var(--c1)", "thickness": 2,

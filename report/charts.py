@@ -230,6 +230,5 @@ def _decades(least: int, most: int) -> dict[str, Any]:
 
 
 def _logarithmic(values: Sequence[int], words: Iterable[str], low: float, high: float) -> dict[str, Any]:
-    """Return an axis from 10**low to 10**high with words at some values."""
     named = {"tickvals": list(values), "ticktext": list(words), "tickangle": 0}
     return {"type": "log", "range": [low, high], **named, "gridcolor": "var(--line)", "zeroline": False, "ticks": ""}

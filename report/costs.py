@@ -162,7 +162,6 @@ _STATES = "states, for any length"
 
 
 def _alone(sizes: Mapping[str, int]) -> list[_Column]:
-    """Return the columns of one model's cache."""
 
     def exact(label: str, nbytes: int) -> str:
         return whole_bytes(nbytes) if label == _A_TOKEN else decimal_bytes(nbytes)
@@ -354,7 +353,6 @@ def _card(nbytes: int) -> tuple[str, str]:
 
 
 def _batch_note(context: int, asked: Scenario) -> str:
-    """Explain the columns about the batch."""
     note = f"Batch: the most sequences of {context:,} tokens that fit"
     note += "" if asked.context is not None else " (--context sets another number of tokens)"
     return f"{note}. Left over: the memory that this batch leaves free, which is too little for one more."

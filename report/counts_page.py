@@ -77,7 +77,6 @@ def _component_blocks(counts: Sequence[ModelCount], asked: Scenario) -> list[Tab
 
 
 def _aspect_table(counts: Sequence[ModelCount]) -> Table:
-    """Return what each model is in words, with a row for each aspect."""
     words = [describe(model.spec) for model in counts]
     rows = [("family", *(model.family or "–" for model in counts))]
     for aspect in dict.fromkeys(aspect for of_model in words for aspect in of_model):

@@ -155,7 +155,6 @@ def _or_infinite(value: float) -> float:
 
 
 def _lens_figure(damage: Damage) -> Figure:
-    """Draw the KL by layer and position."""
     cells = []
     for layer in damage.layers:
         same = layer.before == layer.after

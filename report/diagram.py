@@ -67,7 +67,6 @@ def _summary(graph: Structure, kind: Kind) -> str:
 
 
 def _node_table(nodes: Sequence[Node], label: str) -> Table:
-    """Return the nodes of a path in the order of computation, as a table."""
     rows = []
     for node in nodes:
         what = ", ".join(filter(None, [node.title if node.op != "linear" else "", node.detail]))
@@ -206,7 +205,6 @@ def _note(x: int, y: int, text: str, bold: bool, anchor: str, quiet: bool = Fals
 
 
 def _line(wire: Wire) -> list[dict[str, Any]]:
-    """Return a line with its arrow head."""
     stream = all(x == METRICS.stream for x, _ in wire.points)
     path = "M" + "L".join(f"{x},{y}" for x, y in wire.points)
     line = {"type": "path", "path": path, "line": _LINES["residual" if stream else wire.kind], "layer": "below"}

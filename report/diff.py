@@ -100,7 +100,6 @@ def readings(diff: Diff) -> list[str]:
 
 
 def _rank_readings(diff: Diff) -> list[str]:
-    """Return sentences on the ranks of the changes."""
     low, lines = diff.low_rank, []
     readings = [tensor.reading for tensor in diff.changed if tensor.reading is not None]
     high, unclear = readings.count("high"), readings.count("unclear")

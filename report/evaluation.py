@@ -54,7 +54,6 @@ _FIGURES: tuple[tuple[str, Callable[[Score], str]], ...] = (
 
 
 def _score_sheet(evaluation: Evaluation) -> Sheet:
-    """Return the figures, with a column for each model."""
     scores = [score for score in (evaluation.score, evaluation.against) if score is not None]
     rows = [SheetRow(name, tuple(map(words, scores))) for name, words in _FIGURES]
     for k in evaluation.score.top_k:

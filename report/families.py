@@ -40,7 +40,6 @@ UNCOUNTED = frozenset({
 
 
 def _reason(kind: str) -> str:
-    """Return why gptkit does not read a model type."""
     return next((why for why, kinds in _WHY.items() if kind in kinds.split()), "other components")
 
 

@@ -250,7 +250,6 @@ class _Lanes:
         return sum(map(self._width, self._forks[name])) or 1
 
     def _spread(self, name: str, first: int, last: int) -> None:
-        """Share out lanes over a node and the ways that begin in it."""
         self.spans[name] = first, last
         forks = self._forks[name]
         more, rest = divmod(last - first + 1 - sum(map(self._width, forks)), len(forks) or 1)
@@ -411,7 +410,6 @@ class _Arrangement:
     def _wires(
         self, box: Box, boxes: Mapping[str, Box], frames: Sequence[_Frame], tracks: Mapping[tuple[int, str], int]
     ) -> Iterator[Wire]:
-        """Yield the lines that enter a box."""
         for edge in box.node.edges():
             source = boxes.get(edge.source)
             if source is None:

@@ -96,7 +96,6 @@ def model_rows(counts: Sequence[ModelCount]) -> list[CsvRow]:
 
 
 def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int]]:
-    """Yield the path and the value of each figure in nested dictionaries."""
     for name, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{path}{name}.")

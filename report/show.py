@@ -85,7 +85,6 @@ def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dic
 
 
 def _paths(graph: Structure, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
-    """Return the path through each kind of layer as nodes and edges."""
     paths = []
     for kind in kinds:
         path, inside = graph.path(kind), {node.id for node in kind.nodes}

@@ -255,7 +255,6 @@ def _source_caption(operation: _Source, others: _Others) -> _Caption:
 
 
 def _linear_caption(operation: _Linear, others: _Others) -> _Caption:
-    """Return the words on operations with weights: norms, linears, convolutions, recurrences."""
     name, matrix = _name(operation), _matrix(operation)
     match operation:
         case ops.Norm(kind=kind, formula=formula):
@@ -282,7 +281,6 @@ def _linear_caption(operation: _Linear, others: _Others) -> _Caption:
 
 
 def _attention_caption(operation: _Attention, others: _Others) -> _Caption:
-    """Return the words on operations of an attention between its projections."""
     match operation:
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
@@ -328,7 +326,6 @@ def _attention_caption(operation: _Attention, others: _Others) -> _Caption:
 
 
 def _expert_caption(operation: _Experts) -> _Caption:
-    """Return the words on the choice of experts and the sum of their outputs."""
     match operation:
         case ops.Choose(top_k=top_k, scores=scores):
             title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
@@ -353,7 +350,6 @@ def _expert_caption(operation: _Experts) -> _Caption:
 
 
 def _elementwise_caption(operation: _Elementwise, others: _Others) -> _Caption:
-    """Return the words on operations on single numbers, and on steps with several streams."""
     match operation:
         case ops.Activation(function=function):
             return _Caption(function)

@@ -142,7 +142,6 @@ def _shape(tensor: _Tensor) -> str:
 
 
 def _tensor_table(spec: ModelSpec, total: int) -> Table:
-    """Return the tensors as a table, with one row for equal tensors."""
     rows = tuple(
         (
             group.name, dimensions(group.shape), f"{group.number:,}", f"{group.parameters:,}",

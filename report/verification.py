@@ -46,7 +46,6 @@ _RELATIVE = "Relative: the largest difference, divided by the reference's larges
 
 
 def _packages() -> list[tuple[str, str]]:
-    """Return the packages of `_PACKAGES`, each with its version."""
     return [(name, version(name)) for name in _PACKAGES]
 
 
