@@ -62,34 +62,20 @@ def heatmap(
 
     `measure` is the title of the colour scale, and `down` that of the rows. `marked` gets a frame.
     """
-    rows: list[str] = []  # a component that only one layer has follows the component before it there
-    placed: list[tuple[Cell, str]] = []
-    outside, before = _BEFORE, None
-    for cell in cells:
-        if cell.component not in rows:
-            follows = before is not None and before.layer == cell.layer
-            rows.insert(rows.index(before.component) + 1 if before and follows else len(rows), cell.component)
-        outside, before = outside if cell.layer is None else _AFTER, cell
-        placed.append((cell, outside if cell.layer is None else str(cell.layer)))
+    rows, placed = _arranged(cells)
     layers = sorted({cell.layer for cell in cells if cell.layer is not None})
     used = {column for _, column in placed}
     columns = [name for name in (_BEFORE, *map(str, layers), _AFTER) if name in used]
     at = {(cell.component, column): cell for cell, column in placed}
     grid = [[at.get((row, column)) for column in columns] for row in rows]
     kinds = [kind for kind in _KINDS if any(cell.kind == kind for cell in cells)]
-    written = len(columns) <= _MOST_FIGURES
-    below = _SCALE if "counts" in kinds else _SCALE // 5
-    frames, keys = [], [Key(kind, _KINDS[kind]) for kind in kinds]
+    keys, frames = [Key(kind, _KINDS[kind]) for kind in kinds], []
     if marked is not None:
         x, y = columns.index(next(column for cell, column in placed if cell is marked)), rows.index(marked.component)
         corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
         frames.append({"type": "rect", **corners, "line": {"color": "var(--mark)", "width": 3}})
         keys.append(Key("mark", "the first place that differs"))
-    # Infinite values have the colour of the largest finite value.
-    logs = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
-    low, high = min(logs, default=0.0), max(logs, default=0.0)
-    middle, half = (low + high) / 2, max(high - low, _NARROWEST) / 2
-    ends = (middle - half, middle + half)
+    written = len(columns) <= _MOST_FIGURES
     named = columns
     if not written:  # narrow columns do not all have their name above, so that names do not touch
         some = {str(layer) for layer in layers if layer % _SOME == 0}
@@ -99,30 +85,55 @@ def heatmap(
     # Ticks are names: plotly would take a number for the index of a column.
     ordered = {"type": "category", "categoryorder": "array", "categoryarray": columns}
     across = {"side": "top", "title": {"text": "layer", "standoff": 4}, "range": [-0.5, len(columns) - 0.5]}
-    below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
+    downwards = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
     by_row = {"tickvals": list(range(len(rows))), "ticktext": [_folded(row) for row in rows]}
-    layout: dict[str, Any] = {
-        "height": _ROW * len(rows) + _MARGIN + below,
-        "margin": {"t": _MARGIN, "b": below, "r": 4, "l": 8},
-    }
+    below = _SCALE if "counts" in kinds else _SCALE // 5
+    layout: dict[str, Any] = {"height": _ROW * len(rows) + _MARGIN + below, "shapes": frames}
+    layout |= {"margin": {"t": _MARGIN, "b": below, "r": 4, "l": 8}}
     layout |= {"xaxis": {**axis, **ordered, **across, "tickvals": named, "ticktext": named}}
-    layout |= {"yaxis": {**axis, **below_another, **by_row}, "shapes": frames}
-    traces = []
-    for kind in kinds:
-        scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
-        mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
-        z = [
-            [None if cell is None else min(math.log10(cell.value), ends[1]) if scaled else 0 for cell in line]
-            for line in mine
-        ]
-        trace: dict[str, Any] = {"type": "heatmap", "x": columns, "z": z}
-        trace["texttemplate"] = "%{text}" if written else None
-        trace["hovertext"] = [["" if cell is None else _hover(cell) for cell in line] for line in mine]
-        trace["text"] = [["" if cell is None else cell.apart or compact(cell.value) for cell in line] for line in mine]
-        trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
-        traces.append(trace | (_scale(measure, *ends) if scaled else {"colorscale": one, "showscale": False}))
+    layout |= {"yaxis": {**axis, **downwards, **by_row}}
+    traces = [_trace(kind, columns, grid, measure, written) for kind in kinds]
     width = _LABELS + (_COLUMN if written else _NARROW) * len(columns)
     return figure(title, summary, traces, keys, table, layout, width)
+
+
+def _arranged(cells: Sequence[Cell]) -> tuple[list[str], list[tuple[Cell, str]]]:
+    """Return the components in the order of their rows, and the cells with the names of their columns."""
+    rows: list[str] = []
+    placed: list[tuple[Cell, str]] = []
+    outside, before = _BEFORE, None
+    for cell in cells:
+        if cell.component not in rows:  # a component that only one layer has follows the component before it there
+            follows = before is not None and before.layer == cell.layer
+            rows.insert(rows.index(before.component) + 1 if before and follows else len(rows), cell.component)
+        outside, before = outside if cell.layer is None else _AFTER, cell
+        placed.append((cell, outside if cell.layer is None else str(cell.layer)))
+    return rows, placed
+
+
+def _trace(
+    kind: str, columns: Sequence[str], grid: Sequence[Sequence[Cell | None]], measure: str, written: bool
+) -> dict[str, Any]:
+    """Return plotly's trace of the cells of one kind. Differences are coloured by their logarithms."""
+    # Infinite values have the colour of the largest finite value.
+    values = [cell.value for line in grid for cell in line if cell is not None and cell.kind == "counts"]
+    logs = [math.log10(value) for value in values if 0 < value < math.inf]
+    low, high = min(logs, default=0.0), max(logs, default=0.0)
+    middle, half = (low + high) / 2, max(high - low, _NARROWEST) / 2
+    scaled = kind == "counts"
+    own = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
+    z = [
+        [None if cell is None else min(math.log10(cell.value), middle + half) if scaled else 0 for cell in line]
+        for line in own
+    ]
+    trace: dict[str, Any] = {"type": "heatmap", "x": columns, "z": z}
+    trace["texttemplate"] = "%{text}" if written else None
+    trace["hovertext"] = [["" if cell is None else _hover(cell) for cell in line] for line in own]
+    trace["text"] = [["" if cell is None else cell.apart or compact(cell.value) for cell in line] for line in own]
+    trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
+    if scaled:
+        return trace | _scale(measure, middle - half, middle + half)
+    return trace | {"colorscale": [[end, f"var(--{kind})"] for end in (0, 1)], "showscale": False}
 
 
 def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
