@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.covering import few
+from helpers.covering import few, layouts, rest_slow
 from helpers.families import checkpoint_tensors, hf_config, randomised_reference, spec_of, variants_of
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -419,7 +419,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
 
 
 @few(1)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", rest_slow(ARCHITECTURES, layouts))
 def test_every_wrong_map_is_caught(family: str) -> None:
     assert killer(Mutant("none", ARCHITECTURES[family]), family) is None
     found = list(mutants(ARCHITECTURES[family]))

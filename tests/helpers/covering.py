@@ -59,6 +59,16 @@ def others_slow(cases: Iterable[Any]) -> list[Any]:
     ]
 
 
+def rest_slow(families: Iterable[str], by: Callable[[str], AbstractSet[Hashable]]) -> list[Any]:
+    """Return families as parameters. Those that show nothing new are slow; `by` returns what a family's model shows."""
+    names = [*families]
+    kept = chosen([by(REPRESENTATIVES[name].name) for name in names])
+    return [
+        pytest.param(name, id=name, marks=[] if place in kept else [pytest.mark.slow])
+        for place, name in enumerate(names)
+    ]
+
+
 def examples(count: int) -> int:
     """How many examples of hypothesis, or turns of a loop, are enough here where `make test-all` has `count`."""
     return max(count // SHARE, min(count, 2)) if quick else count

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import exhaustive, few
+from helpers.covering import exhaustive, few, functions, rest_slow
 from helpers.exactness import saved
-from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
+from helpers.families import CONFIGS, REPRESENTATIVES, save_hf, spec_of
 from helpers.weights import error
 from rich.console import Console
 
@@ -138,7 +138,7 @@ def hold(source: Path, every: bool = False) -> Listing:
 
 
 @few(1)
-@pytest.mark.parametrize("family", REPRESENTATIVES)
+@pytest.mark.parametrize("family", rest_slow(REPRESENTATIVES, lambda name: functions(spec_of(CONFIGS[name]))))
 def test_every_swap_is_what_it_is_listed_as(family: str, tmp_path: Path) -> None:
     hold(saved(REPRESENTATIVES[family].name, tmp_path))
 
