@@ -1,1 +1,1 @@
-"""What people look at: tables for the terminal."""
+"""Reports for people: tables, pages and pictures."""

@@ -20,7 +20,7 @@ _Points = Sequence[tuple[int, int]]  # lengths in tokens, and the bytes of the c
 
 
 def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
-    """Draw a bar for each model, made of its parts. `what` is the unit. With `shares`, all bars have one length."""
+    """Draw a bar per model, made of its parts. `what` is the unit. With `shares`, all bars have one length."""
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
     totals = [sum(numbers.values()) for _, numbers in models]
     free = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])

@@ -59,7 +59,7 @@ def _conditions(comparison: Comparison) -> str:
 def comparison_table(
     terminal: Terminal, comparison: Comparison, rows: Sequence[AspectRow] | None = None
 ) -> RenderResult:
-    """Yield a table with a column for each model if they fit, or else a list of aspects."""
+    """Yield a table with a column per model if they fit, or else a list of aspects."""
     rows = comparison.shown() if rows is None else rows
     names, shown = [model.name for model in comparison.models], _lines(comparison, rows)
     table = _side_by_side(terminal, names, shown)
@@ -75,7 +75,7 @@ def comparison_table(
 
 
 def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> Grid | None:
-    """Return a table with a column for each model, or None if a word would be broken or a cell be too high."""
+    """Return a table with a column per model, or None if a word would be broken or a cell be too high."""
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
     first = max(len(line.label) for line in shown) + len(_MARK) + 1
     widths = shared_out(terminal.width - first - _GAP * len(names), [[*column] for column in columns])
@@ -212,7 +212,7 @@ def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
             Section("Components", (aspects,)),
             Section("Costs", (Lines((_conditions(comparison),)), costs, *charts)),
             Section("Key-value cache", (cache,)),
-            Section("Layers", tuple(layers), beside=True),
+            Section("Layers", tuple(layers), side_by_side=True),
             *noted(notes),
         ),
     )

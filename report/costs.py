@@ -37,7 +37,7 @@ _LABELS = (
 
 
 def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = False) -> list[Sheet]:
-    """Return a sheet for each kind of cost that was asked for, with the models side by side.
+    """Return a sheet per kind of cost that was asked for, with the models side by side.
 
     `compared` adds the difference between two models.
     """
@@ -116,7 +116,7 @@ def _by_kind(
     words: _Words,
     compared: bool,
 ) -> list[Sheet]:
-    """Return one sheet with a column for each kind of one model, or for several models a sheet for each kind.
+    """Return one sheet with a column per kind of one model, or for several models a sheet per kind.
 
     A kind is its name, the title of its own sheet, and its notes.
     """
@@ -151,8 +151,8 @@ def _cache(models: Sequence[_Costed], asked: Scenario, compared: bool) -> Sheet:
         cells |= {f"of which the source's {size.context:,}": size.of_source for size in sizes if size.of_source}
         columns.append((name, cells, _bytes))
         if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
-            holds = f"{decimal_bytes(sizes[-1].in_transformers)} at {sizes[-1].context:,} tokens"
-            notes.append(f"transformers repeats the keys and values of {name} before it caches them: {holds}.")
+            size = f"{decimal_bytes(sizes[-1].in_transformers)} at {sizes[-1].context:,} tokens"
+            notes.append(f"transformers repeats the keys and values of {name} before it caches them: {size}.")
 
     return _sheet(f"KV cache, {asked.cached}", _alone(columns[0][1]) if len(models) == 1 else columns, compared, notes)
 
@@ -181,7 +181,7 @@ def named_cache(model: ModelCount) -> list[Sheet]:
 
 
 def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> Sheet:
-    """Return the cache as programs allocate it, with a row for each context."""
+    """Return the cache as programs allocate it, with a row per context."""
     rows = []
     for size in sizes:
         if size is not None:
@@ -274,7 +274,7 @@ def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, 
 
 
 def _formats(models: Sequence[_Costed]) -> Sheet:
-    """Return the weights in other formats: of one model also in bits per weight, or else a column for each model."""
+    """Return the weights in other formats: of one model also in bits per weight, or else a column per model."""
     rows, alone = [], len(models) == 1
     for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
         cells = []
@@ -311,7 +311,7 @@ def _explained(models: Sequence[_Costed]) -> list[Sheet]:
 
 
 def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
-    """Return what fits on the GPU, with a row for each dtype. Several models get only their longest context."""
+    """Return what fits on the GPU, with a row per dtype. Several models get only their longest context."""
     fitting = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not fitting or asked.gpu is None:
         return Sheet("", (), ())
@@ -359,7 +359,7 @@ def _batch_note(context: int, asked: Scenario) -> str:
 
 
 def _split(models: Sequence[_Costed], asked: Scenario) -> Sheet:
-    """Return the memory of a model that is split over GPUs: a column for each stage, or each model's fullest GPU."""
+    """Return the memory of a model that is split over GPUs: a column per stage, or each model's fullest GPU."""
 
     def cells(stage: Stage) -> dict[str, int]:
         return _parts(stage.weight, stage.cache, stage.activations, stage.total)

@@ -38,7 +38,7 @@ def parameter_table(
 ) -> RenderResult:
     """Yield the tables of parameters.
 
-    One model gets a row for each component. Several models get a column each if these fit, or else a row each. With
+    One model gets a row per component. Several models get a column each if these fit, or else a row each. With
     `by` "layer" or "tensor", a table of layers or tensors follows, in which equal neighbours share a row. `dtype` adds
     the bytes of the weights in this dtype. `compared` adds the difference between two models.
     """
@@ -160,7 +160,7 @@ def component_sheet(model: ModelCount, dtype: str | None) -> Sheet:
         add("each layer", (f"from {min(totals):,} to {max(totals):,}", "varies", "", ""), "dim")
     for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
         # Formats can be wider in some layers, and then there is no one number of bytes.
-        sizes = set() if weights is None else {each.total for each in weights.by_layer[first : last + 1]}
+        sizes = set() if weights is None else {layer_size.total for layer_size in weights.by_layer[first : last + 1]}
         whole = last - first + 1 == layers
         label = "layer" if whole else f"layer{'s' if first < last else ''} {range_label(first, last)}"
         what = f"each of {last - first + 1:,} layers" if first < last else ""
@@ -261,7 +261,7 @@ def models_sheet(models: Sequence[ModelCount], dtype: str | None, compared: bool
 
 
 def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype: str | None) -> Grid:
-    """Return a row for each model, with as many figures as fit."""
+    """Return a row per model, with as many figures as fit."""
     counts = [model.count for model in models]
     columns = [("parameters", [f"{count.total:,}" for count in counts])]
     if dtype is not None:
@@ -284,7 +284,7 @@ def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype
 
 
 def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
-    """Return a row for each run of equal layers, with a column for each component if they fit, or else a line."""
+    """Return a row per run of equal layers, with a column per component if they fit, or else a line."""
     count = model.count if model.named is None else model.named.count
     weights = _weights(model, dtype) or count
     runs = layer_ranges(zip(count.by_layer, weights.by_layer, strict=True))
@@ -308,7 +308,7 @@ def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
 
 
 def _tensors(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
-    """Return a row for each tensor of equal layers. If a shape does not fit next to the name, it stands below."""
+    """Return a row per tensor of equal layers. If a shape does not fit next to the name, it stands below."""
     weights, named = _weights(model, dtype), model.named
     size = None if dtype is None else sizer(model.spec, dtype, model.family)
     groups = tensor_groups(model.spec, size) if named is None else named.groups()

@@ -50,7 +50,7 @@ def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> 
         Section("What they are", (aspects,)),
         *costly,
         *(Section(model.name, (treemap(model.name, model.spec),)) for model in counts),
-        Section("Layers", tuple(layers), beside=True),
+        Section("Layers", tuple(layers), side_by_side=True),
         *noted([f"{model.name}: {note}" for model in counts for note in model.notes]),
     ]
     return Page(

@@ -41,9 +41,9 @@ def tour(console: Console, keep: Path | None = None) -> bool:
         say(f"[bold]{title}[/]")
         say(f"[dim]$ {command}[/]")
 
-    def prove(holds: bool, what: str) -> None:
-        proofs.append(holds)
-        say(f"[{'green' if holds else 'red'}]{'proved' if holds else 'FAILED'}[/]: {what}")
+    def prove(succeeded: bool, what: str) -> None:
+        proofs.append(succeeded)
+        say(f"[{'green' if succeeded else 'red'}]{'proved' if succeeded else 'FAILED'}[/]: {what}")
 
     def lines(words: list[str]) -> None:
         say("\n".join(words), markup=False)

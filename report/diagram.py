@@ -1,4 +1,4 @@
-"""The block diagram of an architecture as a figure: a box for each node of the graph, and a line for each edge."""
+"""The block diagram of an architecture as a figure: a box per node of the graph, and a line per edge."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -37,7 +37,7 @@ _INDENT = 2
 
 
 def sides(diff: Diff) -> list[str]:
-    """Return a line for each of the two checkpoints."""
+    """Return a line per of the two checkpoints."""
     lines = []
     for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
         dtypes = " and ".join(HF_NAMES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
@@ -223,7 +223,7 @@ def _folded(tensors: Sequence[TensorDiff]) -> list[str]:
 
 
 def _file_lines(diff: Diff, most: int | None = None) -> list[str]:
-    """Return a line for each small file that differs, with up to `most` of its differences."""
+    """Return a line per small file that differs, with up to `most` of its differences."""
     lines = []
     for file in diff.files:
         more = 0 if most is None else len(file.told) - most
@@ -315,7 +315,7 @@ def _group_cells(group: ChangeGroup) -> tuple[str, ...]:
 
 def _ranks(changed: Sequence[TensorDiff]) -> str:
     """Return the largest rank of several changes, or that it is full, above the limit, or unknown."""
-    ranks = [(each.figures.rank, each.reading) for each in changed if each.figures and each.figures.rank]
+    ranks = [(tensor.figures.rank, tensor.reading) for tensor in changed if tensor.figures and tensor.figures.rank]
     above = [rank.limit for rank, _ in ranks if rank.more]
     known = [rank for rank, reading in ranks if reading != "unclear" and rank.rank]  # 0: none above rounding
     if above or not known:
@@ -407,7 +407,7 @@ def _figure(groups: Sequence[ChangeGroup]) -> Figure:
 def _cell(group: ChangeGroup) -> Cell:
     """Return the heatmap's cell of a group. A change that is only rounding does not count as a difference."""
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
-    changed, kinds = group.changed, {each.status for each in group.tensors}
+    changed, kinds = group.changed, {tensor.status for tensor in group.tensors}
     if not _compared(group):
         apart = _APART[kinds.pop()] if len(kinds) == 1 else "≠"
         return Cell(name, group.layer, 0.0, tuple(_folded(group.tensors)[:2]), True, apart)

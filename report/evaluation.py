@@ -114,7 +114,7 @@ def evaluation_report(terminal: Terminal, evaluation: Evaluation) -> RenderResul
 
 
 def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> RenderResult:
-    """Yield a legend, and a chart with a line for each range of positions: a mark further right means more nats."""
+    """Yield a legend, and a chart with a line per range of positions: a mark further right means more nats."""
     *marks, several = list(_ASCII_MARKS if terminal.ascii_only else _MARKS)
     for mark, curve in zip(marks, curves, strict=False):
         made_for = "" if curve.context is None else f"  made for {curve.context:,} tokens"

@@ -122,7 +122,7 @@ def families_table(terminal: Terminal, families: Mapping[str, Any]) -> RenderRes
         yield plain_table(*((heading, heading == "presets") for heading in headings), rows=rows)
     if families["others"]:
         counted = {True: "by names", False: "no"}
-        cells = [(each["model_type"], counted[each["counted"]], each["why"]) for each in families["others"]]
+        cells = [(kind["model_type"], counted[kind["counted"]], kind["why"]) for kind in families["others"]]
         yield ""
         columns = (("not supported yet", False), ("counted", False), ("reason", False))
         yield plain_table(*columns, rows=[[*map(terminal.text, row)] for row in cells])

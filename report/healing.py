@@ -1,4 +1,4 @@
-"""The report of `heal`: a line for each evaluation while it trains, and a table of the results."""
+"""The report of `heal`: a line per evaluation while it trains, and a table of the results."""
 
 from rich.console import RenderResult
 from rich.text import Text

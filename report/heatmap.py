@@ -1,4 +1,4 @@
-"""A heatmap of the differences between two models, with a row for each component and a column for each layer.
+"""A heatmap of the differences between two models, with a row per component and a column per layer.
 
 Components outside of layers have columns before and after the layers. Exactly 0 has its own colour, because it has no
 logarithm, and so do differences within rounding. The other differences are coloured on a logarithmic scale from the

@@ -87,7 +87,7 @@ class Section:
 
     title: str
     blocks: tuple[Lines | Code | Table | Figure, ...]
-    beside: bool = False
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,9 @@ def _named(figures: Sequence[Figure], name: str) -> Figure:
     """Return the figure with this title, or the only one with these words in it. Raise UsageError for none or many."""
     wanted = name.casefold()
     fitting = [figure for figure in figures if figure.title.casefold() == wanted]
-    fitting = fitting or [each for each in figures if all(word in each.title.casefold() for word in wanted.split())]
+    fitting = fitting or [
+        figure for figure in figures if all(word in figure.title.casefold() for word in wanted.split())
+    ]
     if len(fitting) == 1:
         return fitting[0]
     titles = "; ".join(figure.title for figure in fitting or figures)

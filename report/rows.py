@@ -1,4 +1,4 @@
-"""CSV of counts for a spreadsheet: a row for each component, layer, tensor or model.
+"""CSV of counts for a spreadsheet: a row per component, layer, tensor or model.
 
 Python's csv module writes it as in RFC 4180. Numbers have no separators. A spreadsheet takes a cell that begins with
 = + - or @ for a formula, so such a cell gets a ' in front. Only names of models begin like that.
@@ -43,7 +43,7 @@ def _cell(value: str | int) -> str | int:
 
 
 def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[CsvRow]:
-    """Return rows for each model by component, layer or tensor. Their parameters sum to the model's total."""
+    """Return rows per model by component, layer or tensor. Their parameters sum to the model's total."""
     rows = []
     for model in counts:
         weights = None if dtype is None else weighed(model.spec, dtype, model.family)
@@ -77,7 +77,7 @@ def _parts(
 
 
 def model_rows(counts: Sequence[ModelCount]) -> list[CsvRow]:
-    """Return a row for each model with the figures of its JSON. A column is a path, such as kv_cache.8192.bytes."""
+    """Return a row per model with the figures of its JSON. A column is a path, such as kv_cache.8192.bytes."""
     rows = []
     for model in counts:
         data = {name: value for name, value in model.as_json().items() if name not in ("by_layer", "notes", "stored")}

@@ -35,7 +35,7 @@ def _law_sheet(scaling: Scaling) -> Sheet:
 
 
 def _optima_sheet(scaling: Scaling) -> Sheet | None:
-    """Return a row for each budget, or None if no budget was asked for."""
+    """Return a row per budget, or None if no budget was asked for."""
     names = ("parameters", "tokens", "loss")
 
     def interval(best: Optimum, name: str) -> str:

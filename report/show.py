@@ -118,7 +118,7 @@ def named_page(model: ModelCount) -> Page:
 
 
 def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Page:
-    """Return the HTML page: a diagram for each kind of layer, the tree, and the model in words."""
+    """Return the HTML page: a diagram per kind of layer, the tree, and the model in words."""
     words = describe(model.spec)
     differ = dict(kinds_differ(graph)) if len(graph.kinds) > 1 else {}
     sections = []

@@ -166,7 +166,9 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
     choose.
     """
     operations = {operation.id: operation for operation in program}
-    gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather) and not each.weighs}
+    gathered = {
+        gather.id: gather.inputs[0] for gather in program if isinstance(gather, ops.Gather) and not gather.weighs
+    }
     nodes = []
     for operation in program:
         if operation.id in gathered:

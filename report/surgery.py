@@ -56,7 +56,7 @@ def listing_report(listing: Listing) -> RenderableType:
 
 
 def _possible(entries: Sequence[Listed], before: Costs) -> Table:
-    """Return a row for each possible swap: its result, and how the costs change."""
+    """Return a row per possible swap: its result, and how the costs change."""
     rows = []
     for entry in entries:
         cells: list[str | Text] = ["?"] * 3
@@ -69,7 +69,7 @@ def _possible(entries: Sequence[Listed], before: Costs) -> Table:
 
 
 def _refusals(entries: Sequence[Listed]) -> Table:
-    """Return a row for each reason: the swaps that are not possible, and alternatives."""
+    """Return a row per reason: the swaps that are not possible, and alternatives."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         reasons.setdefault((entry.said, f"\n{entry.hint}" if entry.hint else ""), []).append(entry.asked)
@@ -97,7 +97,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
-    """Return a row for each recipe, with its steps."""
+    """Return a row per recipe, with its steps."""
     rows = []
     for recipe in recipes:
         steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.every, 1))

@@ -1,4 +1,4 @@
-"""The report of `train`: the settings, a line for each evaluation, a progress bar, and the result."""
+"""The report of `train`: the settings, a line per evaluation, a progress bar, and the result."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def verification_report(result: Verification) -> RenderableType:
-    """Return a row for each prompt, the verdicts, and the components around the first that differs."""
+    """Return a row per prompt, the verdicts, and the components around the first that differs."""
     lines = [*verdict_lines(result), *_versions()]
     lines = [part for line in lines for part in whole_words(line, 80, 0, 10) or [line]]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
@@ -86,7 +86,7 @@ def _prompt_cells(prompt: LogitDifference) -> tuple[str, ...]:
 
 
 def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
-    """Return a row for each prompt. Long names are cut."""
+    """Return a row per prompt. Long names are cut."""
     rows: list[list[str | Text]] = []
     for name, *figures in map(_prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
@@ -165,7 +165,7 @@ def _cause_words(divergence: Divergence) -> list[str]:
 
 
 def port_report(result: PortVerification) -> RenderableType:
-    """Return the report of a port: a row for each prompt, the verdict, and the first component that differs."""
+    """Return the report of a port: a row per prompt, the verdict, and the first component that differs."""
     lines = [
         f"function  {_WORDS[result.verdict]}: {result.against} against {result.reference}",
         f"          {_apart(result.functions, result.allowed)}",
@@ -248,7 +248,9 @@ def _page(
     command: str,
 ) -> Page:
     """What the pages of checkpoints and ports share."""
-    worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
+    worst = max(
+        (prompt.maximum for prompt in result.prompts), key=lambda value: math.inf if math.isnan(value) else value
+    )
     packages = _packages()
     machine = (("Python", platform.python_version()), ("machine", platform.machine()))
     probe = Table("Logits by input", _PROBE, tuple(map(_prompt_cells, result.prompts)))

@@ -139,7 +139,7 @@ def test_axes_have_titles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["several", "compare"])
 def test_models_layers_stand_side_by_side(name: str) -> None:
-    sections = [section for section in PAGES[name]().sections if section.beside]
+    sections = [section for section in PAGES[name]().sections if section.side_by_side]
     (section,) = sections
     assert [block.title.partition(":")[0] for block in section.blocks if isinstance(block, Figure)] == list(SEVERAL)
 
@@ -189,7 +189,7 @@ def test_a_hint_says_that_a_table_scrolls(show: Any) -> None:
 def test_diagrams_stand_in_a_row(show: Any) -> None:
     boxes = (
         show("compare")
-        .page.locator(".beside figure")
+        .page.locator(".side-by-side figure")
         .evaluate_all("all => all.map(each => each.getBoundingClientRect()).map(({x, y}) => [x, y])")
     )
     assert len(boxes) == len(SEVERAL)
