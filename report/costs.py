@@ -331,11 +331,17 @@ def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
     title = f"{what} in a {size} card ({equal})"
     if asked.spread:
         title = f"{what} on {asked.tp * asked.pp:,} cards of {size} ({equal})"
+    batch = f"Batch: the most sequences of {first.context:,} tokens that fit"
+    batch += "" if asked.context is not None else " (--context sets another number of tokens)"
     sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
         f"Longest context: tokens of {sequences} in one forward pass, at most the model's context;"
         f" {_NOTHING} if none fits.",
-        *([_batch_note(first.context, asked)] if alone else []),
+        *(
+            [f"{batch}. Left over: the memory that this batch leaves free, which is too little for one more."]
+            if alone
+            else []
+        ),
         "Counted are weights, the KV cache and activations. Nothing is reserved for the runtime, which takes 0.5 to"
         " 2 GB more.",
     ]
@@ -350,12 +356,6 @@ def _card(nbytes: int) -> tuple[str, str]:
     if float(gib) * 2**30 != nbytes:
         return decimal_bytes(nbytes), binary_bytes(nbytes)
     return f"{gib} GB", f"{gib} GiB = {decimal_bytes(nbytes)}"
-
-
-def _batch_note(context: int, asked: Scenario) -> str:
-    note = f"Batch: the most sequences of {context:,} tokens that fit"
-    note += "" if asked.context is not None else " (--context sets another number of tokens)"
-    return f"{note}. Left over: the memory that this batch leaves free, which is too little for one more."
 
 
 def _split(models: Sequence[_Costed], asked: Scenario) -> Sheet:

@@ -76,12 +76,8 @@ def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -
             yield from ("", sheet)
         for model in models:
             if model.swap is not None:
-                yield from ("", _sentences((f"guarantee: {promise(model.swap)}", *model.swap["notes"])))
-
-
-@drawing
-def _sentences(terminal: Terminal, lines: Sequence[str]) -> RenderResult:
-    return map(terminal.note, lines)
+                notes = (f"guarantee: {promise(model.swap)}", *model.swap["notes"])
+                yield from ("", Sheet("", (), (), notes))
 
 
 def promise(swap: Mapping[str, Any]) -> str:
