@@ -53,10 +53,11 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
     """Compare logits (N, V) of the same positions. Raise GptkitError if there are none, or if their shapes differ."""
     if reference.shape != candidate.shape:
         raise GptkitError(
-            f"{name}: the logits have different shapes, {tuple(reference.shape)} and {tuple(candidate.shape)}"
+            f"the two models' logits for the input {name} have different shapes, {tuple(reference.shape)} and "
+            f"{tuple(candidate.shape)}"
         )
     if reference.numel() == 0:
-        raise GptkitError(f"{name}: there are no logits to compare")
+        raise GptkitError(f"there are no logits to compare for the input {name}")
     return LogitDifference(
         name=name,
         positions=reference.shape[0],

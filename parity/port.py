@@ -99,7 +99,7 @@ def load_port(reference: str) -> nn.Module:
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
-        raise UsageError(f"{reference!r} is not MODULE:CALLABLE", "Write, for example, my_port:build.")
+        raise UsageError(f"{reference!r} does not have the form MODULE:CALLABLE", "Write, for example, my_port:build.")
     here = os.getcwd()  # noqa: PTH109 (what Python itself puts on its path)
     sys.path.insert(0, here)
     try:
@@ -217,7 +217,8 @@ def verify_port(
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
                 raise InvalidInput(
-                    f"{against} gives logits of shape {shapes} for {batch.name}", "Expected (real tokens, vocabulary)."
+                    f"{against} gives logits of shape {shapes}, for the input {batch.name}",
+                    "The expected shape is (number of tokens without padding, vocabulary size).",
                 )
         compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         functions, allowed = largest_gap(exact, candidate64), 2 * largest_gap(reference, exact)
@@ -316,11 +317,15 @@ def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool 
     output = output[0] if isinstance(output, tuple) and output else output
     shape = tuple(batch.input_ids.shape)
     if not isinstance(output, Tensor):
-        raise InvalidInput(f"the port must return logits (B, T, V), but returned {type(output).__name__}, {where}")
+        raise InvalidInput(
+            f"your module must return logits of shape (batch, length, vocabulary), but returned a "
+            f"{type(output).__name__}, {where}"
+        )
     if output.ndim != 3 or tuple(output.shape[:2]) != shape or not output.is_floating_point():
         description = f"{str(output.dtype).removeprefix('torch.')} {tuple(output.shape)}"
         raise InvalidInput(
-            f"the port must return logits (B, T, V), but returned {description} for token ids {shape}, {where}",
+            f"your module must return logits of shape (batch, length, vocabulary), but returned {description} for "
+            f"token ids of shape {shape}, {where}",
             "Return the logits of every position, with the batch first.",
         )
     return batch.valid(output)

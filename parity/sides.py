@@ -135,7 +135,8 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         missing = [name for name, _ in model.named_parameters() if name not in stored]  # a tied one has one name here
         if missing or unexpected:
             raise CheckpointError(
-                f"transformers' model and {folder.name} have different tensors: {(missing + unexpected)[:5]}"
+                f"transformers' model and the weights in {folder.name} differ in these tensors: "
+                f"{', '.join((missing + unexpected)[:5])}"
             )
         return model.eval()
     import transformers  # noqa: F401 (that it is not installed is no fault of the folder)

@@ -209,7 +209,9 @@ def verify(
         CannotExpress: no transformers class computes the reference's tree.
     """
     if damaged and other is None:
-        raise UsageError("--damage needs two checkpoints", "gptkit verify ORIGINAL CHANGED --damage")
+        raise UsageError(
+            "--damage compares two checkpoints, but only one was given", "Write gptkit verify ORIGINAL CHANGED --damage"
+        )
     say = progress or (lambda _: None)
     source, target = _open_both(model, other, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     path = _attention(source, attention)
@@ -271,8 +273,8 @@ def _open_both(model: str | Path, other: str | Path | None, **options: bool) -> 
     suit(source.spec)
     if source.spec.vocab_size != target.spec.vocab_size:
         raise InvalidInput(
-            f"vocabularies differ: {source.spec.vocab_size} tokens in {source.reference}, {target.spec.vocab_size} in"
-            f" {target.reference}",
+            f"the vocabularies differ: {source.spec.vocab_size} tokens in {source.reference}, "
+            f"{target.spec.vocab_size} in {target.reference}",
             "gptkit can compare only models with the same vocabulary.",
         )
     return source, target
@@ -425,7 +427,7 @@ def _batches(
     if up_to is not None and not 1 <= up_to <= (table or up_to):
         raise UsageError(
             f"--up-to {up_to}: {'the models do not' if len(specs) > 1 else 'the model does not'} support this length",
-            "a number of tokens from 1 on" + (f", up to {table:,}" if table else ""),
+            f"Give a number of tokens from 1 to {table:,}." if table else "Give a number of tokens of at least 1.",
         )
     length_limit, notes = min((size for size in (table, up_to) if size is not None), default=None), list[str]()
     tokenizer = load_tokenizer(source.folder, source.texts)

@@ -128,7 +128,7 @@ def chain(
     """
     if not steps and not leaves:
         raise UsageError(
-            "nothing to swap",
+            "no swap was given",
             f"Name a swap, such as --norm rmsnorm. The options are {', '.join(map(spelled, options()))}",
         )
     models: list[Model] = [StoredModel(source)]

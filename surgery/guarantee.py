@@ -28,9 +28,8 @@ def require_transformers(folder: Path) -> None:
     if not verification.passed:
         worst = max(prompt.maximum for prompt in verification.prompts)
         raise GptkitError(
-            f"transformers computes different logits from these files than gptkit ({verification.verdict}), by "
-            f"up to {worst:.1e}. Nothing was"
-            " written.",
+            f"transformers and gptkit compute different logits for the new model ({verification.verdict}). The largest "
+            f"difference is {worst:.1e}. Nothing was written.",
             _REPORT,
         )
 
@@ -46,7 +45,9 @@ def measured_from_files(
     measurement = measure(done.against, written, promise=done.promise, text=text)
     if not all(math.isfinite(value) for value in (*measurement.maximum.values(), measurement.kl)):
         require_finite_weights(source)  # raises an error about the weights, if they are not finite
-        raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
+        raise InvalidInput(
+            f"{source.reference}: logits before or after the swap are NaN or infinite. Nothing was written."
+        )
     if done.guarantee == "exact":
         names = [parameter.name for parameter in done.spec.parameters()]
         rounds = any(done.computed(name) or written.dtype(name) != done.models[-1].dtype(name) for name in names)
@@ -55,7 +56,7 @@ def measured_from_files(
         before, after = (Exactly(model) for model in done.models[-2:])
         error = measure(before, after, dtypes=("float32",)).relative["float32"]
         if not error <= EXACT_FP32:
-            reason = f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed."
+            reason = f"{done.steps[-1]} changes logits by {error:.1e} (relative), at most {EXACT_FP32:.0e} allowed."
             raise GptkitError(f"{reason} Nothing was written.", _REPORT)
     return measurement
 
@@ -92,8 +93,8 @@ def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: b
             bound = max(bound, 2 * own_rounding(done.against))
         if not error <= bound:
             raise GptkitError(
-                f"the swap is not exact on this checkpoint: relative error {error:.1e} in {name}, at most {bound:.0e}"
-                " allowed. Nothing was written.",
+                f"the swap is not exact on this checkpoint: relative error of the logits {error:.1e} in {name}, at "
+                f"most {bound:.0e} allowed. Nothing was written.",
                 "Please report this checkpoint. --approximate applies the swap without this guarantee.",
             )
 

@@ -63,15 +63,17 @@ def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
 
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
     """Return the refusal of a component that a swap does not support, with the name of its class."""
-    actual = "nothing" if component is None else type(component).__name__
-    return SwapRefused(f"{where} has {actual}, but this swap needs {expected}")
+    problem = "is missing" if component is None else f"is of the kind {type(component).__name__}"
+    return SwapRefused(f"{where} {problem}, but this swap needs {expected}")
 
 
 def unnormed(path: str, mixer: Component) -> None:
     """Raise SwapRefused if a mixer has a norm or gate over all inputs of its output projection."""
-    for name in ("mixed_norm", "inner_norm", "sparsity"):
+    for name, words in (("mixed_norm", "a norm"), ("inner_norm", "a norm"), ("sparsity", "a threshold")):
         if getattr(mixer, name, None) is not None:
-            raise SwapRefused(f"{path} has {name} before its output projection, which this swap does not support")
+            raise SwapRefused(
+                f"{path} has {words} ({name}) before its output projection, which this swap does not support"
+            )
     if getattr(mixer, "gated", False):
         raise SwapRefused(f"{path} has a gate before its output projection, which this swap does not support")
 
@@ -88,7 +90,8 @@ def weighed(path: str, norm: Norm | None, *supported: str) -> None:
     """Raise SwapRefused if a norm does not multiply by its plain weight. `supported` names other allowed gains."""
     if norm is not None and norm.gain not in ("weight", *supported):
         raise SwapRefused(
-            f"{path} multiplies by {norm.gain}, but this swap supports only norms that multiply by their weight"
+            f"the norm {path} multiplies by {norm.gain}, but this swap supports only norms that multiply by "
+            "their weight"
         )
 
 
@@ -167,7 +170,7 @@ def _known_by_linears(block: Block, path: str) -> None:
         for name, weight in sublayer.mixer.weights().items():
             if weight.role == "columns":
                 where = f"{path}.{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})"
-                raise SwapRefused(f"{where} uses a {name}, but this swap supports only linear layers")
+                raise SwapRefused(f"{where} has the parameter {name}, but this swap supports only linear layers")
 
 
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:
@@ -216,9 +219,9 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
             f"{whole} has a shared expert; this swap supports only mixtures of experts without shared experts"
         )
     inner = getattr(mixer, "expert", mixer)
-    for field in ("limit", "up_shift"):
+    for field, words in (("limit", "clamps its activations"), ("up_shift", "adds a constant to up_proj's output")):
         if getattr(inner, field, None):
-            raise SwapRefused(f"{whole} has {field}, which this swap does not support")
+            raise SwapRefused(f"{whole} {words} ({field}), which this swap does not support")
     named_experts = mixer.children() if hasattr(mixer, "expert") else ()  # other mixtures have norms inside
     nested: list[Any] = [(f"{whole}.{name}", expert) for name, expert in named_experts]
     for path, record in nested or [(whole, mixer)]:
@@ -249,10 +252,10 @@ def tables(spec: ModelSpec) -> tuple[str, ...]:
     """
     if spec.embedding.width is not None:
         raise SwapRefused(
-            f"the embedding is {spec.embedding.width} wide, but this swap needs an embedding as wide as the hidden size"
+            f"the embedding has width {spec.embedding.width}, but this swap needs the hidden size, {spec.hidden_size}"
         )
     if spec.positions is not None and not spec.positions.weights():
-        raise unknown("the model", spec.positions, "a table of positions")
+        raise unknown("the model's position encoding", spec.positions, "a position embedding")
     return ("embedding.weight", *(["positions.weight"] if spec.positions is not None else []))
 
 
@@ -260,7 +263,7 @@ def head_weight(spec: ModelSpec) -> str:
     """Return the tensor [vocabulary, hidden] that reads the last norm. Raises SwapRefused if it reads a projection."""
     head = spec.has_head()
     if head.width is not None or head.transform is not None:
-        problem = "a transform before it" if head.width is None else f"width {head.width}"
+        problem = "a hidden layer before it" if head.width is None else f"width {head.width}"
         raise SwapRefused(f"the head has {problem}, but this swap needs a head that reads the residual stream directly")
     return "embedding.weight" if spec.tied else "head.weight"
 

@@ -43,6 +43,7 @@ FOLDER = Path(__file__).parent / "recipes"  # the bundled recipes
 _PLAY = "the bundled play"  # the name of the bundled text in records
 MOST_BYTES = 10**6  # a larger file is no recipe
 _HEAD_KEYS = ("name", "description", "as", "step")
+_REWRITE = "Apply the swap again to write a new manifest.json, or give a recipe in TOML."
 _CALIBRATION = {"text": str, "sha256": str, "tokens": int}
 _STEP_KEYS: Mapping[str, tuple[type, object]] = {
     "blocks": (str, None),
@@ -105,7 +106,7 @@ class Recipe:
         return UsageError(
             f"{self.where}: the recipe was fitted on {name}, which is missing or has changed (sha256 was "
             f"{digest[:16]}…)",
-            "Give a text with --calibrate FILE. The same text gives the same weights.",
+            "Give the text with --calibrate FILE. Only the same text gives the same weights.",
         )
 
 
@@ -164,10 +165,10 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:  # a manifest may be longer: it has an entry a tensor
-            raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are too many for a recipe")
+            raise InvalidInput(f"{where} is too large for a recipe: it has more than {MOST_BYTES:,} bytes")
         return tomllib.loads(data.decode())
     except OSError as error:
-        raise InvalidInput(f"{where}: cannot be read: {error.strerror}") from error
+        raise InvalidInput(f"cannot read the recipe {where}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{where} is not a UTF-8 text: byte {error.start:,} is invalid") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -203,21 +204,22 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
             raise InvalidInput(f"{where}: {key} must be a string")
     tables = data.get("step", [])
     if not isinstance(tables, list) or not tables or not all(isinstance(entry, dict) for entry in tables):
-        raise InvalidInput(f"{where}: a recipe needs steps, each of them a table [[step]] with OPTION = VALUE")
+        hint = 'Write each swap as a table [[step]] with OPTION = VALUE, such as norm = "rmsnorm".'
+        raise InvalidInput(f"{where}: the recipe has no steps", hint)
     steps = tuple(_step(table, f"{where}, step {number}") for number, table in enumerate(tables, 1))
     heal = steps[-1] if steps[-1].option == HEAL.name else None
     steps = steps[:-1] if heal else steps
     if not steps or any(step.option == HEAL.name for step in steps):
-        raise InvalidInput(f"{where}: heal must be the last step of a recipe")
+        raise InvalidInput(f"{where}: heal must be the last step of a recipe, after at least one swap")
     written_fields = {}
     if written:
         kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
         wrong = [key for key, kind in kinds.items() if key in data and not isinstance(data[key], kind)]
         if wrong:
-            raise InvalidInput(f"{where}: the field {wrong[0]} does not have the form that gptkit writes")
+            raise InvalidInput(f"{where}: the recipe's field {wrong[0]} has a value of the wrong type", _REWRITE)
         text = data.get("calibration", {})
         if any(type(text[key]) is not kind for key, kind in _CALIBRATION.items() if key in text):
-            raise InvalidInput(f"{where}: the field calibration does not have the form that gptkit writes")
+            raise InvalidInput(f"{where}: the recipe's field calibration has a value of the wrong type", _REWRITE)
         written_fields = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
     return Recipe(named, data.get("description", ""), steps, where, data.get("as"), heal=heal, **written_fields)
@@ -233,7 +235,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     if len(names) != 1:
         has = f"{len(names)} options ({', '.join(names)})" if names else "no option"
         raise InvalidInput(
-            f"{where}: {has}; a step may have only one",
+            f"{where} has {has}, but a step needs exactly one",
             "Steps run one after the other: give every swap its own [[step]].",
         )
     ((key, name),) = names.items()
@@ -251,7 +253,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
             words = " or ".join(_WORDS[accepted] for accepted in kinds)
             raise InvalidInput(f"{where}: the setting {part} must be {words}, not {shown(setting, 40)}")
     if option is HEAL and not {"blocks", "approximate", "tokens"}.isdisjoint(table):
-        raise InvalidInput(f"{where}: a heal step cannot have blocks, approximate or tokens")
+        raise InvalidInput(f"{where}: a heal step cannot have the keys blocks, approximate or tokens")
     if type(values["tokens"]) is bool or (values["tokens"] or 1) < 1:
         raise InvalidInput(f"{where}: tokens must be a whole number from 1, not {shown(values['tokens'], 40)}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
@@ -283,7 +285,7 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     if len(counts) > 1:
         numbers = ", ".join(str(count) for count in sorted(x for x in counts if x is not None))
         raise SwapRefused(
-            f"{step.value!r}: layers differ in their {what} ({numbers})",
+            f"{step.value!r} is a share of the {what}, but layers differ in their number ({numbers})",
             "Give a number of " + what + " instead of a share.",
         )
     (size,) = counts
@@ -295,8 +297,9 @@ def plain(step: Step, spec: ModelSpec) -> Step:
         wanted = Fraction(max(int(wanted + Fraction(1, 2)), 1))
     if wanted.denominator != 1 or wanted < 1:
         fit = [size // n for n in range(size, 0, -1) if size % n == 0]
-        reason = f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}"
-        hint = f"Choose a fraction that gives a whole number, such as one of {', '.join(map(str, fit[-8:]))} divide it."
+        share = f"{match[2]}%" if match[2] else f"{match[3]}/{match[4]}"
+        reason = f"{share} of {size} {what} is {float(wanted):g}, not a whole number"
+        hint = f"Choose a share that gives one of {', '.join(map(str, fit[-8:]))}, or write the number itself."
         raise SwapRefused(reason, hint)
     return replace(step, value=f"{match[1]}{int(wanted)}")
 

@@ -114,7 +114,7 @@ class Asked:
     def text(self, purpose: str) -> Calibration:
         """Return the text to fit on. Raises UsageError without one; `purpose` is the start of the message."""
         if self.calibration is None:
-            raise UsageError(f"{purpose} needs a text: pass", "--calibrate FILE")
+            raise UsageError(f"{purpose} needs a text", "Give one with --calibrate FILE.")
         return self.calibration()
 
     def chosen(self, spec: ModelSpec) -> tuple[int, ...]:
@@ -376,7 +376,7 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
                     f"{text!r} names layer {layer}, but the model has only layers 0 to {layers - 1}", hint
                 )
         if last < first:
-            raise UsageError(f"{text!r}: {first}-{last} has its first layer after its last")
+            raise UsageError(f"{text!r}: the range {first}-{last} ends before it begins", f"Write {last}-{first}.")
         named += range(first, last + 1)
     return tuple(named)
 
@@ -386,18 +386,22 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
 
 def _refuse_shared(spec: ModelSpec) -> None:
     """Raise SwapRefused for layers that read other layers' inputs or values, or that scale their output."""
-    for name in ("layer_inputs", "streams"):
+    for name, words in (("layer_inputs", "an embedding per layer"), ("streams", "several residual streams")):
         if getattr(spec, name) is not None:
-            raise SwapRefused(f"the model has {name}, which this swap does not support")
+            raise SwapRefused(f"the model has {words} ({name}), which this swap does not support")
     for layer, block in enumerate(spec.blocks):
         for mixer in (sublayer.mixer for sublayer in block.sublayers):
             if mixer.lends:
                 raise SwapRefused(f"layer {layer} has a {type(mixer).__name__}, which this swap does not support")
         if block.scale is not None:
             raise SwapRefused(f"layer {layer} scales its output, which this swap does not support")
-        for name, default in (("kv_from", "input"), ("v_norm", None)):
-            if getattr(block.mixer("attention"), name, default) != default:
-                raise SwapRefused(f"the attention of layer {layer} has {name}, which this swap does not support")
+        attention: Any = block.mixer("attention")
+        if getattr(attention, "kv_from", "input") != "input":
+            raise SwapRefused(
+                f"layer {layer} does not compute its values from its input (kv_from), which this swap does not support"
+            )
+        if getattr(attention, "v_norm", None) is not None:
+            raise SwapRefused(f"layer {layer} normalises its values (v_norm), which this swap does not support")
 
 
 def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:

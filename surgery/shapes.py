@@ -199,7 +199,7 @@ def swapped(
     does not hold for any or for trained weights, and UsageError for an unknown step.
     """
     if not steps:
-        raise UsageError("nothing to swap", "Name a swap, such as attention=gqa:4 or norm=rmsnorm.")
+        raise UsageError("no swap was given", "Name a swap, such as attention=gqa:4 or norm=rmsnorm.")
     origin = Origin()
     if files is not None:  # a config.json names tokens that cannot go
         with suppress(InvalidInput):  # a folder without a model of its own: the spec is known all the same
@@ -220,5 +220,5 @@ def swapped(
     return Reshaped(chain.spec, usual if surely else DEPENDS, notes, usual, chain.settled, spec, tuple(chain.done))
 
 
-_AS_FAR = ", as far as shapes tell"
-_HINT = "gptkit swap MODEL OUT --dry-run checks the weights."
+_AS_FAR = " (judged by the shapes of the tensors only)"
+_HINT = "gptkit swap MODEL OUT --dry-run decides it from the weights."

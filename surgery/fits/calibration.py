@@ -109,7 +109,10 @@ def read_text(
         raise InvalidInput(f"{name} is not a UTF-8 text: byte {error.start:,} is invalid") from error
     tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
     if tokenizer is None:
-        raise UsageError(f"{checkpoint.reference} has no tokenizer, which is needed to read {name}")
+        raise UsageError(
+            f"{checkpoint.reference} has no tokenizer, so gptkit cannot turn the text {name} into tokens",
+            "Copy tokenizer.json into the model's folder.",
+        )
     ids = [token for token in tokenizer.encode(text) if token < checkpoint.spec.vocab_size]
     if tokens is None:
         tokens = min(max(len(ids) - _CHOOSING - _HELD_OUT, TOKENS), MOST)
@@ -118,8 +121,8 @@ def read_text(
         enough = max(min(len(ids) * 8 // 9, len(ids) - 1), 0)
         raise UsageError(
             (
-                f"{name} is too short: {len(ids):,} tokens, {tokens:,} are needed for the fit and {measured:,} "
-                "for the measurement"
+                f"the text {name} is too short: it has {len(ids):,} tokens, but the fit needs {tokens:,} and the "
+                f"measurement another {measured:,}"
             ),
             "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
         )

@@ -370,7 +370,7 @@ def _turning(spec: Attention) -> int:
     if position is None or not position.turns:
         return 0
     if not hasattr(position, "pairs"):
-        raise unknown("an attention", position, "rotary positions")
+        raise unknown("an attention's position encoding", position, "RoPE")
     return int(position.dim)
 
 

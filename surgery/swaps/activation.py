@@ -137,8 +137,14 @@ def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     known = any(how(dense.activation, new) != "approximate" for dense in mlps.values())
     mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in mlps)
     if known or mixed or asked.calibration is None:
-        reason = "gptkit cannot fit experts" if mixed else f"the scale from {_one_of(mlps)} to {new} is known"
-        raise SwapRefused(f"nothing to fit: {reason}", f"--activation {new} needs no text.")
+        reason = (
+            "gptkit cannot fit mixtures of experts"
+            if mixed
+            else f"the scale from {_one_of(mlps)} to {new} is known already"
+        )
+        raise SwapRefused(
+            f"--activation {asked.value} fits a scale on a text, but {reason}", f"--activation {new} needs no text."
+        )
     fits = Scratch.by("feed_forward.slopes", asked.calibration(), mlps, new)
 
     def tensors_of_layer(layer: int, path: str, old: Dense) -> dict[str, Tensor]:
@@ -158,7 +164,10 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     if exception or asked.approximate:
         reason = f"{exception} needs only one unit" if exception else "--approximate applies only to one unit"
         hint = f"--activation {new}"
-        raise SwapRefused(f"two {new} units replace one of {' or '.join(_FROM[kind])}: {reason}", hint)
+        raise SwapRefused(
+            f"--activation {asked.value} replaces one {' or '.join(_FROM[kind])} unit by two {new} units, but {reason}",
+            hint,
+        )
     return _swapped(spec, mlps, new, lambda _, path, old: _two_units(path, old, *_pair(old.activation, kind)), width=2)
 
 

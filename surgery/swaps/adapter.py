@@ -199,7 +199,8 @@ class Adapter:
         if not isinstance(given, list) or not all(type(i) is int for i in given) or len(given) != count:
             listed = shown(given)
             raise SwapRefused(
-                f"{self.reference}: {count} rows for {module}, but trainable_token_indices in its config lists {listed}"
+                f"{self.reference} changes {count} rows of {module}, but trainable_token_indices in "
+                f"{ADAPTER_CONFIG} is {listed}"
             )
         return given
 

@@ -72,8 +72,8 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
     if fitting and asked.calibration is None and not active:
         first = min(fitting)
         raise SwapRefused(
-            f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
-            " least can only be measured on a text",
+            f"all {spec.blocks[first].attention.heads} heads of layer {first} affect the logits, and only a text shows"
+            " which of them matter least",
             "Give a text with --calibrate FILE, or use --approximate to choose heads by their weights.",
         )
     summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
@@ -95,7 +95,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
 
 def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[int, Wide]:
     """Return the activity of each head of these layers on the text."""
-    calibration, heads = asked.text("how active heads are is seen"), {i: spec.blocks[i].attention.heads for i in layers}
+    calibration, heads = asked.text("choosing the heads to remove"), {i: spec.blocks[i].attention.heads for i in layers}
 
     def question(model: Model) -> dict[int, Wide]:
         from ..fits.pruning import head_activity

@@ -86,7 +86,7 @@ def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], st
     if asked.approximate:
         equal = {layer: np.ones(mixture.experts) for layer, mixture in mixtures.items()}
         return asked.weights.ask(partial(_by_weights, mixtures=mixtures), equal, equal), "norms of weights"
-    calibration = asked.text("which experts matter least is seen")
+    calibration = asked.text("choosing the experts to remove")
 
     def question(model: Model) -> dict[int, Wide]:
         from ..fits.pruning import expert_saliency

@@ -47,14 +47,17 @@ def _output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -
 def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     """Fold the values' bias into the output's."""
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
-    for layer, attention in attentions(spec, asked.chosen(spec), ", which has no bias of the values").items():
+    for layer, attention in attentions(spec, asked.chosen(spec), ", whose value bias this swap cannot fold").items():
         path = f"blocks.{layer}.attention"
         unclipped(path, attention)
         value, output = f"{path}.v_proj.bias", f"{path}.o_proj"
         if asked.weights.zero(value):
             continue
         if attention.sinks:
-            raise SwapRefused(f"{path} has attention sinks, so its attention weights do not sum to one")
+            raise SwapRefused(
+                f"cannot fold the value bias of {path}: it has attention sinks, so its attention weights do not "
+                "sum to one"
+            )
 
         def make(model: Model, value: str = value, output: str = output, attention: Attention = attention) -> Wide:
             operands = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
@@ -81,7 +84,9 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
     if asked.argument not in (None, "head"):
         raise SwapRefused(f"--fold {asked.value!r} is unknown", "Known: scale, scale:head.")
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
-    for layer, attention in attentions(spec, asked.chosen(spec), ", which has no scale of its own heads").items():
+    for layer, attention in attentions(
+        spec, asked.chosen(spec), ", whose attention scale this swap cannot fold"
+    ).items():
         wanted = attention.head_dim**-0.5 if asked.argument == "head" else 1.0
         if math.isclose(attention.scale, wanted, rel_tol=1e-14):  # families write 1/√d in several ways
             continue
@@ -97,7 +102,7 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         tensors |= {name: _rescaled(name, factor, norm) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
-        raise SwapRefused("every layer has this scale already")
+        raise SwapRefused(f"every layer already has the attention scale that --fold {asked.value} gives")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
@@ -206,7 +211,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     if not dropped:
         has = [name for name in NAMES if _biases_of(spec, name, asked.layers)]
         known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
-        raise SwapRefused(f"the model has no bias {what} to drop", known)
+        raise SwapRefused(f"--drop {what}: the model has no such bias", known)
     missed = [name for name in dropped if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
     zero = {name for name in _biases_of(spec, "biases") if name not in dropped and asked.weights.zero(name)}
     new = without_biases(spec, {*dropped, *zero})

@@ -51,9 +51,9 @@ def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     size = asked.number("a width")
     how = asked.value.partition(":")[0] if asked.argument is not None else ""
     if how not in ("", "theta", "partial"):
-        raise UsageError(f"--head-dim {asked.value!r}", "expected a number, theta:N or partial:N")
+        raise UsageError(f"--head-dim {asked.value!r} is not a head dimension", "Write a number, theta:N or partial:N.")
     changed, tensors, notes = dict[int, Attention](), dict[str, Tensor](), []
-    old = attentions(spec, asked.chosen(spec), ", whose heads are made of a latent")
+    old = attentions(spec, asked.chosen(spec), ", whose head dimension this swap cannot change")
     for layer, attention in old.items():
         if attention.head_dim == size:
             continue

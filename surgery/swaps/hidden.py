@@ -183,13 +183,13 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         return _cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are in use, and LayerNorm does not allow the"
+            f"coordinates {new} to {old - 1} of the residual stream are not zero, and LayerNorm does not allow the"
             " rotation that would lose the least",
             "Possible: --norm rmsnorm first, where that is exact; --approximate keeps the largest coordinates.",
         )
     if asked.calibration is None:
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are in use, and only a text shows which ones"
+            f"coordinates {new} to {old - 1} of the residual stream are not zero, and only a text shows which ones"
             " matter least",
             "Give a text with --calibrate FILE, or use --approximate to keep the largest dimensions.",
         )

@@ -112,7 +112,7 @@ def _change(spec: ModelSpec, asked: Asked) -> Swapped:
     if merged:
         summary["by"] = "mean" if asked.approximate else "regression"
     if merged and not asked.approximate:
-        fitted = Scratch.by("kv_fit.fitted_layers", merged, asked.text("fewer key-value heads are fitted"))
+        fitted = Scratch.by("kv_fit.fitted_layers", merged, asked.text("fitting fewer key-value heads"))
         tensors |= fitted.waiting(_fitted_names(spec, merged))
     return Swapped(with_mixers(spec, changed), "approximate" if merged else "exact", tensors, summary)
 
@@ -256,7 +256,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     if asked.approximate:
         scratch = Scratch.by("kv_fit.averaged_layers", changed)
     else:
-        scratch = Scratch.by("kv_fit.fitted_layers", changed, asked.text("a latent is fitted"))
+        scratch = Scratch.by("kv_fit.fitted_layers", changed, asked.text("fitting a latent"))
     names = _fitted_names(spec, changed, down=not asked.approximate)
     summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
     return Swapped(with_mixers(spec, changed), "approximate", scratch.waiting(names), summary)

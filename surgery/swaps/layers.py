@@ -108,7 +108,7 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     """Add copies that add nothing to the residual stream."""
     number = Asked(asked.value.removeprefix("+")).number("layers to add")
     if number > 10_000:
-        raise UsageError(f"{asked.value!r}: {number:,} more layers are too many")
+        raise UsageError(f"--layers {asked.value} adds {number:,} layers, but at most 10,000 can be added")
     order = expansion(len(spec.blocks), number)
     normed = [old for old, copy in order if copy and spec.blocks[old].residual == "normed"]
     if normed:
@@ -120,7 +120,8 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     summed = [old for old, copy in order if copy and any(sublayer.sum_norm for sublayer in spec.blocks[old].sublayers)]
     if summed:
         raise SwapRefused(
-            f"layer {summed[0]} has a sum_norm, which changes the residual stream even if nothing is added to it",
+            f"layer {summed[0]} has a norm after the residual addition (sum_norm), so even a block that adds nothing"
+            " changes the residual stream",
             "Repeat layers instead, for example --layers keep:0-1,1-, and train the model.",
         )
     new, tensors = _arranged(spec, [old for old, _ in order])
@@ -165,7 +166,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     plain = (*range(wanted - 1), layers - 1) if wanted > 1 else (0,)
     if asked.approximate:
         return _with_layers(spec, asked, plain, {"by": "the last but one"})
-    calibration = asked.text("which layers a model can do without is measured")
+    calibration = asked.text("choosing the layers to remove")
     search = asked.weights.run(partial(_dropping, calibration, plain))
     record: dict[str, object] = {"by": search.by, "influence": [round(score, 6) for score in search.influence]}
     swapped = _with_layers(spec, asked, search.layers, record)

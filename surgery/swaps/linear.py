@@ -25,9 +25,7 @@ def _recurrent(spec: ModelSpec, layer: int) -> Block:
     block = spec.blocks[layer]
     attention = block.mixer("attention")
     if not isinstance(attention, Attention):
-        raise SwapRefused(
-            f"layer {layer} has no softmax attention (it has {block.slots}), which --attention linear replaces"
-        )
+        raise SwapRefused(f"layer {layer} has no softmax attention to replace: it has {block.slots}")
     try:
         mixer = recast(attention, LinearAttention)
         sublayers = (
@@ -58,7 +56,7 @@ def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
         fitted += [name] * any(f".recurrence.{ending}" in name for ending in _FITTED)
     summary: dict[str, Any] = {"layers": sorted(changed), "by": "weights alone" if asked.approximate else "regression"}
     if not asked.approximate:
-        fit = Scratch.by("linear_fit.fitted_layers", changed, asked.text("linear attention is fitted"))
+        fit = Scratch.by("linear_fit.fitted_layers", changed, asked.text("fitting linear attention"))
         tensors |= fit.waiting(fitted)
     return Swapped(new, "retrained", tensors, summary)
 

@@ -197,7 +197,8 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     if split and top != count:
         hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."
         raise SwapRefused(
-            f"with {top} of {count} parts per token, the output of the other parts is lost: a split needs all of them",
+            f"--mlp {asked.value} divides the feed-forward into {count} experts and uses only {top} of them for "
+            "a token, so the output of the others would be lost",
             hint,
         )
     tensors: dict[str, Tensor] = {}
@@ -275,9 +276,9 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
     for layer, mixture in mixtures.items():
         if mixture.beside:
-            reason = f"the mixture of layer {layer} has {', '.join(mixture.beside)}"
+            reason = f"the mixture of experts of layer {layer} sets {', '.join(mixture.beside)}"
             raise SwapRefused(
-                f"{reason}: experts can be merged into one only if a softmax weighs them and there is no shared expert"
+                f"{reason}: this swap merges only experts that a plain softmax weighs, without a shared expert"
             )
     equal = [layer for layer in layers if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
     weighed_equally = [layer for layer in layers if layer not in equal and _all_weighed_alike(spec, asked, layer)]

@@ -66,8 +66,8 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     grouped = [layer for layer in serial if any(sublayer.beside for sublayer in spec.blocks[layer].sublayers)]
     if grouped:
         raise SwapRefused(
-            f"{in_words(grouped)}: attention runs in parallel with another layer already, and the feed-forward "
-            "follows them"
+            f"{in_words(grouped)}: attention already runs in parallel with another mixer, and the feed-forward "
+            "comes after both, which this swap does not support"
         )
     for layer in serial:
         norms = spec.blocks[layer].norms()

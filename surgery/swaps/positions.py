@@ -41,7 +41,7 @@ def kind(spec: ModelSpec) -> str:
     kinds = {_kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
         if not isinstance(spec.positions, LearnedPositions):
-            raise unknown("the model", spec.positions, "a table of positions")
+            raise unknown("the model's position encoding", spec.positions, "a position embedding")
         return "learned" if kinds == {"none"} else "mixed"
     return kinds.pop() if len(kinds) == 1 else "mixed"
 
@@ -56,7 +56,7 @@ def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
         case Rotary():
             return "none" if is_neutral(position) else "rope"
         case _:
-            raise unknown("a layer", position, "positions that it knows")
+            raise unknown("a layer's position encoding", position, "RoPE, ALiBi or none")
 
 
 # --- from one to another ----------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     new, summary = replace(spec, context_length=length), {"from": now, "to": length}
     notes: tuple[str, ...] = ()
     if table is not None and not isinstance(table, LearnedPositions):
-        raise unknown("the model", table, "a table of positions")
+        raise unknown("the model's position encoding", table, "a position embedding")
     if table is None or table.length == length:
         rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
         if rotary and now is not None and length > now:

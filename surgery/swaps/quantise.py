@@ -53,7 +53,9 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
-        raise SwapRefused(f"the weights already have {bits} bits or fewer", "Possible: int2 to int16.")
+        raise SwapRefused(
+            f"--weights int{bits} is not possible: gptkit rounds weights to at most 16 bits", "Possible: int2 to int16."
+        )
     size = asked.number("inputs a group") if group else None
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     layers = asked.those(spec, lambda _: True)

@@ -89,7 +89,7 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
     factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
         hint = "First set it with --context N."
-        raise SwapRefused("the model's original context length is not known, and scaling starts from it", hint)
+        raise SwapRefused("the model has no context length, from which RoPE scaling starts", hint)
     for layer, rotary in layers.items():
         _require_unscaled(layer, rotary, kind)
     name = "linear" if asked.approximate else kind
@@ -269,7 +269,9 @@ def _require_part(layer: int, rotary: Rotary, size: int) -> None:
     if size >= rotary.dim:
         raise SwapRefused(f"{state} already" if size == rotary.dim else f"{state}, which is less than {size}", possible)
     if isinstance(rotary.scaling, DynamicScaling) and size == 2:
-        raise SwapRefused("dynamic scaling divides by the rotary dimension minus 2", "Possible here: from 4.")
+        raise SwapRefused(
+            "dynamic RoPE scaling divides by the rotary dimension minus 2, which would be 0", "Possible here: from 4."
+        )
 
 
 def kept_pairs(dim: int, size: int, drop: str) -> Index:
@@ -301,7 +303,8 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
             return candidate
     if dynamic_scaling or original is None:
         raise SwapRefused(
-            "the model's RoPE scaling depends on all pairs together", "Only the slowest pairs can be dropped here."
+            "the model's RoPE scaling computes each frequency from all pairs, so the fastest pairs cannot be dropped",
+            f"Use --rotary-dim {size} to drop the slowest pairs.",
         )
     plain = frequencies(part)
     short, long = (tuple(map(float, plain / turns)) for turns in wanted)

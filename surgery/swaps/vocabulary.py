@@ -66,7 +66,8 @@ def _sized(
         numbers = dict(zip(*tokens, strict=True))
         if table.padding not in numbers:
             raise SwapRefused(
-                f"token {table.padding} is the padding token, which this model needs to count positions: keep it"
+                f"token {table.padding} is the padding token, which this model needs to count positions, "
+                "so the token must be kept"
             )
         table = replace(table, padding=numbers[table.padding])
     _without_blank(spec)
@@ -152,7 +153,7 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
             f"{asked.argument} contains entries that are neither a token nor an id: {some_of(unknown, _NAMED)}", hint
         )
     if not lines:
-        raise InvalidInput(f"{asked.argument} contains no token ids and no text to make them from")
+        raise InvalidInput(f"{asked.argument} is empty: it must list the tokens to keep")
     return _prune(spec, vocabulary, ids)
 
 
@@ -230,7 +231,8 @@ def _without_blank(spec: ModelSpec) -> None:
     """Raise SwapRefused if the row of a token counts as zeros, which a moved or copied row would not."""
     if spec.embedding.blank is not None:
         raise SwapRefused(
-            f"the row of token {spec.embedding.blank} is treated as zeros, which this swap does not support"
+            f"the embedding of token {spec.embedding.blank} is always read as zeros (padding_idx), which this "
+            "swap does not support"
         )
 
 

@@ -104,7 +104,7 @@ def _narrowed(
 
 def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
     """Return the activity of each unit on the text, by the path of its feed-forward."""
-    calibration = asked.text("how active units are is seen")
+    calibration = asked.text("choosing the units to remove")
 
     def question(model: Model) -> dict[str, np.ndarray]:
         from ..fits.pruning import unit_activity

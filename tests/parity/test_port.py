@@ -375,16 +375,22 @@ BREAKS = {
         {"body": "return self.table(torch.ones(*ids.shape, 4, dtype=torch.float32))"},
         r"your module raised RuntimeError: .*, on the probe 'one token' in float64, in {name}\.py:13",
     ),
-    "with a dictionary": ({"body": "return {{'logits': ids}}"}, r"must return logits \(B, T, V\), but returned dict"),
+    "with a dictionary": (
+        {"body": "return {{'logits': ids}}"},
+        r"must return logits of shape \(batch, length, vocabulary\), but returned a dict",
+    ),
     "with the last logits": (
         {"body": "return torch.zeros(len(ids), 1, 512)"},
-        r"must return logits \(B, T, V\), but returned float32 \(1, 1, 512\) for token ids \(1, 64\)",
+        r"\(batch, length, vocabulary\), but returned float32 \(1, 1, 512\) for token ids of shape \(1, 64\)",
     ),
     "with integers": (
         {"body": "return ids[..., None]"},
-        r"must return logits \(B, T, V\), but returned int64 \(1, 1, 1\)",
+        r"must return logits of shape \(batch, length, vocabulary\), but returned int64 \(1, 1, 1\)",
     ),
-    "with nothing": ({"body": "return ()"}, r"must return logits \(B, T, V\), but returned tuple"),
+    "with nothing": (
+        {"body": "return ()"},
+        r"must return logits of shape \(batch, length, vocabulary\), but returned a tuple",
+    ),
 }
 
 

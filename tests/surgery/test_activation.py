@@ -248,11 +248,11 @@ REFUSALS = [
     ("gpt2", "gelu_new", "these feed-forwards use gelu_new already"),
     ("llama", "silu:2", "these feed-forwards use silu already"),
     ("llama", "silu:fit", "these feed-forwards use silu already"),
-    ("gpt2-by-layer", "silu:2", "two silu units replace one of .*: relu needs only one unit"),
+    ("gpt2-by-layer", "silu:2", "replaces one .* unit by two silu units, but relu needs only one unit"),
     ("gpt2-other-names", "silu:2", "quick_gelu needs only one unit"),
-    ("gpt2-other-names", "silu:fit", "nothing to fit: the scale from quick_gelu to silu is known"),
+    ("gpt2-other-names", "silu:fit", "fits a scale on a text, but the scale from quick_gelu to silu is known"),
     ("gpt2-relu2", "silu", "silu cannot be rescaled to be close to relu2, the activation of layer 0"),
-    ("mixtral", "gelu:fit", "nothing to fit: gptkit cannot fit experts"),
+    ("mixtral", "gelu:fit", "gptkit cannot fit mixtures of experts"),
 ]
 
 

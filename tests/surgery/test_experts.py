@@ -182,7 +182,7 @@ REFUSALS = [
     ("gpt2", "moe:2x0", "0 of 2 experts per token"),
     ("gpt2", "moe:1025x1", "1 of 1025 experts per token is not possible: give 1 to 1024"),
     ("gpt2", "moe:5x5:split", "the width 192 is not divisible into 5 equal parts"),
-    ("gpt2", "moe:4x2:split", "with 2 of 4 parts per token, the output of the other parts is lost"),
+    ("gpt2", "moe:4x2:split", "into 4 experts and uses only 2 of them for a token"),
 ]
 
 

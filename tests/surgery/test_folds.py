@@ -58,7 +58,7 @@ def test_the_scale_and_back(name: str, tmp_path: Path) -> None:
             gptkit.swap(tmp_path / "hf", tmp_path / "out", fold="scale")
         return
     if all(each.scale == 1 for each in attentions):
-        with pytest.raises(SwapRefused, match="has this scale already"):
+        with pytest.raises(SwapRefused, match="already has the attention scale"):
             gptkit.swap(tmp_path / "hf", tmp_path / "out", fold="scale")
     else:
         done = exactly(tmp_path / "hf", tmp_path / "out", fold="scale")

@@ -99,7 +99,7 @@ def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Pat
     ("value", "error", "words"),
     [
         ("0-3", SwapRefused, "names layer 3, but the model has only layers 0 to 2"),
-        ("2-1", UsageError, "has its first layer after its last"),
+        ("2-1", UsageError, "the range 2-1 ends before it begins"),
         ("x", UsageError, "not a list of layers"),
         ("", UsageError, "unknown"),
         ("0,,1", UsageError, "not a list of layers"),
@@ -108,7 +108,7 @@ def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Pat
         ("drop:3", SwapRefused, "names layer 3, but the model has only layers 0 to 2"),
         ("drop:0-", SwapRefused, "drops all 3 layers"),
         ("+0", UsageError, "layers to add must be a whole number of at least 1"),
-        ("+99999", UsageError, "too many"),
+        ("+99999", UsageError, "at most 10,000 can be added"),
         ("auto:0", UsageError, "at least 1"),
         ("auto:4", SwapRefused, "4 layers cannot be kept, because the model has 3"),
         ("auto:2", UsageError, "needs a text to fit on"),

@@ -64,8 +64,8 @@ def test_no_family_has_it() -> None:
     [
         ("bloom", "layer 0: linear attention supports only rotary positions"),
         ("mistral", "layer 0: this Attention uses window, which LinearAttention does not support"),
-        ("deepseek_v3", "layer 0 has no softmax attention (it has attention (LatentAttention)"),
-        ("qwen3_next", "layer 0 has no softmax attention (it has recurrence (GatedDeltaNet)"),
+        ("deepseek_v3", "layer 0 has no softmax attention to replace: it has attention (LatentAttention)"),
+        ("qwen3_next", "layer 0 has no softmax attention to replace: it has recurrence (GatedDeltaNet)"),
         ("gpt_oss", ", which LinearAttention does not support"),
         ("gemma2", ", which LinearAttention does not support"),
     ],

@@ -70,12 +70,12 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
         ("name = 3\n[[step]]\nnorm='rmsnorm'", "name must be a string"),
         ("nmae = 'x'\n[[step]]\nnorm='rmsnorm'", "unknown key 'nmae'"),
         ("norm = 'rmsnorm'", "unknown key 'norm'"),
-        ("", r"a recipe needs steps, each of them a table \[\[step\]\]"),
-        ("step = 3", "a recipe needs steps"),
-        ("step = [3]", "a recipe needs steps"),
-        ("[[step]]", "step 1: no option"),
+        ("", "the recipe has no steps"),
+        ("step = 3", "the recipe has no steps"),
+        ("step = [3]", "the recipe has no steps"),
+        ("[[step]]", "step 1 has no option"),
         ("[[step]]\nnorm='rmsnorm'\n[[step]]\nnrom='rmsnorm'", "step 2: unknown option 'nrom'\ndid you mean norm"),
-        ("[[step]]\nnorm='rmsnorm'\nmlp='gated'", r"step 1: 2 options \(norm, mlp\)"),
+        ("[[step]]\nnorm='rmsnorm'\nmlp='gated'", r"step 1 has 2 options \(norm, mlp\)"),
         ("[[step]]\nnorm='rmsnorm'\nblocks=3", "step 1: blocks must be text, not 3"),
         ("[[step]]\nnorm='rmsnorm'\napproximate='yes'", "step 1: approximate must be true or false"),
         ("[[step]]\nnorm='rmsnorm'\nsettings=1", "step 1: settings must be a table"),
@@ -89,10 +89,10 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
         ("[[step]]\ntie='yes'", "tie must be true"),
         ("[[step]\n", "not valid TOML: "),
         ("[[step]]\nnorm='a'\nnorm='b'", "not valid TOML: "),
-        ("sources = 3\n[[step]]\nnorm='rmsnorm'", "sources does not have the form that gptkit writes"),
+        ("sources = 3\n[[step]]\nnorm='rmsnorm'", "field sources has a value of the wrong type"),
         (
             "[sources]\n[calibration]\ntokens='x'\n[[step]]\nnorm='rmsnorm'",
-            "calibration does not have the form that gptkit writes",
+            "recipe's field calibration has a value of the wrong type",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_no_such_recipe(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="not a UTF-8 text"):
         read_recipe(tmp_path / "latin.toml")
     (tmp_path / "large.toml").write_bytes(b"#" * 2_000_000)
-    with pytest.raises(InvalidInput, match="too many for a recipe"):
+    with pytest.raises(InvalidInput, match="is too large for a recipe"):
         read_recipe(tmp_path / "large.toml")
 
 
@@ -227,7 +227,7 @@ def test_a_fraction_is_exact_or_refused(layers: int, above: int, below: int, kin
 def test_layers_that_differ() -> None:
     first, *others = LLAMA.blocks
     narrow = first.replaced(feed_forward=replace(first.feed_forward, intermediate_size=8))
-    with pytest.raises(SwapRefused, match=r"layers differ in their dimensions \(8, 72\)"):
+    with pytest.raises(SwapRefused, match=r"layers differ in their number \(8, 72\)"):
         plain(Step("intermediate", "50%"), replace(LLAMA, blocks=(narrow, *others)))
 
 

@@ -55,7 +55,7 @@ def attempted(work: Callable[[], T]) -> T | GptkitError:
 def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bool:
     """Whether what shapes say leaves room for what the weights gave, and is as certain as it claims to be."""
     if isinstance(answer, SwapRefused):
-        return "as far as shapes tell" in answer.message
+        return "judged by the shapes" in answer.message
     tree = answer.spec == spec or not answer.settled
     return tree and answer.guarantee in (guarantee, DEPENDS)
 
@@ -173,7 +173,7 @@ def test_what_weights_decide_is_said_to() -> None:
     norm = swapped(spec_of(CONFIGS["llama-2"]), steps_from(["norm=layernorm"]))
     assert (norm.guarantee, norm.settled) == ("exact", False)
     assert norm.spec.hidden_size == norm.before.hidden_size + 1
-    with pytest.raises(SwapRefused, match="as far as shapes tell"):
+    with pytest.raises(SwapRefused, match="judged by the shapes"):
         swapped(spec_of(CONFIGS["llama-2"]), steps_from(["head-dim=2"]))
     # A second step that is certain to be approximate makes the whole certain.
     both = swapped(spec_of(CONFIGS["llama-2"]), steps_from(["attention=mqa", "quantize=int4"]))
@@ -255,7 +255,7 @@ def test_a_swap_that_is_none(text: str) -> None:
 def test_errors_name_the_step() -> None:
     with pytest.raises(SwapRefused, match=r"^step 2 \(--attention gqa:3\): 3 key-value heads cannot be shared"):
         swapped(spec_of(CONFIGS["gpt2"]), [Step("untie", ""), Step("attention", "gqa:3")])
-    with pytest.raises(UsageError, match="nothing to swap"):
+    with pytest.raises(UsageError, match="no swap was given"):
         swapped(spec_of(CONFIGS["gpt2"]), [])
     with pytest.raises(InvalidInput):
         swapped(spec_of(CONFIGS["gpt2"]), [Step("merge_lora", "sample:gpt2")], "gpt2", offline=True)

@@ -176,7 +176,7 @@ def test_post_norm_is_refused_and_then_approximate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "nothing to swap"),
+        ({}, "no swap was given"),
         ({"norm": "groupnorm"}, "--norm 'groupnorm' is unknown"),
         ({"norm": ""}, "--norm '' is unknown"),
         ({"nrom": "rmsnorm"}, "unknown swap 'nrom'"),

@@ -61,10 +61,10 @@ REFUSED = [
     ("olmo2", "heads", "12", "has size 48"),
     ("openai-gpt", "layers", "+1", "sum_norm"),
     ("openai-gpt", "hidden", "56", "sum_norm"),
-    ("opt-350m", "position", "none", "wide"),
-    ("opt-bare", "fold", "norm", "final_norm has nothing"),
-    ("opt-bare", "norm", "rmsnorm", "wide"),
-    ("persimmon", "head_dim", "24", "q_norm has LayerNorm"),
+    ("opt-350m", "position", "none", "width"),
+    ("opt-bare", "fold", "norm", "final_norm is missing"),
+    ("opt-bare", "norm", "rmsnorm", "width"),
+    ("persimmon", "head_dim", "24", "q_norm is of the kind LayerNorm"),
     ("vaultgemma", "attention", "mla:full", "cap"),
 ]
 

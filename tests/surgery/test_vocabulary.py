@@ -199,7 +199,7 @@ def test_a_list_of_tokens_or_ids(tmp_path: Path) -> None:
     assert result.chain.swapped[0].summary["asked_for"] == 3  # "7" is a token, and no id
     for text, error, message in (
         ("thereisnosuch\nROMEO\n9999\n", InvalidInput, r"neither a token nor an id: 'thereisnosuch' \(line 1\)"),
-        ("\n", InvalidInput, "contains no token ids"),
+        ("\n", InvalidInput, "is empty: it must list the tokens to keep"),
         ("\n".join(vocab), SwapRefused, r"nothing to prune: .* are the whole vocabulary \(512\)"),
     ):
         listed.write_text(text)
