@@ -10,7 +10,7 @@ thing: then it is by bytes, the second one's tokens counting in that window of t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
@@ -497,7 +497,7 @@ def evaluate(
         origin, spec = opened[0].origin, opened[0].spec
         scaled = swapped(spec, steps_named("rope_scaling", rope), origin.family, names[0]).spec
     tell = progress or (lambda _: None)
-    runs, curves, notes = list[_Run](), list[Curve](), list[str]()
+    runs, curves = list[_Run](), list[Curve]()
     for name, checkpoint in zip(names, opened, strict=True):
         documents = _read(checkpoint, paths)
         decoder = load_checkpoint(checkpoint, dtype, attention, device=device)
@@ -509,15 +509,7 @@ def evaluate(
                 curves.append(far(f"{name}, {rope}", _with_tree(decoder, scaled, attention)))
         del decoder
         checkpoint.release()
-    if short := sum(len(each.ids) < 2 for each in runs[0].documents):
-        notes.append(
-            f"{short:,} of {len(runs[0].documents):,} documents have fewer than two tokens, so they have no prediction"
-        )
-    if past > 1 and (reached := max(curve.bins[-1].last for curve in curves) + 1) < width * past:
-        notes.append(f"no document is longer than {reached + 1:,} tokens, so nothing was measured at larger positions")
     paired = _pair(*runs) if len(runs) == 2 else None
-    if paired is not None and paired.unit == "bits a byte":
-        notes.append("the models tokenise the text differently, so they are compared in bits per byte")
     scores = [run.score(width, top_k) for run in runs]
     return Evaluation(
         data=tuple(map(str, paths)),
@@ -528,8 +520,27 @@ def evaluate(
         against=scores[1] if len(scores) == 2 else None,
         paired=paired,
         extrapolation=tuple(curves),
-        notes=tuple(notes),
+        notes=tuple(_notes(runs[0].documents, curves, width * past, paired)),
     )
+
+
+def _notes(
+    documents: Sequence[_Document], curves: Sequence[Curve], length: int, paired: Paired | None
+) -> Iterator[str]:
+    """Yield notes about documents that are too short, and about models that tokenise differently.
+
+    Args:
+        documents: the documents of the first model.
+        curves: the losses by position, if windows are longer than the context.
+        length: the number of tokens of the longest window.
+        paired: the comparison with another model, if there is one.
+    """
+    if short := sum(len(document.ids) < 2 for document in documents):
+        yield f"{short:,} of {len(documents):,} documents have fewer than two tokens, so they have no prediction"
+    if curves and (reached := max(curve.bins[-1].last for curve in curves) + 1) < length:
+        yield f"no document is longer than {reached + 1:,} tokens, so nothing was measured at larger positions"
+    if paired is not None and paired.unit == "bits a byte":
+        yield "the models tokenise the text differently, so they are compared in bits per byte"
 
 
 def _far(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -141,6 +142,12 @@ class Run:
         each = self.seconds / self.step if self.step else settings.seconds / 1000
         return (self.seconds + ahead * each) / settings.seconds
 
+    def add(self, told: TrainingStep) -> None:
+        """Add a step to the curve, if it was evaluated."""
+        if told.held_out is not None:
+            names = ("step", "tokens", "loss", "held_out", "averaged")
+            self.curve.append({name: getattr(told, name) for name in names})
+
     def best(self) -> int:
         """Return the step of the best evaluation."""
         return int(min(self.curve, key=lambda each: each["held_out"])["step"])
@@ -185,7 +192,7 @@ class _Interrupt:
             signal.signal(number, was)
 
 
-# Complex: still to be split.
+# Complex: one loop of steps, evaluations, checkpoints and interrupts, which share the state of the run.
 def fit(  # noqa: C901
     model: Decoder,
     batches: Callable[[int], Windows],
@@ -228,32 +235,15 @@ def fit(  # noqa: C901
         GptkitError: a write that failed.
         KeyboardInterrupt: once a checkpoint is written.
     """
-    parts = group.size * settings.accumulate
-    if settings.windows < parts:
-        raise UsageError(
-            f"a step has only {settings.windows} windows, but is divided into {parts} parts (number of "
-            "processes times --accumulate)",
-            "Choose a larger --batch, or a smaller --accumulate or --context.",
-        )
-    if held_out is not None and len(held_out.ids) < group.size:
-        raise UsageError(
-            f"the held-out text has only {len(held_out.ids)} windows, but each of the {group.size} processes needs one",
-            "Hold out more text (such as --held-out 0.1), or choose a smaller --context.",
-        )
+    _require_windows(settings, held_out, group)
     group.share_out(model)
     model.train()
     optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
     keep_best = held_out is not None and (keep_best or settings.patience > 0)
     average = Average(model, group) if settings.averaged and keep_best else None
     beside = {} if average is None else average.tensors
-    metrics, run, threads = store.folder / METRICS, Run(), torch.get_num_threads()
-    if (about := store.read(model, optimiser, beside=beside)) is not None:
-        tokens = settings.windows * settings.context
-        kept = progress_of(about, metrics, settings.steps, tokens, keep_best)
-        run = Run(kept.step, kept.seconds, msgspec.to_builtins(kept.curve))
-        # Products are summed in another order by another number of threads.
-        if threads != kept.threads:
-            torch.set_num_threads(threads := kept.threads)
+    metrics = store.folder / METRICS
+    run, threads = _run_so_far(store.read(model, optimiser, beside=beside), metrics, settings, keep_best)
     engine = _Engine(model, loss, optimiser, settings, group)
     group.lead(lambda: cut(metrics, run.step))
     before, began = run.seconds, time.monotonic()
@@ -308,9 +298,7 @@ def fit(  # noqa: C901
             text = sample(model) if sample is not None and evaluated else None
             tokens = run.step * settings.windows * settings.context
             told = TrainingStep(run.step, tokens, run.seconds, took, value, rate, norm, lost, averaged, text)
-            if lost is not None:
-                entry = {"step": run.step, "tokens": tokens, "loss": value, "held_out": lost, "averaged": averaged}
-                run.curve.append(entry)
+            run.add(told)
             group.lead(partial(note, told))
             if group.rank:
                 tell(told)
@@ -326,6 +314,36 @@ def fit(  # noqa: C901
     elif keep_best and (best := run.best()) != run.step:
         store.read(model, optimiser, best)
     return run
+
+
+def _require_windows(settings: Settings, held_out: Windows | None, group: Group) -> None:
+    """Raise UsageError if there are fewer windows than processes and parts of a step."""
+    parts = group.size * settings.accumulate
+    if settings.windows < parts:
+        raise UsageError(
+            f"a step has only {settings.windows} windows, but is divided into {parts} parts (number of "
+            "processes times --accumulate)",
+            "Choose a larger --batch, or a smaller --accumulate or --context.",
+        )
+    if held_out is not None and len(held_out.ids) < group.size:
+        raise UsageError(
+            f"the held-out text has only {len(held_out.ids)} windows, but each of the {group.size} processes needs one",
+            "Hold out more text (such as --held-out 0.1), or choose a smaller --context.",
+        )
+
+
+def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) -> tuple[Run, int]:
+    """Return the run that a checkpoint's record `about` tells of, or a new one, and its number of threads.
+
+    Another number of threads would sum products in another order, so this function sets the number of the checkpoint.
+    """
+    threads = torch.get_num_threads()
+    if about is None:
+        return Run(), threads
+    kept = progress_of(about, metrics, settings.steps, settings.windows * settings.context, keep_best)
+    if threads != kept.threads:
+        torch.set_num_threads(kept.threads)
+    return Run(kept.step, kept.seconds, msgspec.to_builtins(kept.curve)), kept.threads
 
 
 class _Rhythm:
