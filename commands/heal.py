@@ -7,7 +7,7 @@ from ..errors import UsageError
 from ..terminal import answer, progress_bar
 from .base import JSON, QUIET, ForTree, argument, command, flag, option
 from .completion import complete_model, one_of
-from .train import amounts, told_once
+from .train import BATCH, DATA, DEVICE, HELD_OUT, amounts, told_once
 
 _HOW = "How to train"
 
@@ -25,9 +25,6 @@ _TEACHER = option(
     "The original model that CHANGED was made from, such as sample:gpt2. CHANGED is trained to make the "
     "same predictions.",
     default=...,
-)
-_DATA = option(
-    "--data FILE", "The training text: a text file (repeatable), or one folder written by gptkit tokenize.", default=...
 )
 _BUDGET = option(
     "--tokens N",
@@ -71,12 +68,6 @@ _BESIDE = option(
     "(CHANGED with random weights). --alone skips both.",
     default=True,
 )
-_BATCH = option(
-    "N",
-    "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
-    "fewer if the training is short.",
-    _HOW,
-)
 _CONTEXT = option(
     "N",
     "The number of tokens per window (training sequence), such as 512. The default is the models' "
@@ -97,23 +88,11 @@ _PATIENCE = option(
     default=0,
     min=0,
 )
-_HELD_OUT = option(
-    "SHARE | FILE",
-    "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
-    "0.05, or another text file.",
-    _HOW,
-    default="0.05",
-)
 _DTYPE = option(
     "float32 | bfloat16",
     "The dtype in which matrices are multiplied. The default is bfloat16 on a GPU and float32 on a CPU.",
     _HOW,
     complete=one_of(("float32", "bfloat16")),
-)
-_DEVICE = option(
-    "NAME",
-    "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
-    _HOW,
 )
 _EVERY = option(
     "STEPS",
@@ -142,7 +121,7 @@ def heal(
     out: Path = _OUT,
     *,
     teacher: str = _TEACHER,
-    data: list[str] = _DATA,
+    data: list[str] = DATA,
     budget: str | None = _BUDGET,
     time: str | None = _TIME,
     trained: str = _TRAINED,
@@ -150,15 +129,15 @@ def heal(
     hidden: float = _HIDDEN,
     seeds: int = _SEEDS,
     beside: bool = _BESIDE,
-    batch: str | None = _BATCH,
+    batch: str | None = BATCH,
     context: str | None = _CONTEXT,
     lr: float | None = _LR,
     patience: int = _PATIENCE,
-    held_out: str = _HELD_OUT,
+    held_out: str = HELD_OUT,
     seed: int = option("N", "The seed of the first run. It determines the order of the text.", _HOW, default=0, min=0),
     dtype: str | None = _DTYPE,
     compiled: bool = flag("--compile", "Compile the models with torch.compile, which makes long runs faster.", _HOW),
-    device: str | None = _DEVICE,
+    device: str | None = DEVICE,
     every: int | None = _EVERY,
     to: str | None = _TO,
     resume: bool = _RESUME,

@@ -53,13 +53,13 @@ _OUT = argument(
     "The folder to write the trained model to. The folder OUT.training gets the checkpoints and "
     "measurements of the run.",
 )
-_DATA = option(
+DATA = option(
     "--data FILE", "The training text: a text file (repeatable), or one folder written by gptkit tokenize.", default=...
 )
 _BUDGET = option(
     "--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9. Give either --tokens or --time."
 )
-_BATCH = option(
+BATCH = option(
     "N",
     "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
     "fewer if the training is short.",
@@ -95,7 +95,7 @@ _ACCUMULATE = option(
     default=1,
     min=1,
 )
-_HELD_OUT = option(
+HELD_OUT = option(
     "SHARE | FILE",
     "The text for evaluation, on which gptkit does not train: a share of the training text, such as "
     "0.05, or another text file.",
@@ -120,7 +120,7 @@ _DTYPE = option(
     _HOW,
     complete=one_of(("float32", "bfloat16")),
 )
-_DEVICE = option(
+DEVICE = option(
     "NAME",
     "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
     _HOW,
@@ -153,24 +153,24 @@ def train(
     model: str = MODEL,
     out: Path = _OUT,
     *,
-    data: list[str] = _DATA,
+    data: list[str] = DATA,
     budget: str | None = _BUDGET,
     time: str | None = option("--time TIME", "Train for this long instead of a number of tokens: 90s, 10m or 1.5h."),
-    batch: str | None = _BATCH,
+    batch: str | None = BATCH,
     context: str | None = _CONTEXT,
     lr: float | None = _LR,
     warmup: float = _WARMUP,
     decay: float = _DECAY,
     clip: float = option("NORM", "Clip the gradient to this norm. 0 means no clipping.", _HOW, default=1.0, min=0),
     accumulate: int = _ACCUMULATE,
-    held_out: str = _HELD_OUT,
+    held_out: str = HELD_OUT,
     tokenizer: str | None = _TOKENIZER,
     no_document_mask: bool = _NO_DOCUMENT_MASK,
     random: bool = flag("--random", "Start from random weights, even if MODEL has weights.", _HOW),
     seed: int = _SEED,
     dtype: str | None = _DTYPE,
     compiled: bool = flag("--compile", "Compile the model with torch.compile, which makes long runs faster.", _HOW),
-    device: str | None = _DEVICE,
+    device: str | None = DEVICE,
     every: int | None = _EVERY,
     sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation, such as 'ROMEO:'."),
     metrics: Path | None = _METRICS,
