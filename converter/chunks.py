@@ -40,7 +40,7 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
         if len(offsets) != len(shape) or len(stored.shape) != len(shape):
             raise CheckpointError(f"{where} has chunks with a different number of dimensions than the tensor", hint)
         if any(o + s > whole for o, s, whole in zip(offsets, stored.shape, shape, strict=True)):
-            raise CheckpointError(f"{where} has a chunk that lies outside of its shape {list(shape)}", hint)
+            raise CheckpointError(f"{where} has a chunk outside of its shape {list(shape)}", hint)
     count = sum(chunk.stored.count for chunk in full)
     begin = np.array([chunk.offsets for chunk in full], np.int64)
     end = begin + np.array([chunk.stored.shape for chunk in full], np.int64)

@@ -128,20 +128,20 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
     shape, scale_kind, grid = parts.shape(""), parts.kind("_scale_inv"), parts.shape("_scale_inv")
     block = settings.get("weight_block_size")
     if scale_kind not in ("F32", "BF16", "F16", *_EXPONENTS):
-        return "scales are floating-point numbers, or exponents of two"
+        return "the scales must be floating-point numbers or exponents of two"
     if len(shape) < 2:
-        return "a matrix is expected"
+        return "the weight must be a matrix"
     if block is None:  # one scale for the whole matrix, or one per row, as in vLLM
         *matrices, rows, columns = shape
         by_row = math.prod(grid) == math.prod(shape[:-1])
         fits = by_row or math.prod(grid) == math.prod(matrices)
         wanted, block = grid if fits else (*matrices, 1), (1 if by_row else rows, columns)
     elif not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
-        return f"weight_block_size is {shown(block, 40)}, not two sizes"
+        return f"weight_block_size is {shown(block, 40)}, but must be two positive integers"
     else:
         wanted = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     if grid != wanted:
-        return f"scales of {list(wanted)} are expected"
+        return f"the scales must have shape {list(wanted)}"
     high, wide = (min(side, max(whole, 1)) for side, whole in zip(block, shape[-2:], strict=True))
     return Numbers(dtype, shape, partial(_fp8_rows, parts, (high, wide), dtype), min(high, 16))
 
@@ -250,9 +250,9 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 def _mxfp4(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     shape = parts.shape("_blocks")
     if parts.kind("_blocks") != "U8" or len(shape) != 4 or shape[-1] != 16:
-        return "U8 [experts, out, groups, 16] is expected"
+        return "the blocks must be U8 of shape [experts, out, groups, 16]"
     if (parts.kind("_scales"), parts.shape("_scales")) != ("U8", shape[:-1]):
-        return f"scales of U8 {list(shape[:-1])} are expected"
+        return f"the scales must be U8 of shape {list(shape[:-1])}"
     experts, out, groups = shape[:-1]
     # BF16 has all values exactly.
     return Numbers("BF16", (experts, groups * 32, out), partial(_mxfp4_rows, parts), 32 * _LINE // 16)
@@ -334,7 +334,7 @@ def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | 
     if part not in parts or not parts.fetched:
         return None
     if parts.kind(part) not in ("I32", "I64") or parts.shape(part) != (columns,):
-        return f"{part} of I32 [{columns}] is expected, and {parts.kind(part)} {list(parts.shape(part))} is there"
+        return f"{part} must be I32 of shape [{columns}], but is {parts.kind(part)} {list(parts.shape(part))}"
     indices = parts[part]
     if columns and (indices.min() < 0 or indices.max() >= count):
         return f"{part} refers to groups {indices.min()} to {indices.max()}, but there are {count}"
@@ -355,10 +355,10 @@ _GPTQ_BITS = (2, 3, 4, 8)
 def _refuses_gptq(settings: _Settings) -> str | None:
     bits, form, words = settings.get("bits"), _gptq_format(settings), settings.get("pack_dtype", "int32")
     if not _one_of(bits, _GPTQ_BITS):
-        return f"GPTQ of 2, 3, 4 or 8 bits is read, not of {shown(bits, 20)}"
+        return f"gptkit reads GPTQ with 2, 3, 4 or 8 bits, not {shown(bits, 20)}"
     if form not in ("gptq", "gptq_v2"):
-        return f"its checkpoint_format is {shown(form, 40)}: gptq and gptq_v2 are read"
-    return None if words in ("int32", None) else f"its pack_dtype is {shown(words, 40)}: int32 is read"
+        return f"its checkpoint_format is {shown(form, 40)}, but gptkit reads only gptq and gptq_v2"
+    return None if words in ("int32", None) else f"its pack_dtype is {shown(words, 40)}, but gptkit reads only int32"
 
 
 def _gptq_format(settings: _Settings) -> Any:
@@ -368,11 +368,11 @@ def _gptq_format(settings: _Settings) -> Any:
 def _packed(parts: Parts, bits: str = "qweight") -> str | None:
     """Return what is wrong with the types and dimensions of packed integers, zeros and scales, or None."""
     if parts.kind(bits) not in ("I32", "U32") or parts.kind("qzeros") not in ("I32", "U32"):
-        return "integers in words of I32 are expected"
+        return "the packed integers and zeros must be I32 or U32"
     if parts.kind("scales") not in ("F16", "BF16", "F32"):
-        return "scales are floating-point numbers"
+        return "the scales must be floating-point numbers"
     if not all(len(parts.shape(part)) == 2 and all(parts.shape(part)) for part in (bits, "qzeros", "scales")):
-        return "matrices are expected"
+        return "the packed integers, zeros and scales must be matrices"
     return None
 
 
@@ -385,16 +385,16 @@ def _gptq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     if varied and len(indexed) == 1 and indexed[0] and 32 * words % indexed[0] == 0:
         bits = 32 * words // indexed[0]  # the number of bits differs by layer
     if bits not in _GPTQ_BITS or 32 * words % bits:
-        return f"integers of {bits} bits do not fill {words} words"
+        return f"integers of {bits} bits do not fill {words} words of 32 bits"
     columns = 32 * words // bits
     if settings.get("desc_act") and not indexed:
-        return "desc_act is set, and there is no g_idx"
+        return "desc_act is set, but there is no g_idx"
     if not indexed or not varied:
         size = columns if size == -1 else size
         if not _whole(size) or count != -(-columns // size):
-            return f"{columns} inputs in groups of {shown(size, 20)} have {count} scales"
+            return f"{columns} inputs in groups of {shown(size, 20)} cannot have {count} scales"
     if wide != out or 32 * zeros[1] != out * bits or zeros[0] != count:
-        return f"scales and zeros of {count} groups of {out} outputs are expected"
+        return f"the scales and zeros must be for {count} groups and {out} outputs"
     groups = _groups(parts, "g_idx", columns, count)
     if isinstance(groups, str):
         return groups
@@ -429,10 +429,14 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of every output
 def _refuses_awq(settings: _Settings) -> str | None:
     form = settings.get("version") or settings.get("format") or "gemm"
     if str(form).lower() != "gemm":
-        return f"its version is {shown(form, 40)}: gemm is read"
+        return f"its version is {shown(form, 40)}, but gptkit reads only gemm"
     if settings.get("bits", 4) != 4:
-        return f"AWQ of 4 bits is read, not of {shown(settings['bits'], 20)}"
-    return None if settings.get("zero_point", True) is True else "it has no zeros (zero_point), which are expected"
+        return f"gptkit reads AWQ with 4 bits, not {shown(settings['bits'], 20)}"
+    return (
+        None
+        if settings.get("zero_point", True) is True
+        else "zero_point is not true, but gptkit reads AWQ only with zeros"
+    )
 
 
 def _awq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
@@ -441,10 +445,10 @@ def _awq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     (columns, words), size = parts.shape("qweight"), settings.get("group_size", 128)
     size = columns if size == -1 else size
     if not _whole(size) or columns % size:
-        return f"{columns} inputs are not in groups of {shown(size, 20)}"
+        return f"{columns} inputs cannot be divided into groups of {shown(size, 20)}"
     wanted = (columns // size, words)
     if parts.shape("qzeros") != wanted or parts.shape("scales") != (wanted[0], 8 * words):
-        return f"zeros of {list(wanted)} and scales of {[wanted[0], 8 * words]} are expected"
+        return f"the zeros must have shape {list(wanted)} and the scales {[wanted[0], 8 * words]}"
     return Numbers(parts.kind("scales"), (8 * words, columns), partial(_awq_rows, parts), 2 * _LINE)
 
 
@@ -468,9 +472,9 @@ def _awq_rows(parts: Parts) -> _Rows:
 def _int8(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     shape = parts.shape("weight")
     if len(shape) != 2 or (parts.kind("SCB"), parts.shape("SCB")) != ("F32", shape[:1]):
-        return "a matrix is expected, and its SCB of F32, one a row"
+        return "the weight must be a matrix, and SCB must be F32 with one value per row"
     if "weight_format" in parts and parts.fetched and parts["weight_format"].any():
-        return "its weight_format is of another order of rows and columns"
+        return "its weight_format is an order of rows and columns that gptkit cannot read"
     return Numbers("F32", shape, partial(_int8_rows, parts))
 
 
@@ -494,34 +498,34 @@ _BLOCKS = {32, 64, 128, 256, 512, 1024, 2048, 4096}
 def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     quant_types = [name for name in ("nf4", "fp4") if _QUANT_STATE + name in parts]
     if len(quant_types) != 1:
-        return f"{len(quant_types)} of its quant_state are there, and one is expected"
+        return f"it must have exactly one quant_state, but has {len(quant_types)}"
     if not parts.fetched:
         return "its shape is stored in its quant_state, which was not fetched"
     state = _state(parts, _QUANT_STATE + quant_types[0])
     shape, size, kind = state.get("shape"), state.get("blocksize"), state.get("dtype")
     dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}.get(kind) if isinstance(kind, str) else None
     if not (isinstance(shape, list) and len(shape) == 2 and all(map(_whole, shape)) and _one_of(size, _BLOCKS)):
-        return "its quant_state says no shape of a matrix and size of blocks"
+        return "its quant_state has no valid shape and blocksize"
     if state.get("quant_type") != quant_types[0] or dtype is None:
-        return f"its quant_state is of {shown(state.get('quant_type'), 20)} for {shown(kind, 20)}"
+        return f"its quant_state has quant_type {shown(state.get('quant_type'), 20)} and dtype {shown(kind, 20)}"
     elements = math.prod(shape)
     stored = math.prod(parts.shape("")) * DTYPES[parts.kind("")].itemsize
     blocks = -(-elements // size)
     if stored != -(-elements // 2):
-        return f"{stored} bytes are not {list(shape)} of 4 bits"
+        return f"a matrix {list(shape)} of 4-bit values does not have {stored} bytes"
     nested = ".nested_absmax" in parts
     if parts.kind(".absmax") != ("U8" if nested else "F32") or parts.shape(".absmax") != (blocks,):
-        return f"absmax of {'U8' if nested else 'F32'} [{blocks}] is expected"
+        return f"absmax must be {'U8' if nested else 'F32'} of shape [{blocks}]"
     if (parts.kind(".quant_map"), parts.shape(".quant_map")) != ("F32", (16,)):
-        return "a quant_map of F32 [16] is expected"
+        return "quant_map must be F32 of shape [16]"
     if nested:
         inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if not _one_of(inner, _BLOCKS) or not _finite(offset):
-            return "its quant_state says no size of blocks and offset of its absmax"
+            return "its quant_state has no valid nested_blocksize and nested_offset"
         if (parts.kind(".nested_absmax"), parts.shape(".nested_absmax")) != ("F32", (-(-blocks // inner),)):
-            return f"nested_absmax of F32 [{-(-blocks // inner)}] is expected"
+            return f"nested_absmax must be F32 of shape [{-(-blocks // inner)}]"
         if (parts.kind(".nested_quant_map"), parts.shape(".nested_quant_map")) != ("F32", (256,)):
-            return "a nested_quant_map of F32 [256] is expected"
+            return "nested_quant_map must be F32 of shape [256]"
     return Numbers(dtype, tuple(shape), partial(_four_bit_rows, parts, tuple(shape), size, state, dtype), 2)
 
 
@@ -565,12 +569,12 @@ def _refuses_compressed(settings: _Settings) -> str | None:
         return "its config_groups do not say how weights are stored"
     for form in (settings.get("format"), *(group.get("format") for group in groups.values())):
         if form not in _FORMATS:
-            return f"its format is {shown(form, 40)}: {', '.join(str(known) for known in _FORMATS[:-1])} are read"
+            return f"its format is {shown(form, 40)}, but gptkit reads only {', '.join(map(str, _FORMATS[:-1]))}"
     sparse, turned = (settings.get(name) or {} for name in ("sparsity_config", "transform_config"))
     if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
-        return "its sparsity_config is not read"
+        return "gptkit cannot read its sparsity_config"
     if not isinstance(turned, dict) or turned.get("config_groups"):
-        return "its transform_config is not read"
+        return "gptkit cannot read its transform_config"
     return None
 
 
@@ -583,9 +587,9 @@ def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     own = "weight_packed" if packed else "weight"
     kind, scale_kind = parts.kind(own), parts.kind("weight_scale")
     if len(parts.shape(own)) != 2 or (packed and kind != "I32"):
-        return "a matrix is expected" + (" in words of I32" if packed else "")
+        return "the weight must be a matrix" + (" of I32" if packed else "")
     if scale_kind not in ("F16", "BF16", "F32"):
-        return "scales are floating-point numbers"
+        return "the scales must be floating-point numbers"
     described = [_weights_of(group) for group in settings["config_groups"].values()]
     wanted = "float" if kind in F8 else "int"
     described = [args for args in described if args.get("type", "int") == wanted]
@@ -595,7 +599,7 @@ def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
         if not isinstance(numbers, str):
             return numbers
         misfits.append(numbers)
-    return misfits[0] if misfits else f"no group of config.json is of {wanted}"
+    return misfits[0] if misfits else f"no group in config.json has the type {wanted}"
 
 
 # Complex: one branch for each scheme of compressed-tensors.
@@ -606,16 +610,16 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # 
     rows, columns = parts.shape(own)
     if own == "weight_packed":
         if not _one_of(bits, (2, 4, 8)):
-            return f"integers of 2, 4 or 8 bits are read from words, not of {shown(bits, 20)}"
+            return f"gptkit reads packed integers of 2, 4 or 8 bits, not of {shown(bits, 20)}"
         words, columns = columns, columns * (32 // bits)
         if "weight_shape" in parts and parts.fetched:
             readable = parts.kind("weight_shape") in ("I32", "I64") and parts.shape("weight_shape") == (2,)
             stated = parts["weight_shape"].tolist() if readable else []
             if len(stated) != 2 or stated[0] != rows or not columns - 32 // bits < stated[1] <= columns:
-                return f"weight_shape says {stated}, and integers of {bits} bits in {[rows, words]} words are there"
+                return f"weight_shape is {stated}, which does not fit {[rows, words]} words of {bits}-bit integers"
             columns = stated[1]
     elif not _one_of(bits, (8,)):
-        return f"numbers of 8 bits are expected, and config.json says {shown(bits, 20)}"
+        return f"the values have 8 bits, but config.json says {shown(bits, 20)}"
     high: Any = rows  # `high` x `wide` values have one scale
     wide: Any = columns
     if strategy == "channel":
@@ -625,22 +629,22 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # 
     elif strategy == "block" and isinstance(block, list) and len(block) == 2:
         high, wide = block
     elif strategy != "tensor":
-        return f"a scale a {shown(strategy, 20)} is not read"
+        return f"gptkit cannot read the strategy {shown(strategy, 20)}"
     if not (_whole(high) and _whole(wide)) or (strategy == "group" and columns % wide):
-        return f"{rows} x {columns} in parts of {shown([high, wide])}: the sizes do not fit"
+        return f"a matrix of {rows} x {columns} cannot be divided into blocks of {shown([high, wide])}"
     down, across = -(-rows // high), -(-columns // wide)
     if math.prod(scales) != down * across or (down * across > 1 and scales not in ((down, across), (down,))):
-        return f"scales of {[down, across]} are expected"
+        return f"the scales must have shape {[down, across]}"
     zero, zeros = parts.kind("weight_zero_point"), None
     if zero and args.get("symmetric", True) is False:
         zeros = parts.shape("weight_zero_point")
         if zero == "I32" and own == "weight_packed" and strategy in ("group", "channel"):
             if zeros != (-(-rows * bits // 32), across):
-                return f"zeros of I32 {[-(-rows * bits // 32), across]} are expected"
+                return f"the zeros must be I32 of shape {[-(-rows * bits // 32), across]}"
         elif zero not in ("I8", "I32", "I64") or math.prod(zeros) != down * across:
-            return f"zeros of I8 {[down, across]} are expected"
+            return f"the zeros must be I8 of shape {[down, across]}"
     elif args.get("symmetric", True) is False:
-        return "it is asymmetric, and there is no weight_zero_point"
+        return "it is asymmetric, but has no weight_zero_point"
     groups = _groups(parts, "weight_g_idx", columns, across) if "weight_g_idx" in parts and _indexed(parts) else None
     if isinstance(groups, str):
         return groups
@@ -708,22 +712,26 @@ def _refuses_torchao(settings: _Settings) -> str | None:
     kind = stated.get("default") if isinstance(stated, dict) else stated
     kind = kind.get("_type") if isinstance(kind, dict) else kind
     # Others have layouts for the kernels of GPUs.
-    return None if kind in _TORCHAO_READ else f"its quant_type is {shown(kind)}: {', '.join(_TORCHAO_READ)} are read"
+    return (
+        None
+        if kind in _TORCHAO_READ
+        else f"its quant_type is {shown(kind)}, but gptkit reads only {', '.join(_TORCHAO_READ)}"
+    )
 
 
 def _torchao(_: _Settings, parts: Parts, dtype: str) -> Numbers | str:
     own, grid, kind = parts.kind("_weight_qdata"), parts.shape("_weight_scale"), parts.kind("_weight_scale")
     shape, zero = parts.shape("_weight_qdata"), parts.kind("_weight_zero_point")
     if own not in ("I8", "F8_E4M3"):
-        return "I8 or F8_E4M3 is expected"
+        return "the values must be I8 or F8_E4M3"
     if "_weight_act_pre_scale" in parts:
-        return "its act_pre_scale, which a layer's input is multiplied by, is not read"
+        return "gptkit cannot read act_pre_scale, a factor of the layer's input"
     if kind not in ("F16", "BF16", "F32"):
-        return "scales are floating-point numbers"
+        return "the scales must be floating-point numbers"
     if not (len(shape) == len(grid) == 2 and all(grid)) or any(n % m for n, m in zip(shape, grid, strict=True)):
-        return "a matrix is expected, and scales of equal parts of it"
+        return "the weight must be a matrix, and its sizes must be multiples of those of the scales"
     if zero and (zero, parts.shape("_weight_zero_point")) != ("I8", grid):
-        return f"zeros of I8 {list(grid)} are expected"
+        return f"the zeros must be I8 of shape {list(grid)}"
     target = dtype if kind == "F32" else kind
     cut = (shape[0] // grid[0], *grid)
     return Numbers(

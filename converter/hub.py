@@ -40,7 +40,7 @@ _MAX_ANSWER = 2**24  # bytes of a listing; one of 10,000 files has a fifth of th
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
 """The most bytes of a file by the ending of its name; None for weights, whose size the listing has."""
-NO_HUB = "The address in HF_ENDPOINT is no hub."
+NO_HUB = "Check HF_ENDPOINT: this address is not a Hugging Face hub."
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 
 
@@ -82,7 +82,7 @@ class Repository:
     files: Mapping[str, _RemoteFile] | None = None
     """The files at the top level; None if the hub lists none. Offline, the files in the cache."""
     notes: list[str] = field(default_factory=list)
-    why_offline: str = "the network is off limits"
+    why_offline: str = "network access is turned off"
     nested: Mapping[str, _RemoteFile] = field(default_factory=dict)
     """The files in folders."""
 
@@ -206,7 +206,7 @@ class Repository:
     def require_commit(self, name: str, commit: str) -> None:
         """Raise InvalidInput unless a file came from the requested commit."""
         if commit != self.commit:
-            message = f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}"
+            message = f"{self}: the hub was asked for {name} at commit {self.commit} but returned it at {commit}"
             raise InvalidInput(message, "Try again; if it persists, the server at HF_ENDPOINT is at fault.")
 
     def folder(self) -> Path:
@@ -438,7 +438,7 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
         if isinstance(answer, errors.HfHubHTTPError):  # all retries failed
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
-            hint = "Files that were complete are kept: run the same again to go on from there."
+            hint = "Files that were complete are kept: the same command continues from there."
             raise Offline(
                 f"the download of {fetching} from {repository} was interrupted: {_reason(error)}", hint
             ) from error

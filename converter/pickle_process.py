@@ -84,7 +84,7 @@ def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[
     # Checked before anything is read, because many entries may refer to the same bytes.
     total = sum(info.file_size for info in infos)
     if total > size:
-        raise _RefusedError(f"claims {total:,} bytes of content, it has {size:,}")
+        raise _RefusedError(f"claims {total:,} bytes of content, but has only {size:,}")
     members: dict[str, tuple[int, int]] = {}
     at = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
@@ -126,7 +126,7 @@ class _Known(NamedTuple):
             return _UnreadObject(self.name)
         if self.name == "_rebuild_from_type_v2":
             return _of_type(*args[:4])
-        raise _RefusedError(f"it calls {self.name!r:.80}")
+        raise _RefusedError(f"it calls {self.name!r:.80}, which gptkit does not allow")
 
 
 class _Table(dict[Any, Any]):
@@ -172,9 +172,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = 
     """Replace torch._utils._rebuild_tensor. The process that asked checks the result against the file."""
     shape, strides = list(shape), list(strides)
     if not isinstance(storage, _PickledStorage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
-        raise _RefusedError("a tensor is not made as torch makes one")
+        raise _RefusedError("it makes a tensor differently from torch")
     if any(type(value) is not int or not 0 <= value < _MAX_INTEGER for value in (offset, *shape, *strides)):
-        raise _RefusedError("a tensor's sizes are no sizes")
+        raise _RefusedError("a tensor has invalid sizes or strides")
     if element is not None and not (isinstance(element, _Known) and element.element):
         raise _RefusedError("a tensor has no element type")
     return _PickledTensor(storage, offset, shape, strides, storage.element if element is None else element.element)
@@ -197,7 +197,7 @@ def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
     if isinstance(kind, _Known) and kind.name == "class":
         return make(*args)
     if getattr(kind, "__name__", "") != "DTensor":
-        raise _RefusedError(f"a tensor is of a class that is not read ({getattr(kind, '__name__', ''):.80})")
+        raise _RefusedError(f"a tensor has a class that gptkit cannot read ({getattr(kind, '__name__', ''):.80})")
     local, spec = _attribute(state, "_local_tensor"), _attribute(state, "_spec")
     mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
     if not isinstance(local, _PickledTensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:
@@ -206,7 +206,9 @@ def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
     for placement in placements:
         dim = _attribute(placement, "dim")
         if not (_is(placement, "Shard") and type(dim) is int) and not _is(placement, "Replicate"):
-            raise _RefusedError(f"a tensor is shared out in a way that is not read ({type(placement).__name__})")
+            raise _RefusedError(
+                f"a tensor is split over ranks in a way that gptkit cannot read ({type(placement).__name__})"
+            )
         splits.append(dim if _is(placement, "Shard") else None)
     place = _attribute(mesh, "_coordinate_on_dim")
     return _Shard(local, _sizes(args[2]), splits, None if place is None else _sizes(place))
@@ -287,7 +289,7 @@ class _Reader(pickle.Unpickler):
         if (module, name) not in self._names and self._names is _KNOWN and f"{module}.".startswith(_BESIDE):
             return type(name, (_Stand,), {})
         if (module, name) not in self._names:
-            raise _RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
+            raise _RefusedError(f"it uses {f'{module}.{name}'!r:.120}, which plain weights do not need")
         return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> _PickledStorage:
@@ -304,17 +306,17 @@ class _Reader(pickle.Unpickler):
                 raise _RefusedError("it stores a tensor's data in a way that gptkit does not support")
             storage = self.storages.setdefault(name, _PickledStorage(kind.element, 0, nbytes))
             if (storage.element, storage.nbytes) != (kind.element, nbytes):
-                raise _RefusedError(f"storage {key!r:.40} is there with two sizes")
+                raise _RefusedError(f"storage {key!r:.40} has two different sizes")
             return storage
         place = self._places.get(f"{self._prefix}data/{name}") if isinstance(name, str) else None
         if place is None:
             raise _RefusedError(f"the data of storage {key!r:.40} is missing")
         if not 0 <= nbytes <= place[1]:
-            raise _RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
+            raise _RefusedError(f"storage {key!r:.40} claims {count:,} elements, but has {place[1]:,} bytes")
         return _PickledStorage(kind.element, place[0], nbytes)
 
     def get_extension(self, code: int) -> Any:
-        raise _RefusedError(f"it asks for extension {code}")
+        raise _RefusedError(f"it uses the pickle extension {code}, which plain weights do not need")
 
 
 def _bytes_of(element: str) -> int:
@@ -356,7 +358,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, _RefusedError):
         return str(error)
     if isinstance(error, MemoryError):
-        return "needs more memory than its names of tensors can take"
+        return "needs more memory than the names and shapes of tensors can take"
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return f"is damaged: {type(error).__name__}: {error!s:.120}"
@@ -365,7 +367,7 @@ def reason(error: BaseException) -> str:
 def _allow(nbytes: int) -> None:
     """Set the limits of memory and time for a pickle of `nbytes` bytes. Raises RefusedError if it is too large."""
     if nbytes > _MAX_PICKLE:
-        raise _RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
+        raise _RefusedError(f"has a pickle of {nbytes:,} bytes, too many for the names and shapes of tensors")
     allow(nbytes, _COSTS)
 
 
@@ -373,7 +375,7 @@ def _archived(file: _ArchivePart, size: int) -> Any:
     places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise _RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
+        raise _RefusedError(f"is not an archive that torch.save writes: it has {len(pickles)} files data.pkl")
     prefix = pickles[0].removesuffix("data.pkl")
     order = places.get(prefix + "byteorder")
     if order is not None:
@@ -470,7 +472,7 @@ def _stream(file: BinaryIO, size: int) -> Any:
     part = io.BytesIO(file.read(min(size, _MAX_PICKLE)))
     _allow(min(size, _MAX_PICKLE))
     if _load(_Reader(part)) != 0x1950A86A20F9469CFC6C or _load(_Reader(part)) != 1001:
-        raise _RefusedError("is a pickle, and not one that torch.save writes")
+        raise _RefusedError("is a pickle that torch.save did not write")
     machine = _load(_Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise _RefusedError("was written on a big-endian machine")
@@ -478,7 +480,7 @@ def _stream(file: BinaryIO, size: int) -> Any:
     value = _load(reader)
     keys = _load(_Reader(part))
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise _RefusedError("has no list of its storages")
+        raise _RefusedError("has no list of its storages (the data of its tensors)")
     if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
         raise _RefusedError("does not contain the data of all its tensors")
     file.seek(part.tell())
@@ -489,7 +491,7 @@ def _stream(file: BinaryIO, size: int) -> Any:
         if len(head) < 8 or storage.start + storage.nbytes > size:
             raise _RefusedError(f"is truncated: storage {key!r:.40} exceeds the file, {size:,} bytes found")
         if struct.unpack("<q", head)[0] * _bytes_of(storage.element) != storage.nbytes:
-            raise _RefusedError(f"storage {key!r:.40} has another size than its tensors say")
+            raise _RefusedError(f"storage {key!r:.40} has a size that does not match its tensors")
         file.seek(storage.nbytes, os.SEEK_CUR)
     return value
 
@@ -592,7 +594,7 @@ def _entries(_metadata: Any) -> list[list[Any]]:
     others: list[Any] = []
     for name, entry in entries.items():
         if not isinstance(name, str):
-            raise _RefusedError("a name is not text")
+            raise _RefusedError("the name of an entry is not text")
         if _is(entry, "BytesStorageMetadata"):
             others.append(name)
             continue
@@ -610,7 +612,7 @@ def _entries(_metadata: Any) -> list[list[Any]]:
 
 def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> list[Any]:
     if not _is(box, "ChunkStorageMetadata"):
-        raise _RefusedError(f"{name!r:.80} has a chunk that is none")
+        raise _RefusedError(f"{name!r:.80} has an invalid chunk")
     offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
     place = at.get((name, tuple(offsets)))
     if place is None:
@@ -619,12 +621,12 @@ def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> l
         raise _RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
     file, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
     if not isinstance(file, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
-        raise _RefusedError("the place of a chunk is no place")
+        raise _RefusedError("a chunk has an invalid file or position")
     return [offsets, sizes, file, start, nbytes]
 
 
 def _sizes(value: Any) -> list[int]:
     sizes = list(value) if isinstance(value, list | tuple) and len(value) <= _MAX_DIMS else [-1]
     if any(type(number) is not int or not 0 <= number < _MAX_INTEGER for number in sizes):
-        raise _RefusedError("invalid sizes")
+        raise _RefusedError("it contains invalid sizes")
     return sizes

@@ -314,7 +314,7 @@ class Staging:
             count = len(read_journal(path)[1:]) if interrupted else 0
             if error is not None and count:
                 files = f"{count} file{'s' if count > 1 else ''}"
-                error.add_note(f"{files} of {self.target} finished so far: the same command goes on from there")
+                error.add_note(f"{files} of {self.target} finished so far: the same command continues from there")
             else:
                 _remove(path)
         self._stack.close()
@@ -338,7 +338,7 @@ def users_files(folder: Path) -> list[str]:
             name = path.relative_to(folder).as_posix()
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-                message = f"{path} is neither a file nor a folder, and would be lost"
+                message = f"{path} is neither a file nor a folder, so it would be lost"
                 raise UsageError(message, "Move it elsewhere first.")
             if not is_checkpoints(name) and not _is_listed(path, listed.get(name)):
                 kept.append(name)

@@ -82,7 +82,7 @@ class _Remote:
         self.sampled = True
         data, _, _ = self._read(start, end)
         if len(data) != end - start:
-            message = f"{self._repository}: the connection broke off within {self._name}"
+            message = f"{self._repository}: the connection was interrupted while {self._name} was read"
             raise Offline(message, "Run the same command again.")
         return data
 
@@ -125,7 +125,7 @@ def header_of(repository: Repository, name: str) -> Header:
         return read_header(path)
     if not repository.online:
         raise Offline(f"{name} of {repository} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    file = _Remote(repository, name, "Fetch it: try without --dry-run.")
+    file = _Remote(repository, name, "Fetch the whole file: leave --dry-run out.")
     file.upto(_FIRST)
     end = 8 + header_length(file.where, file.data[:8], file.size)
     file.upto(end)
@@ -175,7 +175,7 @@ def read_gguf(
         return spec, origin, path.parents[file.count("/")].name, notes
     if alone:
         raise Offline(f"{name} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    remote, wanted = _Remote(repository, file, "Fetch the file, and name it."), _GGUF_FIRST
+    remote, wanted = _Remote(repository, file, "Download the file, and give its path."), _GGUF_FIRST
     while True:
         remote.upto(wanted)
         try:
@@ -187,5 +187,7 @@ def read_gguf(
             wanted = min(max(error.needed + _GGUF_FIRST, 2 * len(remote.data)), _GGUF_MOST)
     spec, origin, notes = describe_header(name, header)
     if remote.sampled:
-        notes.append(f"{file}: some of its tensors were compared in part, since no weight is fetched")
+        notes.append(
+            f"{file}: the head and the embedding were compared in part, because gptkit fetches only headers here"
+        )
     return spec, origin, repository.commit, notes

@@ -303,7 +303,7 @@ def _check_entry(file: Path | str, name: str, entry: object) -> None:
     """Raise CheckpointError where an entry of the header, as parsed, is not a tensor."""
     where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: expected exactly dtype, shape and data_offsets")
+        raise CheckpointError(f"{where}: its entry must have exactly the fields dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {_short(dtype)}")
@@ -313,8 +313,8 @@ def _check_entry(file: Path | str, name: str, entry: object) -> None:
         raise CheckpointError(f"{where}: data_offsets {_short(offsets)} are not two ascending byte positions")
     expected = _nbytes(where, dtype, shape)
     if offsets[1] - offsets[0] != expected:
-        message = f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
-        raise CheckpointError(message)
+        span = offsets[1] - offsets[0]
+        raise CheckpointError(f"{where}: {dtype} {_short(shape)} needs {expected} bytes, but its offsets span {span}")
 
 
 def _is_sizes(value: object) -> bool:
@@ -326,7 +326,7 @@ def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
     bits = DTYPES[dtype].bits
     # With the zeros left out, because numpy refuses a shape that would overflow but for a zero in it.
     if bits * math.prod(size for size in shape if size) > _MAX_BYTES:
-        raise CheckpointError(f"{where}: shape {_short(list(shape))} overflows")
+        raise CheckpointError(f"{where}: shape {_short(list(shape))} has more bytes than a file can have")
     total = bits * math.prod(shape)
     if total % 8:
         raise CheckpointError(f"{where}: {dtype} of shape {_short(list(shape))} does not fill whole bytes")

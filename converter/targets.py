@@ -72,5 +72,7 @@ def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
         return Target("hf", family if family == "auto" else named(family).name)
     if to in known:
         return Target(to)
-    hint = f"known: {', '.join(known)}" + ("; gptkit convert goes on from there." if known == FOLDERS else "")
+    hint = f"known: {', '.join(known)}" + (
+        "; gptkit convert can convert the result to other formats." if known == FOLDERS else ""
+    )
     raise UsageError(f"unknown format {to!r}", f"did you mean hf:{to}?" if to in ARCHITECTURES else hint)

@@ -64,7 +64,7 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
-        hint = "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
+        hint = "Give a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
         if folder and (inside := _with_weights(path)):
             hint = f"There are weights in {some_of(inside, 3, ', …')}: name one of these folders."
         message = f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'next to'} it"
@@ -76,8 +76,10 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         config |= {"quantization_config": settings}
         text = json.dumps(config, indent=2) + "\n"
     if file.name != CONFIG and "model_type" not in config:
-        message = f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json"
-        raise ConfigError(message, "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.")
+        message = (
+            f"{file} does not describe a model: it has neither a model_type (config.json) nor a spec (gptkit.json)"
+        )
+        raise ConfigError(message, "Give a config.json, a gptkit.json, or a file that gptkit recommend --out wrote.")
     with _naming(CONFIG if folder else str(file)):
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)

@@ -174,7 +174,9 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
             if charsmap:
                 vocab.say(precompiled_charsmap=base64.b64decode(charsmap))
         else:
-            return _none(f"the GGUF file has no tokenizer, because llama.cpp has none of the type {kind}")
+            return _none(
+                f"the GGUF file has no tokenizer, because llama.cpp does not support tokenizers of the type {kind}"
+            )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(
             f"gptkit cannot read tokenizer.json as a tokenizer: {type(error).__name__}: {error!s:.80}"
@@ -370,7 +372,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
     if not vocab.texts:
         raise InvalidInput(f"{name} is not a SentencePiece model: it has no pieces")
     if kind is None:
-        return _none(f"the GGUF file has no tokenizer, because llama.cpp has none of the type of {name}")
+        return _none(f"the GGUF file has no tokenizer, because llama.cpp does not support this type of {name}")
     decoder = settings.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         try:

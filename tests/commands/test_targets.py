@@ -65,4 +65,4 @@ def test_a_target_is_parsed_once() -> None:
             target(text)
     with pytest.raises(UsageError, match="unknown format 'gguf'") as error:
         target("gguf", FOLDERS)
-    assert "gptkit convert goes on from there" in str(error.value)
+    assert "gptkit convert can convert the result" in str(error.value)

@@ -212,13 +212,13 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[[Tensors], object], dict[str, 
     "weight without scales": (fp8, without(f"{UP}_scale_inv"), {}, f"1 quantised weights have no scales: {UP}"),
     "scales without weight": (fp8, without(UP), {}, f"1 scales belong to no quantised weight: {UP}_scale_inv"),
     "scales of a plain weight": (fp8, changed(UP, torch.Tensor.bfloat16), {}, f"no quantised weight: {UP}_scale_inv"),
-    "too few scales": (fp8, changed(f"{UP}_scale_inv", lambda x: x[1:]), {}, r"scales of \[5, 2\] are expected"),
-    "scales turned": (fp8, changed(f"{UP}_scale_inv", torch.t), {}, r"F32 \[2, 5\]: scales of"),
+    "too few scales": (fp8, changed(f"{UP}_scale_inv", lambda x: x[1:]), {}, r"scales must have shape \[5, 2\]"),
+    "scales turned": (fp8, changed(f"{UP}_scale_inv", torch.t), {}, r"F32 \[2, 5\]: the scales"),
     "scales of integers": (fp8, changed(f"{UP}_scale_inv", torch.Tensor.int), {}, "I32 .* floating-point numbers"),
-    "a vector": (fp8, changed(UP, torch.Tensor.flatten), {}, "a matrix is expected"),
+    "a vector": (fp8, changed(UP, torch.Tensor.flatten), {}, "must be a matrix"),
     "other blocks": (fp8, without(), {"weight_block_size": [32, 32]}, "14 quantised weights do not fit their scales"),
     "blocks of nothing": (fp8, without(), {"weight_block_size": [0, 32]}, r"weight_block_size is \[0, 32\]"),
-    "one scale is meant": (fp8, without(), {"weight_block_size": None}, r"scales of \[1\] are expected"),
+    "one scale is meant": (fp8, without(), {"weight_block_size": None}, r"scales must have shape \[1\]"),
     "another method": (fp8, without(), {"quant_method": "secret"}, r"quantised \(secret"),
     "nothing is quantised": (mxfp4, without(), {"quant_method": "fp8"}, "quantised .fp8., but no tensor is"),
     "a weight is there twice": (
@@ -229,9 +229,9 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[[Tensors], object], dict[str, 
     ),
     "blocks without scales": (mxfp4, without(f"{EXPERTS}_scales"), {}, "1 quantised weights have no scales"),
     "scales without blocks": (mxfp4, without(f"{EXPERTS}_blocks"), {}, "1 scales belong to no quantised weight"),
-    "blocks of floats": (mxfp4, changed(f"{EXPERTS}_blocks", torch.Tensor.half), {}, "F16 .*U8 .experts"),
-    "scales of floats": (mxfp4, changed(f"{EXPERTS}_scales", torch.Tensor.half), {}, "scales of U8"),
-    "scales of one expert": (mxfp4, changed(f"{EXPERTS}_scales", lambda x: x[:1]), {}, "scales of U8"),
+    "blocks of floats": (mxfp4, changed(f"{EXPERTS}_blocks", torch.Tensor.half), {}, "F16 .*U8 of shape .experts"),
+    "scales of floats": (mxfp4, changed(f"{EXPERTS}_scales", torch.Tensor.half), {}, "scales must be U8"),
+    "scales of one expert": (mxfp4, changed(f"{EXPERTS}_scales", lambda x: x[:1]), {}, "scales must be U8"),
 }
 
 
@@ -403,5 +403,5 @@ def test_fp8_with_neither_name_of_a_scale_is_refused() -> None:
         numbers({"x": bits}, {"quant_method": "fp8"})
     with pytest.raises(Quantised, match="1 scales belong to no quantised weight: y_scale"):
         numbers({"x": bits, "x_scale": torch.ones(()), "y_scale": torch.ones(())}, {"quant_method": "fp8"})
-    with pytest.raises(Quantised, match=r"scales of \[1\] are expected"):
+    with pytest.raises(Quantised, match=r"scales must have shape \[1\]"):
         numbers({"x": bits, "x_scale": torch.ones(3)}, {"quant_method": "fp8"})

@@ -327,7 +327,7 @@ def tensors() -> str:
     return members_of(lambda i: f'"{i:x}":{EMPTY}', MAX_KEYS // 4 - 2)
 
 
-ENTRY = "expected exactly dtype, shape"
+ENTRY = "must have exactly the fields dtype, shape"
 LARGE: dict[str, tuple[Callable[[], str], str]] = {
     "tensors": (lambda: braced(tensors()), "accepted"),
     "a bad one": (lambda: braced(tensors(), '"z":{"dtype":"U8","shape":[1],"data_offsets":[0,0]}'), "takes 1 bytes"),

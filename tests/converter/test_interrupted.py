@@ -383,7 +383,7 @@ def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, number: int
     _, err = process.communicate(timeout=HANGS)
     assert process.returncode == code, err.decode()
     assert err.decode() == (
-        f"gptkit: interrupted\n  1 file of {target} finished so far: the same command goes on from there\n"
+        f"gptkit: interrupted\n  1 file of {target} finished so far: the same command continues from there\n"
     )
     ((shard, same),) = noted(target).items()
     assert subprocess.run(command(tiny, target), env=LEAN).returncode == 0

@@ -222,10 +222,10 @@ def test_what_is_wrong_with_a_file_from_before_1_6(tmp_path: Path) -> None:
     size = whole.rindex(struct.pack("<q", 64))
     cases = {
         "truncated": whole[:-1],
-        "another size": whole[:size] + struct.pack("<q", 65) + whole[size + 8 :],
-        "not one that torch.save": pickle.dumps({"x": 1}, 2),
+        "does not match its tensors": whole[:size] + struct.pack("<q", 65) + whole[size + 8 :],
+        "torch.save did not write": pickle.dumps({"x": 1}, 2),
         "big-endian": whole.replace(b"little_endianq\x02\x88", b"little_endianq\x02\x89"),
-        "truncated|another size": whole.replace(b"K@Nt", b"K\xffNt"),
+        "truncated|does not match its tensors": whole.replace(b"K@Nt", b"K\xffNt"),
         "damaged": whole[:200],
     }
     for message, data in cases.items():
@@ -434,7 +434,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a state for a class": (program(b"cpathlib\nPath\n}X\x08\0\0\0__call__cpathlib\nos.system\nsb"), "damaged"),
     "a tensor's class": (
         program(b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nSize\nctransformers\nInFourBits\n)}tR"),
-        "a class that is not read .InFourBits",
+        "a class that gptkit cannot read .InFourBits",
     ),
     "a storage with a state": (
         tensor_of((2,), (1,)).replace(b"Q", b"Q}X\x05\0\0\0startJ\xff\xff\xff\xffsb"),
@@ -448,11 +448,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "stride 0": (tensor_of((2**30, 2**10), (0, 0)), "1,099,511,627,776 elements"),
     "beyond the storage": (tensor_of((2,), (1,), offset=3), "its shape needs more bytes than"),
     "apart beyond the storage": (tensor_of((2, 2), (3, 1)), "its shape needs more bytes than"),
-    "a negative stride": (tensor_of((2,), (-1,), offset=3), "no sizes"),
-    "a negative size": (tensor_of((-2,), (1,)), "no sizes"),
-    "sizes beyond 64 bits": (tensor_of((2**63,), (1,)), "no sizes"),
-    "sizes of another number": (tensor_of((1, 1), (1,)), "not made as torch"),
-    "33 dimensions": (tensor_of((1,) * 33, (1,) * 33), "not made as torch"),
+    "a negative stride": (tensor_of((2,), (-1,), offset=3), "invalid sizes"),
+    "a negative size": (tensor_of((-2,), (1,)), "invalid sizes"),
+    "sizes beyond 64 bits": (tensor_of((2**63,), (1,)), "invalid sizes"),
+    "sizes of another number": (tensor_of((1, 1), (1,)), "differently from torch"),
+    "33 dimensions": (tensor_of((1,) * 33, (1,) * 33), "differently from torch"),
 }
 
 

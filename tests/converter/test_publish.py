@@ -447,7 +447,7 @@ def test_something_else_where_the_lock_would_be(tmp_path: Path, kind: str) -> No
 # --- what interrupted runs leave
 
 
-GO_ON = "the same command goes on from there"
+GO_ON = "the same command continues from there"
 
 
 def data_of(name: str) -> bytes:

@@ -145,7 +145,7 @@ def test_a_branch_that_moves_meanwhile(hub: Hub) -> None:
     assert list(headers("org/name", OLD).tensors) == ["old"]
     assert list(headers("org/name").tensors) == ["new"]
     repo.lies = OLD
-    with pytest.raises(InvalidInput, match=f"at commit {NEW} and gave it at {OLD}"):
+    with pytest.raises(InvalidInput, match=f"at commit {NEW} but returned it at {OLD}"):
         headers("org/name", NEW)
 
 

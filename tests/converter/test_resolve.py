@@ -222,7 +222,7 @@ def test_a_server_that_answers_with_another_commit(hub: Hub) -> None:
         repo.lies = NEW if "model.safetensors" in line else ""
 
     hub.before = lie
-    with pytest.raises(InvalidInput, match=f"asked for model.safetensors at commit {OLD} and gave it at {NEW}"):
+    with pytest.raises(InvalidInput, match=f"asked for model.safetensors at commit {OLD} but returned it at {NEW}"):
         resolve("org/name")
 
 

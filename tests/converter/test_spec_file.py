@@ -61,8 +61,8 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "describes no model: it has neither a model_type, as config.json, nor a spec"),
-        ({"version": "1.0", "model": {}, "added_tokens": []}, "describes no model"),
+        ({}, "does not describe a model: it has neither a model_type"),
+        ({"version": "1.0", "model": {}, "added_tokens": []}, "does not describe a model"),
         ({"model_type": "umt5", "spec": {}}, "gptkit does not support the model_type"),
         ({"spec": {}}, "has schema version None, this gptkit reads 1"),
         ({"spec": {}, "schema_version": 2}, "has schema version 2"),
