@@ -23,7 +23,7 @@ from .names import INDEX
 from .pickles import pickle_weights, renamed
 from .quantised import METHODS, dequantised
 from .resolve import Reference, quantised, read_spec, resolve
-from .scan import Scan
+from .scan import FileScan
 from .tree import Origin, OtherClass, Quantised
 from .weights import Checkpoint as Checkpoint
 from .weights import TensorFiles as TensorFiles
@@ -64,9 +64,9 @@ def open_checkpoint(
     return _checked(resolved, opened, allow_extra=allow_extra, integers=integers, partial=partial, stored=stored)
 
 
-def open_scanned(files: Scan, *, allow_pickle: bool = False) -> Checkpoint:
+def open_scanned(files: FileScan, *, allow_pickle: bool = False) -> Checkpoint:
     """Open scanned files with the same checks as `open_checkpoint`, without reading any header again."""
-    resolved, opened = files.found, files.opened
+    resolved, opened = files.resolved, files.opened
     assert resolved.source is not None
     read = None if resolved.other is None else resolved.other.read
     if opened is None and read is not None:
@@ -111,7 +111,7 @@ def _checked(
     _match(checkpoint, opened.architecture, allow_extra, integers and resolved.other is None, partial, stored)
     # In the order of their bytes, so that reading all leaves reads every file from front to back.
     place = opened.weights.place
-    checkpoint.leaves = sorted(checkpoint.leaves, key=lambda leaf: place(checkpoint._found[leaf.checkpoint]))
+    checkpoint.leaves = sorted(checkpoint.leaves, key=lambda leaf: place(checkpoint._names[leaf.checkpoint]))
     # A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
     config = json.loads(resolved.source.read_bytes()) if resolved.is_own else checkpoint.origin.config
     # What transformers would compute in: config.json's dtype, else the stored one.
@@ -174,7 +174,7 @@ def open_tensors(
         notes=list(resolved.notes),
         files=files,
         _weights=weights,
-        _found={name: name for name in weights.info},
+        _names={name: name for name in weights.info},
     )
 
 
@@ -269,7 +269,7 @@ def _match(
         )
     _refuse(checkpoint, pairs, architecture, allow_extra, partial)
     info, notes = weights.info, checkpoint.notes
-    checkpoint._found = pairs.found
+    checkpoint._names = pairs.matched
     notes += (
         [f"the files have no embedding; {pairs.stands_in} is used instead, because config.json ties the two"]
         if pairs.stands_in
@@ -294,7 +294,7 @@ def _match(
         for group, names in pairs.carried.items()
     }
     missing = pairs.missing
-    checkpoint._found.update(pair for group in pairs.carried.values() for pair in group.items())
+    checkpoint._names.update(pair for group in pairs.carried.values() for pair in group.items())
     notes += checkpoint.told
     notes += [f"buffers that are not weights were left out: {_some(pairs.dropped)}"] if pairs.dropped else []
     if partial:
@@ -351,7 +351,7 @@ def _refuse(
     shaped = [
         f"{tensor} is {list(info[tensor][1])}, expected {list(pairs.declared[name].shape)}"
         for name in pairs.shaped
-        for tensor in [pairs.found[name]]
+        for tensor in [pairs.matched[name]]
     ]
     typed = [f"{name} is {info[name][0]}" for name in pairs.typed]
     for names, problem in (
@@ -408,7 +408,7 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
             f"left out, because they are not part of the model and gptkit cannot read their dtype: {_some(unreadable)}"
         )
     checkpoint.extra = tuple(own_leaves((name, info[name][1]) for name in known))
-    checkpoint._found.update({name: name for name in known})
+    checkpoint._names.update({name: name for name in known})
     checkpoint.leaves = [leaf for leaf in checkpoint.leaves if leaf.checkpoint not in missing] + [*checkpoint.extra]
 
 

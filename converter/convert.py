@@ -425,8 +425,8 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
             f"{architecture.name} computes the same function but rounds differently, so logits may differ "
             "in their last bits"
         )
-    weights, names = source._weights.with_more(zeros), {**source._found, **{name: name for name in zeros}}
-    return replace(source, spec=spec, leaves=[*source.leaves, *leaves], notes=notes, _weights=weights, _found=names)
+    weights, names = source._weights.with_more(zeros), {**source._names, **{name: name for name in zeros}}
+    return replace(source, spec=spec, leaves=[*source.leaves, *leaves], notes=notes, _weights=weights, _names=names)
 
 
 def _kinds(names: Iterable[str]) -> str:

@@ -42,15 +42,15 @@ def extract(
     """
     if part not in _PARTS:
         raise UsageError(f"{shown(part, 40)} is not a part that gptkit can extract", f"known: {', '.join(_PARTS)}")
-    found = resolve(model, offline=offline, companions=True)
-    assert found.path is not None
-    files = replace(scan(found.path), found=found, revision=found.revision)
+    resolved = resolve(model, offline=offline, companions=True)
+    assert resolved.path is not None
+    files = replace(scan(resolved.path), resolved=resolved, revision=resolved.revision)
     problems = [*files.broken.values(), files.index_error, files.config_error]
     if files.config is None or any(problems):
-        why = next(filter(None, problems), f"{found.text} has no config.json")
+        why = next(filter(None, problems), f"{resolved.text} has no config.json")
         raise CheckpointError(why, "gptkit audit lists everything that is wrong with it.")
     family, config = text_config(files.config)
     names, config = text_names(family, config, files.tensors)
     rewrite(files, names, out, force, config)
     left = tuple(name for name in files.tensors if name not in names)
-    return Extracted(found.text, Path(out), family.name, names, left)
+    return Extracted(resolved.text, Path(out), family.name, names, left)

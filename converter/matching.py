@@ -20,7 +20,7 @@ class Match:
 
     declared: dict[str, BoundLeaf]
     """The leaves, by name."""
-    found: dict[str, str] = field(default_factory=dict)
+    matched: dict[str, str] = field(default_factory=dict)
     """Leaf -> the tensor that stores it."""
     extra: list[str] = field(default_factory=list)
     """Tensors without a place in the model."""
@@ -50,7 +50,7 @@ class Match:
     @property
     def missing(self) -> list[str]:
         """Return the leaves for which there is no tensor."""
-        return [name for name in self.declared if name not in self.found]
+        return [name for name in self.declared if name not in self.matched]
 
     def own_head(self, family: Architecture | None) -> list[str]:
         """Return the tensors of a head that the family does not have: outside the layers, and without its prefix."""
@@ -92,9 +92,9 @@ def match(
         if leaf_name is None:
             pairs.dropped.append(name)
         elif leaf_name in pairs.declared:
-            if leaf_name in pairs.found:
-                pairs.twice.append((name, pairs.found[leaf_name]))
-            pairs.found[leaf_name] = name
+            if leaf_name in pairs.matched:
+                pairs.twice.append((name, pairs.matched[leaf_name]))
+            pairs.matched[leaf_name] = name
         elif architecture is not None and leaf_name == architecture.head and spec.tied:
             pairs.heads.append(name)
         elif leaf_name in borrowed:
@@ -106,12 +106,12 @@ def match(
         else:
             pairs.extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
-    if pairs.heads and pairs.embedding not in pairs.found:
-        pairs.stands_in = pairs.found[pairs.embedding] = pairs.heads.pop(0)
-    first = {name: pairs.found.setdefault(leaf_name, name) for name, leaf_name in pairs.copies.items()}
+    if pairs.heads and pairs.embedding not in pairs.matched:
+        pairs.stands_in = pairs.matched[pairs.embedding] = pairs.heads.pop(0)
+    first = {name: pairs.matched.setdefault(leaf_name, name) for name, leaf_name in pairs.copies.items()}
     allowed = (*FLOATS, *(INTEGERS if integers else ()), *(F8 if "scales" in pairs.carried else ()))
-    pairs.shaped = [name for name, tensor in pairs.found.items() if info[tensor][1] != pairs.declared[name].shape]
-    pairs.typed = [tensor for tensor in pairs.found.values() if info[tensor][0] not in allowed]
+    pairs.shaped = [name for name, tensor in pairs.matched.items() if info[tensor][1] != pairs.declared[name].shape]
+    pairs.typed = [tensor for tensor in pairs.matched.values() if info[tensor][0] not in allowed]
     if weights.fetched:
         pairs.parted = [name for name, tensor in first.items() if name != tensor and not _same(weights, tensor, name)]
         pairs.untied = [name for name in pairs.heads if not _is_tied(pairs, spec, weights, name)]
@@ -125,7 +125,7 @@ def _same(weights: Weights, name: str, other: str) -> bool:
 
 def _is_tied(pairs: Match, spec: ModelSpec, weights: Weights, name: str) -> bool:
     """Return whether a stored head that config.json ties to the embedding has the same bytes."""
-    stored = pairs.found[pairs.embedding]
+    stored = pairs.matched[pairs.embedding]
     dtype, shape = weights.info[name]
     if dtype not in FLOATS or shape != (spec.vocab_size, spec.hidden_size):  # reported as a wrong dtype or shape
         return weights.info[stored] == (dtype, shape)
@@ -141,7 +141,7 @@ def _altered(pairs: Match, spec: ModelSpec, weights: Weights, family: Architectu
     for leaf_name, name in unused.items():
         assert family is not None
         original, make = family.repeated.get(leaf_name), family.made.get(leaf_name)
-        if original in pairs.found and not weights.same(name, pairs.found[original]):
+        if original in pairs.matched and not weights.same(name, pairs.matched[original]):
             wrong.append(name)
         if make is not None:
             values, stored = make(spec), to_float64(weights.read(name), weights.info[name][0])

@@ -8,19 +8,19 @@ from ..version import __version__
 from .companions import companions_in
 from .distributed import team
 from .names import CONFIG, json_bytes
-from .scan import Scan
+from .scan import FileScan
 from .tree import Origin
 from .weights import TensorFiles, own_leaves
 from .write import DEFAULT_SHARD_BYTES, plan
 
 
 def rewrite(
-    files: Scan,
+    files: FileScan,
     names: Mapping[str, str],
     out: str | Path,
     force: bool = False,
     config: Mapping[str, Any] | None = None,
-    other: Scan | None = None,
+    other: FileScan | None = None,
     from_other: Collection[str] = (),
 ) -> None:
     """Write tensors under their names in `names`, in the same number of files, and copy the other files.
@@ -56,7 +56,7 @@ def rewrite(
             )
         ),
         _weights=weights,
-        _found=old_names,
+        _names=old_names,
     )
     config_path = files.folder / CONFIG
     texts = {CONFIG: config_path.read_bytes()} if config_path.is_file() else {}

@@ -1,11 +1,11 @@
-"""The safetensors file format, read and written by byte position.
+"""Read headers of safetensors files with strict checks, and write headers.
 
     8 bytes   N, the header's length, little-endian
     N bytes   JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded
     the rest  the tensors' bytes, little-endian, row-major, without holes
 
-A header is somebody else's data: nothing but CheckpointError comes out of a bad one, within a second and 512 MB
-whatever it holds. https://github.com/huggingface/safetensors#format
+A header is untrusted data. A bad one raises only CheckpointError, within a second and 512 MB, whatever it contains.
+Source: https://github.com/huggingface/safetensors#format
 """
 
 import json
@@ -25,19 +25,19 @@ from ..errors import CheckpointError
 from .names import POINTER, plain_file, pointer
 
 MAX_HEADER = 32 * 2**20
-"""Bytes. The library takes 100 MB: a million and a half tensors, half a minute and 2 GB of objects. Real headers have
-some 130 bytes a tensor: 20 MB are 140,000, a model of 10^12 parameters in one file."""
-MAX_KEYS = 600_000  # of a JSON object and all within it; four a tensor, so that 10,000 layers have room
-MAX_DIMS = 32  # what every numpy can carry; the format itself names no limit
+"""The most bytes of a header. The library allows 100 MB, which take half a minute and 2 GB of memory. Real headers have
+about 130 bytes per tensor: 20 MB are 140,000 tensors, a model of 10^12 parameters in one file."""
+MAX_KEYS = 600_000  # in a JSON object, with nested ones; four per tensor are enough for 10,000 layers
+MAX_DIMS = 32  # the limit of numpy; the format has none
 _MAX_BYTES = 2**63 - 1
-_MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
-_LONG_ENTRY = 2**16  # bytes; a tensor's entry has some hundred
-_EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is wrong with them
+_MAX_REST = 2**16  # bytes of everything in an index except its weight_map
+_LONG_ENTRY = 2**16  # bytes; a tensor's entry has about a hundred
+_EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to find the error
 
 
 @dataclass(frozen=True, slots=True)
 class _Dtype:
-    """An element type, and the numpy dtype that carries its bits; None for packed ones (4 and 6 bits)."""
+    """An element type, and the numpy dtype of its carrier (same bits), or None for packed types (4 and 6 bits)."""
 
     name: str
     bits: int
@@ -51,7 +51,7 @@ class _Dtype:
         return self.bits // 8
 
 
-# In the order of the library's own enum: save_file writes the types of this table from its end to its start.
+# In the order of the library's enum. save_file writes the types of this table from last to first.
 DTYPES: dict[str, _Dtype] = {
     name: _Dtype(name, bits, None if carrier is None else np.dtype(carrier))
     for name, bits, carrier in (
@@ -66,7 +66,7 @@ _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
 
 class TensorInfo(msgspec.Struct, frozen=True, gc=False):
-    """Where a tensor lies: bytes `start` to `end` (exclusive) of the file, counted from the file's first byte."""
+    """A tensor at bytes `start` to `end` (exclusive), counted from the beginning of the file."""
 
     name: str
     dtype: str
@@ -81,7 +81,7 @@ class TensorInfo(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: the tensors in the order of their bytes, the metadata, and the JSON text that says so."""
+    """A checked header: the tensors in the order of their bytes, the metadata, and the JSON text."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -89,7 +89,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a safetensors file. Raises CheckpointError, whatever the bytes are."""
+    """Read and check the header of a safetensors file. Raises CheckpointError."""
     with plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = header_length(path, file.read(8), size)
@@ -100,12 +100,12 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check a header's bytes, all but the first 8, against the file's size, where there is a file; raises so too."""
+    """Check a header's bytes without the first 8, and the file's size if it is known. Raises CheckpointError."""
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
     infos, metadata = _read_entries(where, raw)
     infos.sort(key=lambda info: (info.start, info.end))
-    # They cover the file from the header to its end, without holes or overlaps.
+    # The tensors must cover the file after the header without holes or overlaps.
     at = 8 + len(raw)
     end = infos[-1].end if infos else at
     size = max([at, *(info.end for info in infos)]) if size is None else size
@@ -126,7 +126,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
 
 
 class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A tensor in the header. An unknown key could change what the bytes mean: better refused than ignored."""
+    """A tensor in the header. Unknown keys are refused, because they could change the meaning of the bytes."""
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -139,11 +139,11 @@ _ENTRIES = msgspec.json.Decoder(list[_HeaderEntry])
 _METADATA = msgspec.json.Decoder(dict[str, str] | None)
 _WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises: not JSON or of other types (DecodeError), strings that are not UTF-8, nesting without end."""
+"""The errors of a decoder: DecodeError (not JSON, or other types), strings that are not UTF-8, deep nesting."""
 
 
 def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
-    """The tensors, in the header's order, and the metadata. Typed decoding builds nothing that is not wanted."""
+    """Return the tensors in the header's order, and the metadata. Typed decoding makes no other objects."""
     what = f"the header of {where}"
     members: dict[str, msgspec.Raw] = {}
     try:
@@ -163,28 +163,28 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
     for name, entry in zip(members, entries, strict=True):
         start, end = entry.data_offsets
         shape, dtype = entry.shape, DTYPES.get(entry.dtype)
-        # Briefly, for there may be very many; the long way says what is wrong.
+        # A fast check, because there may be many tensors. `_check_entry` finds what is wrong.
         if dtype is None or not _fits(shape, dtype.bits, end - start):
             _check_entry(where, name, {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]})
         infos.append(TensorInfo(name, entry.dtype, shape, data + start, data + end))
-    if b"-" in texts:  # all sizes are 0 or more, and no dtype has this sign
+    if b"-" in texts:  # sizes are not negative, and no dtype has this sign
         raise CheckpointError(f"{where}: a size is -0, which other readers treat as a fraction")
     return infos, metadata or {}
 
 
 def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
-    """The weight_map of an index, checked as a header is. Raises CheckpointError."""
-    lacking = CheckpointError(f"{what} has no weight_map of tensor names to file names")
+    """Return the weight_map of an index, with the checks of a header. Raises CheckpointError."""
+    no_weight_map = CheckpointError(f"{what} has no weight_map of tensor names to file names")
     try:
         members = _members_of(raw, what)
         if (text := members.pop("weight_map", None)) is None:
-            raise lacking
+            raise no_weight_map
         mapping = _WEIGHT_MAP.decode(text)
     except _MALFORMED as error:
         if len(raw) <= _EXPLAINED:
             weight_map = parse_json_object(raw, what).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise lacking from None
+                raise no_weight_map from None
             if not all(isinstance(name, str) for name in weight_map.values()):
                 raise CheckpointError(f"{what}: its weight_map has a value that is not a file name") from None
         raise _cannot_be_read(what, error) from None
@@ -199,24 +199,24 @@ def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
 
 
 def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
-    """An object's members, not decoded yet; CheckpointError for more than any has, else what is `_MALFORMED`."""
+    """Return an object's members, not yet decoded. Raises CheckpointError for too many, or errors in `_MALFORMED`."""
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, too many for an index")
     return _MEMBERS.decode(raw)
 
 
 def _refuse_twins(what: str, raw: bytes, count: int) -> None:
-    """Raise CheckpointError where valid JSON that gave `count` keys has more colons: decoders dropped a twin."""
+    """Raise CheckpointError if valid JSON with `count` decoded keys has more colons, because a key occurs twice."""
     if raw.count(b":") == count or colons(raw) == count:
         return
     if len(raw) <= _EXPLAINED:
-        parse_json_object(raw, what)  # says which
+        parse_json_object(raw, what)  # raises with the name of the key
     raise CheckpointError(f"{what} cannot be read: a key occurs twice")
 
 
 def colons(raw: bytes) -> int:
-    """The colons outside of strings in the valid JSON text `raw`: as many as there are keys."""
-    # Without escapes (which only strings have) every quote begins or ends a string.
+    """Count the colons outside of strings in valid JSON, which is the number of keys."""
+    # After removing escapes, which only strings have, every quote begins or ends a string.
     text = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
     signs = np.frombuffer(text, np.uint8)
     inside = np.logical_xor.accumulate(signs == ord('"'))
@@ -245,7 +245,7 @@ def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], 
 
 
 def _cannot_be_read(what: str, error: Exception) -> CheckpointError:
-    """The error for JSON that did not decode, to be raised by the caller."""
+    """Return the error for JSON that cannot be decoded."""
     if isinstance(error, RecursionError):
         return CheckpointError(f"{what} is nested too deeply")
     return CheckpointError(f"{what} cannot be read: {error}")
@@ -267,14 +267,17 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
 
 
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
-    """One JSON object: UTF-8, no key twice, no NaN, no half surrogate pair. Of a MB it makes a hundred."""
+    """Parse a JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates.
+
+    It needs 100 times the text's memory.
+    """
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
 
     try:
         parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=refuse)
-    except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
+    except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, or a duplicate key
         raise _cannot_be_read(what, error) from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{what} is not a JSON object")
@@ -282,25 +285,25 @@ def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # Two readers may keep different ones of two entries: which tensor is meant then depends on who reads.
+    # Readers may choose different ones of two entries, and so read different tensors.
     result = dict(pairs)
     if len(result) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {_short(twice)} occurs twice")
     for text in (text for pair in pairs for text in pair if isinstance(text, str)):
-        text.encode()  # UnicodeEncodeError, a ValueError, on half of a surrogate pair
+        text.encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return result
 
 
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
-    """Whether a tensor of this shape has so many bytes; `_nbytes` says why not."""
+    """Return whether a tensor of this shape has `nbytes` bytes; `_nbytes` finds what is wrong."""
     if bits * math.prod(shape) != 8 * nbytes or len(shape) > MAX_DIMS:
         return False
     return bits * (math.prod(shape) or math.prod(filter(None, shape))) <= _MAX_BYTES
 
 
 def _check_entry(file: Path | str, name: str, entry: object) -> None:
-    """Raise CheckpointError where an entry of the header, as parsed, is not a tensor."""
+    """Raise CheckpointError unless a parsed entry of the header is a tensor."""
     where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: its entry must have exactly the fields dtype, shape and data_offsets")
@@ -322,9 +325,9 @@ def _is_sizes(value: object) -> bool:
 
 
 def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor. Raises CheckpointError where they overflow, or do not fill whole bytes (packed types)."""
+    """Return the bytes of a tensor. Raises CheckpointError if they are too many or not whole (packed types)."""
     bits = DTYPES[dtype].bits
-    # With the zeros left out, because numpy refuses a shape that would overflow but for a zero in it.
+    # Without zeros, because numpy refuses a shape that would overflow without its zeros.
     if bits * math.prod(size for size in shape if size) > _MAX_BYTES:
         raise CheckpointError(f"{where}: shape {_short(list(shape))} has more bytes than a file can have")
     total = bits * math.prod(shape)
@@ -335,7 +338,7 @@ def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
 
 def _short(value: object) -> str:
     if isinstance(value, str | list):
-        value = value[:100]  # of a name of megabytes not all is written out
+        value = value[:100]  # a name may have megabytes
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -343,8 +346,10 @@ def _short(value: object) -> str:
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """The first bytes of a file for tensors given as (name, dtype, shape), and each one's place: byte for byte what
-    safetensors 0.8 writes (by dtype, DTYPES from its end, then by name; padded to 8 bytes). Raises CheckpointError.
+    """Return the header of a file for tensors given as (name, dtype, shape), and the places of the tensors.
+
+    The bytes are those of safetensors 0.8: sorted by dtype (DTYPES from last to first), then by name, and padded to 8
+    bytes. Raises CheckpointError.
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:

@@ -34,10 +34,10 @@ class _About(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Scan:
+class FileScan:
     """The weight files of a checkpoint as far as they can be read."""
 
-    found: Reference
+    resolved: Reference
     """The resolved reference."""
     folder: Path
     """Where its small files are: config.json and the tokenizer's."""
@@ -73,7 +73,7 @@ class Scan:
     @property
     def reference(self) -> str:
         """Return the reference as the user wrote it."""
-        return self.found.text
+        return self.resolved.text
 
     @property
     def own(self) -> tuple[str, str]:
@@ -127,7 +127,7 @@ class Scan:
         return assembled(self.folder, dict(self.index), dict(self.headers))
 
 
-def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False) -> Scan:
+def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False) -> FileScan:
     """Read the headers of every safetensors file of a reference, or of its GGUF, or its pickles.
 
     Raises:
@@ -160,14 +160,14 @@ def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pick
     return files
 
 
-def _of_folder(resolved: Reference) -> Scan:
+def _of_folder(resolved: Reference) -> FileScan:
     assert resolved.path is not None
     folder = resolved.path if resolved.names is not None else resolved.path.parent
     names = resolved.names if resolved.names is not None else frozenset({resolved.path.name})
     return _scan(resolved, folder, names, lambda name: read_header(folder / name))
 
 
-def _of_format(resolved: Reference, allow_pickle: bool) -> Scan:
+def _of_format(resolved: Reference, allow_pickle: bool) -> FileScan:
     """Open another format by its own reader. Pickles that it does not know as a model are read as they are."""
     assert resolved.path is not None and resolved.source is not None and resolved.other is not None
     assert resolved.other.read is not None and resolved.format is not None
@@ -201,7 +201,7 @@ def _of_format(resolved: Reference, allow_pickle: bool) -> Scan:
     )
 
 
-def _of_gguf(resolved: Reference) -> Scan:
+def _of_gguf(resolved: Reference) -> FileScan:
     from .formats.gguf import tensors
     from .formats.gguf_header import open_header
 
@@ -210,16 +210,16 @@ def _of_gguf(resolved: Reference) -> Scan:
     try:
         header = open_header(path)
     except CheckpointError as error:
-        return Scan(resolved, path.parent, frozenset({path.name}), {}, {path.name: error.message}, format="gguf")
+        return FileScan(resolved, path.parent, frozenset({path.name}), {}, {path.name: error.message}, format="gguf")
     infos = {
         name: TensorInfo(name, tensor.type.name, tensor.shape, tensor.start, tensor.end)
         for name, tensor in header.tensors.items()
     }
     headers = {path.name: Header(infos, {})}
-    return Scan(resolved, path.parent, frozenset({path.name}), headers, {}, format="gguf", stored=tensors(path))
+    return FileScan(resolved, path.parent, frozenset({path.name}), headers, {}, format="gguf", stored=tensors(path))
 
 
-def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
+def _with_pickles(files: FileScan, allow_pickle: bool) -> FileScan:
     """Return the scan with the tensors of the pickles, if there are any."""
     try:
         index = read_index(files.folder / PICKLE_INDEX) if PICKLE_INDEX in files.names else None
@@ -261,7 +261,7 @@ def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
     )
 
 
-def _scan(resolved: Reference, folder: Path, names: frozenset[str], header: Callable[[str], Header]) -> Scan:
+def _scan(resolved: Reference, folder: Path, names: frozenset[str], header: Callable[[str], Header]) -> FileScan:
     index: dict[str, str] | None = None
     error, total, config, config_error = "", None, None, ""
     if INDEX in names:
@@ -300,7 +300,7 @@ def _scan(resolved: Reference, folder: Path, names: frozenset[str], header: Call
             "" if index == dict.fromkeys(in_single, SINGLE) else f"{INDEX} lists other tensors or files than {SINGLE}"
         )
         index, error = (None, "") if stale else (index, error)
-    return Scan(
+    return FileScan(
         resolved,
         folder,
         names,

@@ -25,7 +25,6 @@ from .confinement import allow
 
 _READING = (2**31, 0, 300.0, 0.0)  # address space; a mixture of experts with 90,000 tensors takes 20 seconds
 _MODELS = "vllm.model_executor.models"
-_QUANTISATIONS = "vllm.model_executor.layers.quantization"
 
 
 class _DependsOnUnknown(Exception):

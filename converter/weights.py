@@ -218,7 +218,7 @@ class TensorFiles:
     texts: Mapping[str, bytes] = field(default_factory=dict)
     home: Path | None = None
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
-    _found: dict[str, str] = field(repr=False, default_factory=dict)
+    _names: dict[str, str] = field(repr=False, default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<tensors of {self.reference} ({self.format}): {len(self.leaves):,}>"
@@ -234,7 +234,7 @@ class TensorFiles:
         return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
 
     def dtype_of(self, leaf: BoundLeaf) -> str:
-        return self._weights.info[self._found[leaf.checkpoint]][0]
+        return self._weights.info[self._names[leaf.checkpoint]][0]
 
     @property
     def fetched(self) -> bool:
@@ -247,23 +247,23 @@ class TensorFiles:
 
     def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
         """Return a leaf's element type and bytes in its file. A quantised leaf has a type of its format."""
-        return self._weights.blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
+        return self._weights.blocks.get(self._names[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
 
     def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
         """Return the file and offset of a leaf's tensor, or None if the tensor is computed on reading."""
-        return self._weights.span(self._found[leaf.checkpoint])
+        return self._weights.span(self._names[leaf.checkpoint])
 
     def read(self, leaf: BoundLeaf) -> np.ndarray:
         """Return a leaf's tensor as stored, in the carrier dtype, if possible as a memory-mapped view."""
-        return self._weights.read(self._found[leaf.checkpoint])
+        return self._weights.read(self._names[leaf.checkpoint])
 
     def pieces(self, leaf: BoundLeaf) -> Iterator[np.ndarray] | None:
         """Yield a leaf's tensor in pieces of whole rows. Return None if it is a view or computed at once."""
-        return self._weights.pieces(self._found[leaf.checkpoint])
+        return self._weights.pieces(self._names[leaf.checkpoint])
 
     def release(self, leaf: BoundLeaf | None = None) -> None:
         """Release the memory of pages that were read, of all files or of one leaf."""
-        self._weights.release(None if leaf is None else self._found[leaf.checkpoint])
+        self._weights.release(None if leaf is None else self._names[leaf.checkpoint])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
         """Yield every shared tensor in the order of the files: (shared name, array in its carrier dtype, dtype)."""

@@ -142,7 +142,7 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
         origin=replace(source.origin, history=(*source.origin.history, record)),
         texts={**_tokenizer(source.path), **source.texts},
         _weights=weights,
-        _found={name: name for name in declared},
+        _names={name: name for name in declared},
     )
 
 

@@ -63,8 +63,8 @@ def fix(
         UsageError: `out` exists or cannot be created.
     """
     files = scan(new, offline=offline, allow_pickle=allow_pickle)
-    if files.format not in REWRITABLE or files.found.is_own:
-        is_own = files.found.is_own
+    if files.format not in REWRITABLE or files.resolved.is_own:
+        is_own = files.resolved.is_own
         kind = "a checkpoint in gptkit's own format" if is_own else f"a checkpoint of the format {files.format}"
         hint = f"Write the model as safetensors instead: gptkit convert {files.reference} {out} --to hf"
         raise InvalidInput(f"--fix cannot repair {files.reference}, because it is {kind}", hint)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...converter.companions import companions_in, is_licence
-from ...converter.scan import Scan
+from ...converter.scan import FileScan
 from ...errors import InvalidInput
 from ..surroundings import bytes_of, what_differs
 from .subject import Finding, Subject
@@ -31,7 +31,7 @@ def compare_companions(subject: Subject) -> Iterator[Finding]:
             yield Finding("changed-file", "note", message)
 
 
-def _companions(files: Scan) -> dict[str, bytes]:
+def _companions(files: FileScan) -> dict[str, bytes]:
     """Return the contents of the small files by name."""
     try:
         return {companion.name: bytes_of(companion.path) for companion in companions_in(files.folder)}

@@ -9,7 +9,7 @@ from ...components import ModelSpec
 from ...converter.checkpoint import Checkpoint, open_checkpoint
 from ...converter.dtypes import FLOATS
 from ...converter.matching import Match
-from ...converter.scan import Scan
+from ...converter.scan import FileScan
 from ...errors import InvalidInput
 from .names import counted, folded, matched
 from .subject import SAVE_AGAIN, Finding, Severity, Subject
@@ -96,11 +96,11 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
 def _naming(subject: Subject) -> str:
     """Return the naming scheme of the tensors: "family", or the name of a format."""
     files = subject.files
-    naming = files.found.format if files.opened is None else files.opened.format or files.format
+    naming = files.resolved.format if files.opened is None else files.opened.format or files.format
     return str(naming) if subject.family is None else "family"
 
 
-def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
+def _across(subject: Subject, source: FileScan) -> Iterator[Finding]:
     """Compare checkpoints with different naming schemes, such as a GGUF and a folder, by the tree's names."""
     shapes, sides = [], []
     for side in (source.reference, subject.files.reference):

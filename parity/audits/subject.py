@@ -14,7 +14,7 @@ from ...converter.formats.gguf import declared
 from ...converter.matching import Match, match
 from ...converter.names import CONFIG, LOCAL_CONFIG
 from ...converter.resolve import read_spec
-from ...converter.scan import Scan
+from ...converter.scan import FileScan
 from ...converter.tree import Origin
 from ...converter.weights import identity_leaves
 from ...display import Record, Shown
@@ -93,8 +93,8 @@ class Audit(Shown):
 class Subject:
     """The input of the rules: the files, the family that config.json names, the source."""
 
-    files: Scan
-    source: Scan | None
+    files: FileScan
+    source: FileScan | None
     loader: str | None
     values: bool
     opening: Mapping[str, bool]
@@ -116,15 +116,15 @@ class Subject:
                 return None if self.gguf is None else (self.gguf[0], Origin(), False)
             if files.opened is not None:
                 return files.opened.spec, files.opened.origin, files.opened.architecture is not None
-            if files.found.other is not None and files.config is None:
+            if files.resolved.other is not None and files.config is None:
                 return None
-            config_location = replace(files.found, format="hf", source=files.folder / CONFIG)
-            spec, origin, _ = read_spec(files.found if files.found.other is None else config_location)
+            config_location = replace(files.resolved, format="hf", source=files.folder / CONFIG)
+            spec, origin, _ = read_spec(files.resolved if files.resolved.other is None else config_location)
         except UnknownFamily:
             return None
         except (CannotExpress, InvalidInput) as error:
             return error
-        return spec, origin, not files.found.is_own
+        return spec, origin, not files.resolved.is_own
 
     @cached_property
     def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
@@ -196,7 +196,7 @@ class Subject:
         files = self.files
         return (
             LOCAL_CONFIG
-            if files.found.is_own
+            if files.resolved.is_own
             else CONFIG
             if files.config is not None
             else "the config in the weight file"

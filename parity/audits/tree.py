@@ -25,7 +25,7 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
     if isinstance(spec, GptkitError) and not files.config_error:
         remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else CONVERT_AGAIN)
         yield Finding("config", "error", spec.message, (), remedy)
-    elif spec is None and files.found.names is not None and CONFIG not in files.names and files.format != "gguf":
+    elif spec is None and files.resolved.names is not None and CONFIG not in files.names and files.format != "gguf":
         message = f"there is no {CONFIG}, so no program knows which architecture these tensors belong to"
         yield Finding("no-config", "error", message, (), f"Copy the model's {CONFIG} into the folder.")
     if isinstance(pairs, GptkitError):
@@ -123,7 +123,7 @@ def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str,
     if len(usable) < len(missing):
         return f". {source} has {len(usable):,} of them with the required shape", ""
     words = f". {source} has {'them' if several else 'it'} with the required shape"
-    if subject.files.format not in REWRITABLE or subject.files.found.is_own:
+    if subject.files.format not in REWRITABLE or subject.files.resolved.is_own:
         return words, ""
     return words, f"Copy {'them' if several else 'it'} from {source}: run this command with --source {source} --fix OUT"
 
@@ -150,7 +150,7 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
     """Report tensors that do not fit: shapes, dtypes, names that occur twice, copies with other values."""
     tensors = subject.files.tensors
     for expected in pairs.shaped:
-        name, leaf = pairs.found[expected], pairs.declared[expected]
+        name, leaf = pairs.matched[expected], pairs.declared[expected]
         rule = "config-vocabulary" if "embedding.weight" in leaf.shared else "shape"
         rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name == pairs.stands_in else (rule, "")
         message = f"has the shape {list(tensors[name].shape)}, but {subject.says} says {list(leaf.shape)}"

@@ -9,7 +9,7 @@ from typing import Any
 from ...components import ModelSpec
 from ...converter.files import read_small
 from ...converter.names import CONFIG
-from ...converter.scan import Scan
+from ...converter.scan import FileScan
 from ..surroundings import MOST_BYTES
 from .subject import Finding, Subject
 
@@ -91,7 +91,7 @@ def rows_of(subject: Subject) -> int | None:
     return rows if type(rows) is int else None
 
 
-def tokens_of(files: Scan) -> int | None:
+def tokens_of(files: FileScan) -> int | None:
     """Return the number of ids in tokenizer.json; None if there is none, or if it has an unknown form."""
     try:
         tokenizer = _json(files.folder / "tokenizer.json")
