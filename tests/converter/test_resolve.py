@@ -324,7 +324,7 @@ def test_a_broken_connection_is_picked_up_where_it_broke(hub: Hub, monkeypatch: 
     repo = hub.repos["org/name2"] = Repo({**SHARDED, "m-2.safetensors": body}, cut={"m-2.safetensors": [0] * 20})
     with pytest.raises(Offline, match=r"m-2\.safetensors from org/name2 was interrupted") as caught:
         resolve("org/name2")
-    assert "run the same again" in str(caught.value)
+    assert "the same command continues" in str(caught.value)
     assert caught.value.exit_code == 5
     assert not list((Path("cache") / "models--org--name2").rglob("*.incomplete"))
     repo.cut.clear()
