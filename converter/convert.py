@@ -135,12 +135,8 @@ def plan_output(
         if shards_and_texts is not None:
             return FolderPlan(shards_and_texts[0], {**small, **shards_and_texts[1]}, tuple(beside))
     if whole:
-        outside_leaves = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
-        theirs = {leaf.checkpoint for leaf in outside_leaves}
-        headers = origin.files.values()
-        inside = [leaf for leaf in leaves if leaf.checkpoint not in theirs]
-        names = [architecture.as_composite(leaf.checkpoint, headers) for leaf in inside]
-        leaves = [replace(leaf, checkpoint=name) for leaf, name in zip(inside, names, strict=True)] + outside_leaves
+        outside = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
+        leaves = _as_composite(architecture, leaves, outside, origin.files.values())
     otherwise = {}
     if in_fp8:
         matrices = fp8.quantised_leaves(spec, leaves)
@@ -154,6 +150,15 @@ def plan_output(
     size = max_shard_bytes or DEFAULT_SHARD_BYTES
     unwritten = architecture.unwritten(spec)
     return plan(leaves, dtypes, small, beside, size, otherwise=otherwise, unwritten=unwritten)
+
+
+def _as_composite(
+    architecture: Architecture, leaves: Sequence[BoundLeaf], outside: Sequence[BoundLeaf], headers: Collection[str]
+) -> list[BoundLeaf]:
+    """Return the leaves by their names in a composite checkpoint, followed by those `outside` the language model."""
+    names = {leaf.checkpoint for leaf in outside}
+    inside = [leaf for leaf in leaves if leaf.checkpoint not in names]
+    return [replace(x, checkpoint=architecture.as_composite(x.checkpoint, headers)) for x in inside] + [*outside]
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
@@ -178,8 +183,9 @@ def _hf_config(
     quantised: bool,
     standard: bool,
 ) -> bytes:
-    """Return the original config.json where it still describes the tree and its dtype, else one that names the stored
-    dtype. For `whole`, `quantised` and `standard` see `Architecture.export_config`.
+    """Return the original config.json if it still describes the tree and its dtype, else one with the stored dtype.
+
+    For `whole`, `quantised` and `standard` see `Architecture.export_config`.
     """
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised, standard)

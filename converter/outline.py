@@ -66,7 +66,7 @@ def _outline(resolved: Reference) -> Outline:
     notes = [*resolved.notes, *(_unfit(resolved) if resolved.kind == "path" else ())]
     method = quantised(resolved, origin)
     if method is not None:
-        notes.append(f"its weights are quantised ({method[0]}): this is the model that they stand for")
+        notes.append(f"its weights are quantised ({method[0]}): gptkit shows the model with dequantised weights")
     assumed_sizes: tuple[str, ...] = ()
     if origin.config is not None and resolved.format == "hf":
         assumed = architecture_of(origin.config).assumed(origin.config)

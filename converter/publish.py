@@ -100,7 +100,7 @@ class Staging:
         except BaseException as error:
             self._leave(error)
             if isinstance(error, OSError):
-                raise failed("write beside", self.target, error) from error
+                raise failed("create", self.target, error) from error
             raise
         return self
 
@@ -238,7 +238,7 @@ class Staging:
         except BaseException as error:
             stack.close()
             if isinstance(error, OSError):
-                raise failed("write beside", self.target, error) from error
+                raise failed("create", self.target, error) from error
             raise
 
     def _check_target(self) -> None:

@@ -111,7 +111,7 @@ def _unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
+        raise UsageError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
     return text
 
 

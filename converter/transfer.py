@@ -215,7 +215,7 @@ def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> in
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
         hint = f"Allow at least {-(-worst.memory // 2**20)} MiB."
-        raise UsageError(f"--max-memory {max_memory:,}: {names} alone needs {worst.memory:,} bytes", hint)
+        raise UsageError(f"--max-memory {max_memory:,} is too small: {names} needs {worst.memory:,} bytes", hint)
     return min(sum(job.memory for job in jobs), max_memory or max(IN_FLIGHT, worst.memory))
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ..write import FolderPlan
 
 
+ALL_RANKS = "Put the files of all ranks of one training step into the folder, and no other files."
+"""The hint for a checkpoint of several ranks whose files do not fit."""
+
+
 @dataclass(frozen=True)
 class Opened:
     """A checkpoint of another format whose headers were read."""

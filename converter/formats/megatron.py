@@ -26,6 +26,7 @@ from ...components.ranges import some_of
 from ...errors import CannotExpress, CheckpointError, shown
 from ..names import is_folder, stated_name
 from ..tree import Origin
+from . import ALL_RANKS as _HINT
 from . import Opened
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ _OURS = ("embedding.", "decoder.", "output_layer.")
 _RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 _NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
-_HINT = "Put the files of all ranks of one training step into the folder, and no other files."
 
 
 def files_of(folder: Path) -> list[Path]:

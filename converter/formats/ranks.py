@@ -21,9 +21,9 @@ from ...errors import CheckpointError, shown
 from ..chunks import Chunk, Chunked, filling
 from ..pickles import PickledShard, unpickled
 from ..weights import Stored, Weights
+from . import ALL_RANKS as _HINT
 
 _DEPTH = 4
-_HINT = "Put the files of all ranks of one training step into the folder, and no other files."
 _Tensors = Mapping[str, Any]
 
 

@@ -98,10 +98,7 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     refuse_pointer(files[0])
     description = _tree(folder)
     if description is None and files[0].name == _CONSOLIDATED:
-        raise InvalidInput(
-            f"{files[0]} does not contain a config, so gptkit does not know the architecture",
-            "Copy the params.json of the model into the same folder.",
-        )
+        raise _no_config(files[0], "params.json")
     if description is None:
         raise untrusted(files[0], f"If you trust its author, convert it first: gptkit convert {path} --allow-pickle")
     return description
@@ -251,28 +248,15 @@ class _TrainedModel(NamedTuple):
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the files. Raises InvalidInput; UntrustedInput for a pickle that is not allowed."""
     from ..chunks import chunked
-    from ..index import single
-    from ..pickles import arrays, not_as_it_is, unpickled
-    from ..safetensors import read_header
+    from ..pickles import not_as_it_is
     from . import dcp, megatron, nanogpt, ranks
 
     step = megatron.step_in(path)
     if step is not None and (step / ".metadata").is_file():
         return dcp.read(step, allow_pickle)
     folder, files = _files(path)
-    for file in files:
-        refuse_pointer(file)
-    files = sorted(files, key=lambda file: [int(each) for each in re.findall(r"\d{1,18}", file.name)])
-    pickled = [file for file in files if file.suffix not in _PLAIN]
-    if pickled and not allow_pickle:
-        raise untrusted(pickled[0], "Pass --allow-pickle if you trust its author.")
-    others = unpickled(pickled)
-    contents: list[Any] = []
-    for file in files:
-        if file.suffix == ".safetensors":
-            contents.append(single(file, read_header(file)).tensors)
-        else:
-            contents.append(arrays(file) if file.suffix == ".npz" else next(others))
+    files = sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d{1,18}", file.name)])
+    contents = _contents(files, allow_pickle)
     whole: Any = contents[0] if len(files) == 1 and isinstance(contents[0], dict) else {}
     inside = whole["model_args"] if isinstance(whole.get("model_args"), dict) else None
     if inside is not None and "dim" not in inside:
@@ -293,11 +277,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     flat = ranks.partitioned(files, contents, own)
     description = _tree(folder, model.stack, rows, None if model.stack is None else False, inside)
     if description is None:
-        wanted = CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}"
-        raise InvalidInput(
-            f"{files[0]} does not contain a config, so gptkit does not know the architecture",
-            f"Copy the {wanted} of the model into the same folder.",
-        )
+        raise _no_config(files[0], CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}")
     spec, origin, _ = description
     leaves = family.bind_files(spec, names) if model.stack is None and family else leaves_of(model.stack, spec)
     shapes = {leaf.checkpoint: leaf.shape for leaf in leaves}
@@ -320,6 +300,32 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     architecture = family if model.stack is None else None
     name = "trained" if model.stack is None else model.stack.name
     return Opened(spec, origin, leaves, weights, tuple(files), {}, notes, architecture, name, _home(folder))
+
+
+def _contents(files: Sequence[Path], allow_pickle: bool) -> list[Any]:
+    """Return the contents of files, with tensors as `Stored`. Raises InvalidInput; UntrustedInput for a pickle."""
+    from ..index import single
+    from ..pickles import arrays, unpickled
+    from ..safetensors import read_header
+
+    for file in files:
+        refuse_pointer(file)
+    pickled = [file for file in files if file.suffix not in _PLAIN]
+    if pickled and not allow_pickle:
+        raise untrusted(pickled[0], "Pass --allow-pickle if you trust its author.")
+    pickles = unpickled(pickled)
+    contents: list[Any] = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            contents.append(single(file, read_header(file)).tensors)
+        else:
+            contents.append(arrays(file) if file.suffix == ".npz" else next(pickles))
+    return contents
+
+
+def _no_config(file: Path, config: str) -> InvalidInput:
+    message = f"{file} does not contain a config, so gptkit does not know the architecture"
+    return InvalidInput(message, f"Copy the {config} of the model into the same folder.")
 
 
 def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
