@@ -149,6 +149,11 @@ def none_or_more(config: ConfigReader, name: str, default: int) -> int:
     return value
 
 
+def read_nonzero(config: ConfigReader, name: str, default: float | None) -> float | None:
+    """Read a number above 0, or None for null and 0."""
+    return config.optional_number(name, default) if config.raw(name) else None
+
+
 READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
     "layers": ConfigReader.layers,
     "mixture.experts": _number_of_experts,
@@ -209,7 +214,8 @@ def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
     def read(config: ConfigReader, name: str, default: bool) -> Any:
         return yes if config.boolean(name, default) else no
 
-    return Field(role, default, read, lambda value: bool(value != no if yes is None else value == yes))
+    write = (lambda value: bool(value != no)) if yes is None else (lambda value: bool(value == yes))
+    return Field(role, default, read, write, draw=among(True, False))
 
 
 def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:

@@ -6,13 +6,8 @@ Source: transformers models/falcon_mamba/{configuration,modeling}_falcon_mamba.p
 from functools import partial
 
 from ..base import Architecture
-from ..draws import Config, Random, sometimes
+from ..draws import sometimes
 from .mamba import FAMILY, IRRELEVANT, draw, read
-
-
-def _draw(chosen: Random) -> Config:
-    return {**draw(chosen), **sometimes(chosen, {"mixer_rms_eps": 1e-2})}
-
 
 _FALCON_MAMBA = Architecture(
     name="falcon_mamba",
@@ -20,7 +15,7 @@ _FALCON_MAMBA = Architecture(
     hf_class="FalconMambaForCausalLM",
     hf_config="FalconMambaConfig",
     read=partial(read, normed=True),
-    draw=_draw,
+    draw=lambda chosen: {**draw(chosen), **sometimes(chosen, {"mixer_rms_eps": 1e-2})},
     released="2024-08",
     irrelevant={**IRRELEVANT, "use_falcon_mambapy": "which kernels compute it"},
     **FAMILY,

@@ -6,24 +6,17 @@ Source: transformers models/gpt_bigcode/{configuration,modeling}_gpt_bigcode.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2
 from ..decoder import DecoderFamily
-from ..draws import among
 from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
 from .gpt2 import FIELDS
-
-
-def _kv_heads(config: ConfigReader, name: str, default: bool) -> int | None:
-    """Read the number of key-value heads, None for that of query heads."""
-    return 1 if config.boolean(name, default) else None
-
 
 _DECODER = DecoderFamily(
     {
         **{name: each for name, each in FIELDS.items() if name != "reorder_and_upcast_attn"},
         "activation_function": Field("activation", "gelu_pytorch_tanh"),
-        "multi_query": Field("kv_heads", True, _kv_heads, lambda kv_heads: kv_heads == 1, draw=among(True, False)),
+        "multi_query": flag("kv_heads", True, 1, None),
         "scale_attn_weights": flag("attention.scale", True, None, 1.0),
     },
     norm=LayerNorm,

@@ -4,23 +4,18 @@ divided by their sum plus 1e-6, and a bias for the choice.
 Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and conversion_mapping.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
-from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import USUAL, Field, with_defaults
 from ..lenses import Lens, after, one_of
 from ..usual import EMBEDDING, B, T
 from . import lfm2
 
-
-def _convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[ShortConvolution | None]:
-    """As in lfm2, but that transformers knows `layer_types` alone, and fails without."""
-    return lfm2.convolutions(config, values, lambda config, layers: one_of(config, layers, None, lfm2.CONV))
-
+# transformers knows `layer_types` alone, and fails without.
+_CONVOLUTIONS = partial(lfm2.convolutions, types=lambda config, layers: one_of(config, layers, None, lfm2.CONV))
 
 _DECODER = DecoderFamily(
     {
@@ -43,7 +38,7 @@ _DECODER = DecoderFamily(
         "mixture.added": lambda values: 1e-6 if values["mixture.normalise"] else 0.0,
     },
     rotary=lfm2.ROPE,
-    recurrent=Lens(_convolutions, lfm2.write_convolutions, lfm2.draw_convolutions),
+    recurrent=Lens(_CONVOLUTIONS, lfm2.write_convolutions, lfm2.draw_convolutions),
     mixtures=Mixtures(after("num_dense_layers", 2)),
 )
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import among
-from ..fields import Field
+from ..fields import Field, read_nonzero
 from ..layout import Layout
 from ..lenses import stated_scale
 
@@ -29,11 +28,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _positive(config: ConfigReader, name: str, default: None) -> float | None:
-    """Read a number above 0; 0 means none."""
-    return config.optional_number(name, default) if config.raw(name) else None
-
-
 _DECODER = DecoderFamily(
     {
         "d_model": Field("hidden", 2048),
@@ -43,7 +37,7 @@ _DECODER = DecoderFamily(
         "vocab_size": Field("vocab", 50368),
         "layer_norm_epsilon": Field("eps", 1e-5),
         "tie_word_embeddings": Field("tied", True),
-        "attn_config.clip_qkv": Field("attention.clip", None, _positive, draw=among(None, 0.5)),
+        "attn_config.clip_qkv": Field("attention.clip", None, read_nonzero, draw=among(None, 0.5)),
         "attn_config.softmax_scale": Field("attention.scale", of=stated_scale, draw=among(None, 0.3)),
     },
     norm=LayerNorm,

@@ -4,9 +4,6 @@ OPT-350m has post-norm, no final norm, and an embedding half as wide as the hidd
 Source: transformers models/opt/{configuration,modeling}_opt.py. Queries are scaled before they meet keys.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
@@ -14,12 +11,6 @@ from ..decoder import DecoderFamily
 from ..draws import among
 from ..fields import PRE, SUM_NORMS, Field
 from ..lenses import is_pre_norm
-
-
-def _width(values: Mapping[str, Any]) -> int | None:
-    """Return the width of the vocabulary's vectors, or None for the hidden size."""
-    return None if values["own.width"] == values["hidden"] else values["own.width"]
-
 
 _DECODER = DecoderFamily(
     {
@@ -50,7 +41,10 @@ _DECODER = DecoderFamily(
     norm=LayerNorm,
     inner=FeedForward,
     fixed={
-        **dict.fromkeys(("embedding.width", "head.width"), _width),
+        **dict.fromkeys(
+            ("embedding.width", "head.width"),
+            lambda values: None if values["own.width"] == values["hidden"] else values["own.width"],
+        ),
         "eps": 1e-5,
         "final_norm": lambda values: values["own.pre_norm"] and not values["own.unfinished"],
         "norm.gain": lambda values: "weight" if values["norm.bias"] else "none",
