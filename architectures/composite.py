@@ -54,7 +54,8 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
         text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
     if quantisation(config) or quantisation(text):
         raise InvalidInput(
-            "the weights are quantised, and their tensor names do not show which tensors belong together"
+            "the weights are quantised, so gptkit cannot tell which tensors belong together",
+            "Give a checkpoint whose weights are not quantised.",
         )
     found = next((each for each in ARCHITECTURES.values() if text.get("model_type") in each.texts), None)
     usual = {} if found is None else dict(found.texts[text["model_type"]])
@@ -62,7 +63,9 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
         try:
             found = architecture_of(text)
         except ConfigError as error:
-            raise InvalidInput(f"gptkit does not support the language model in it: {error.message}") from error
+            raise InvalidInput(
+                f"gptkit does not support the language model of this multimodal model: {error.message}"
+            ) from error
     if any(name in text for name in ("rope_theta", *_ROPES)):
         usual = {key: value for key, value in usual.items() if key not in _ROPES}
     ids = {key: config[key] for key in (*TOKEN_IDS, "dtype", "torch_dtype") if config.get(key) is not None}
@@ -111,8 +114,8 @@ def text_names(
         elif len(candidates) > 1 and not any(family.canonical_name(each, known, layers) is None for each in candidates):
             lost.append(name)
     if lost:
-        raise InvalidInput(f"{len(lost)} tensors do not belong to a {family.name}: {', '.join(lost[:8])}")
+        raise InvalidInput(f"{len(lost)} tensors have names that {family.name} does not have: {', '.join(lost[:8])}")
     missing = sorted(known.keys() - found.values())
     if missing:
-        raise InvalidInput(f"{len(missing)} tensors of its language model are missing: {', '.join(missing[:8])}")
+        raise InvalidInput(f"{len(missing)} tensors of the language model are missing: {', '.join(missing[:8])}")
     return found, config

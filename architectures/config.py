@@ -292,7 +292,7 @@ class ConfigReader:
         if not 0 < number < math.inf:
             raise self.fail(name, value, "a finite number above zero")
         if number > FLOAT32_MAX:
-            raise self.fail(name, value, "a number that float32 can hold")
+            raise self.fail(name, value, "a number in the range of float32")
         return number
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:

@@ -209,7 +209,7 @@ class DecoderFamily:
         experts, top_k = own["experts"], own["top_k"]
         if top_k > experts:
             told = names["mixture.experts"]
-            raise config.fail(names["mixture.top_k"], top_k, f"at most {told}, the number of experts ({experts})")
+            raise config.fail(names["mixture.top_k"], top_k, f"at most {experts}, the number of experts ({told})")
         width = values.get("expert_size") or dense.intermediate_size
         expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
         size = values.get("shared_size") or width * (values.get("shared_experts") or 0)

@@ -193,7 +193,7 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
     """Return the factor of the logits, which config.json gives as a divisor."""
     divisor = config.number(name, default)
     if 1 / divisor > FLOAT32_MAX:
-        raise config.fail(name, divisor, "a number whose inverse float32 can hold")
+        raise config.fail(name, divisor, "a number whose inverse is in the range of float32")
     return 1 / divisor
 
 
@@ -230,7 +230,7 @@ def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
 
     def write(value: Any) -> str:
         if value not in names:
-            raise CannotExpress(f"transformers has no name for {value!r} in this family")
+            raise CannotExpress(f"the config class of this family in transformers has no value for {value!r}")
         return names[value]
 
     return Field(role, default, read, write, draw=lambda chosen, _: chosen.choice([*values]))

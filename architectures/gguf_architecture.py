@@ -171,7 +171,7 @@ class GgufArchitecture:
             sliding = [(layer + 1) % every != 0 for layer in range(layers)]
         sliding = sliding if isinstance(sliding, list) else []
         if len(sliding) != layers or any(type(each) is not bool for each in sliding):
-            raise facts.fail(PATTERN, pattern, f"{layers} booleans, or a number N: every N-th layer differs")
+            raise facts.fail(PATTERN, pattern, f"a list of {layers} booleans, or a number N: every N-th layer differs")
         types = ["sliding_attention" if each else "full_attention" for each in sliding]
         return {"sliding_window": width, "layer_types": types}
 
@@ -197,7 +197,10 @@ class GgufArchitecture:
         if self.square:
             attention = of_kind(spec.blocks[0].attention, Attention)
             if attention.heads * attention.head_dim != spec.hidden_size:
-                raise CannotExpress(f"llama.cpp needs heads · head_dim = hidden size ({spec.hidden_size})")
+                raise CannotExpress(
+                    f"llama.cpp needs a hidden size of heads · head_dim ({attention.heads} · {attention.head_dim}), "
+                    f"but it is {spec.hidden_size}"
+                )
         config = self.architecture.write(spec)
         found: dict[str, Value | None] = {key: _get(config, name) for key, name in self.fields.items()}
         if WIDTH in self.fields:

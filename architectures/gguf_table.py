@@ -267,7 +267,7 @@ def _bases(facts: GgufFacts) -> list[float]:
     base, pattern = facts.number("rope.freq_base", 10_000.0), facts.raw("attention.rope_pattern")
     turned = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
     if not isinstance(turned, list) or len(turned) != facts.layers:
-        raise facts.fail("attention.rope_pattern", pattern, f"{facts.layers} booleans")
+        raise facts.fail("attention.rope_pattern", pattern, f"a list of {facts.layers} booleans")
     return [base if each else 0 for each in turned]
 
 
@@ -361,7 +361,7 @@ def _sliding(facts: GgufFacts) -> list[bool]:
     pattern = facts.raw(PATTERN)
     found = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
     if not isinstance(found, list) or len(found) != facts.layers or found[-1]:
-        raise facts.fail(PATTERN, pattern, f"{facts.layers} booleans, the last one false")
+        raise facts.fail(PATTERN, pattern, f"a list of {facts.layers} booleans, the last one false")
     return found
 
 
@@ -392,7 +392,9 @@ def _shared_layers(facts: GgufFacts) -> int:
     shared = facts.value(key, 0) and facts.integer(key)
     if shared and windowed[: facts.layers - shared][-2:] != [True, False]:
         raise facts.fail(
-            key, shared, "0, or fewer layers, so that a layer with and one without a window come before them"
+            key,
+            shared,
+            "0, or a number of layers before which come one layer with and then one without a sliding window",
         )
     return shared
 

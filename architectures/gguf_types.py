@@ -52,7 +52,10 @@ def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
         return _NARROWER[chosen] if row % 32 == 0 else "F16"
     if chosen == "Q8_0":  # as convert_hf_to_gguf.py writes it; llama-quantize gives up
         return "F16"
-    raise CannotExpress(f"llama.cpp cannot store rows of {row:,} weights as {chosen} ({parameter.name})")
+    raise CannotExpress(
+        f"llama.cpp cannot store {parameter.name} as {chosen}: its rows have {row:,} weights, not a multiple "
+        f"of {BLOCKS[chosen][0]}"
+    )
 
 
 def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:

@@ -132,7 +132,7 @@ def windows_above(switch: bool = True, first: int = 28) -> Lens:
         switch: whether `use_sliding_window` switches the windows on.
         first: the config class's default of `max_window_layers`.
     """
-    why = "since use_sliding_window is off" if switch else "since there is no window"
+    why = "since use_sliding_window is off" if switch else "since no sliding window is set"
 
     def windows(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
         on = not switch or config.boolean("use_sliding_window", False)
@@ -143,7 +143,7 @@ def windows_above(switch: bool = True, first: int = 28) -> Lens:
         usual = ["sliding_attention" if window and n >= start else "full_attention" for n in range(values["layers"])]
         types = config.layer_types(usual)
         if window is None and "sliding_attention" in types:
-            raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
+            raise config.fail("layer_types", list(types), f"full_attention for every layer, {why}")
         return [{"window": window if kind == "sliding_attention" else None} for kind in types]
 
     def draw(chosen: Random, sizes: Sizes) -> Config:
@@ -218,9 +218,9 @@ def turned_by_base(windows: Lens) -> Lens:
         if bases is None:
             return own
         if not isinstance(bases, list) or len(bases) != count or any(type(each) not in (int, float) for each in bases):
-            raise config.fail(_BASES, bases, f"{count} numbers, 0 where a layer has no positions")
+            raise config.fail(_BASES, bases, f"a list of {count} numbers, with 0 for layers without RoPE")
         if not all(0 <= each < math.inf for each in bases):
-            raise config.fail(_BASES, bases, "finite numbers from 0")
+            raise config.fail(_BASES, bases, "a list of finite numbers of at least 0")
         rotary = read_rotary(config, values["head_dim"], values["context"])
         turned = [structs.replace(rotary, base=float(base)) if base else None for base in bases]
         return [{**each, "position": position} for each, position in zip(own, turned, strict=True)]
@@ -326,7 +326,7 @@ def by_step(usual: Sequence[int] = ()) -> Lens:
         step, dense = config.integer("decoder_sparse_step", 1), config.raw("mlp_only_layers")
         dense = [*usual] if dense is None else dense
         if not isinstance(dense, list) or any(type(each) is not int for each in dense):
-            raise config.fail("mlp_only_layers", dense, "a list of layers")
+            raise config.fail("mlp_only_layers", dense, "a list of layer numbers")
         return [(layer + 1) % step == 0 and layer not in dense for layer in range(values["layers"])]
 
     def put(spec: ModelSpec) -> dict[str, Any]:

@@ -131,14 +131,15 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         value = usual if value is None else value
         if type(value) is not int or not 0 < value < 2**31:
             raise ConfigError(
-                f"the arguments in the checkpoint have {name}={shown(value, 40)}, expected a positive integer"
+                f"the Megatron checkpoint has the argument {name}={shown(value, 40)}, expected a positive integer"
             )
         return value
 
     for name, allowed in _FIXED.items():
         if given.get(name) not in allowed:
             raise ConfigError(
-                f"the checkpoint's arguments have {name}={shown(given[name], 40)}, which gptkit does not support"
+                f"the Megatron checkpoint has the argument {name}={shown(given[name], 40)}, which gptkit "
+                "does not support"
             )
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     width, eps = size("kv_channels", hidden // heads), given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
@@ -163,7 +164,8 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         family = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
         if family == "qwen2" and width * heads != hidden:
             raise ConfigError(
-                f"the checkpoint's arguments have kv_channels={width}, for which the config of {family} has no field"
+                f"the Megatron checkpoint has the argument kv_channels={width}, for which the config of {family} has "
+                "no field"
             )
         config |= {**sizes, **base, "num_key_value_heads": groups, "rms_norm_eps": eps}
         return {"model_type": family, **config, **({} if family == "qwen2" else {"head_dim": width})}
@@ -175,14 +177,14 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
     if kind == ("LayerNorm", True, False, True) and plain:
         if "rope_scaling" in base:
             raise ConfigError(
-                "the checkpoint's arguments have use_rope_scaling, which gptkit does not support for gpt_neox"
+                "the Megatron checkpoint has the argument use_rope_scaling, which gptkit does not support for gpt_neox"
             )
         rotary = {"rope_type": "default", "rope_theta": base["rope_theta"], "partial_rotary_factor": turned}
         config |= {**sizes, "rope_parameters": rotary, "layer_norm_eps": eps}
         return {"model_type": "gpt_neox", **config, "use_parallel_residual": False, "hidden_act": _gelu(given)}
     told = ("normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
     words = ", ".join(f"{name}={shown(given.get(name), 20)}" for name in told)
-    raise ConfigError(f"gptkit does not support the model that the checkpoint's arguments describe ({words})")
+    raise ConfigError(f"gptkit does not support the model that the Megatron checkpoint's arguments describe ({words})")
 
 
 def _gelu(given: Mapping[str, Any]) -> str:

@@ -228,7 +228,9 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
     kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):
         names = " or ".join(each.__name__ for each in kinds)
-        raise CannotExpress(f"expected {names}, but the model has {short(node) if node else 'nothing'}")
+        raise CannotExpress(
+            f"the format needs a component of the kind {names}, but the model has {short(node) if node else 'none'}"
+        )
     return node
 
 

@@ -72,7 +72,7 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
     heads, groups, width = sizes["heads"], sizes["groups"], config.raw("mamba_d_head", "auto")
     inner = values["hidden"] * expand if inner is None else inner
     if inner % heads or inner // heads > 2**31 - 1:
-        raise config.fail("mamba_n_heads", heads, f"a divisor of all heads' width ({inner})")
+        raise config.fail("mamba_n_heads", heads, f"a divisor of {inner}, the width of all heads together")
     if width not in ("auto", inner // heads) or isinstance(width, bool):
         raise config.fail("mamba_d_head", width, f"{inner // heads}, so that {heads} heads are {inner} wide")
     if heads % groups:

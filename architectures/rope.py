@@ -102,7 +102,11 @@ def read_rotary(
     if kind.usual is not None and not config.inner(which).data:
         base = config.number(kind.theta, kind.usual.get("rope_theta", kind.base))
         if base != kind.usual.get("rope_theta", base):
-            raise config.fail(kind.theta, base, "rope_parameters as well: without them, this family uses its defaults")
+            raise config.fail(
+                kind.theta,
+                base,
+                f"{kind.usual.get('rope_theta')}, this family's default: to change it, write it in rope_parameters",
+            )
         rope = config.inner("rope_parameters", more={"rope_theta": base, **kind.usual})
         return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind, tables)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
@@ -197,7 +201,9 @@ def _rotary(
         turned = int(dim * part)
         dim = turned + turned % 2
         if not 0 < dim <= head or (kind.even and turned % 2):
-            raise rope.fail(PART, part, f"a number that gives an even number of the {head} dimensions, not {turned}")
+            raise rope.fail(
+                PART, part, f"a share for which RoPE rotates an even number of the {head} dimensions, not {turned}"
+            )
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
     elif kind.entire or scaling != "default":
         turned = int(turned * part) if _is_number(part) and 0 < part < 2 else 0

@@ -33,7 +33,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     count, head_dim = values["layers"], values["head_dim"]
     first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, values)
     if first > count:
-        raise config.fail("first_k_dense_replace", first, f"at most the {count} layers")
+        raise config.fail("first_k_dense_replace", first, f"at most {count}, the number of layers")
     before, behind = config.integer(_PATTERN, 1), config.integer("sliding_window_pattern", 4)
     places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, behind) for layer in range(count - first)]
     types = config.layer_types(["sliding_attention" if place % each else "full_attention" for place, each in places])

@@ -24,7 +24,7 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     layers = values["layers"]
     first, last = none_or_more(config, "moe_layer_start_index", 1), config.raw("moe_layer_end_index", -1)
     if type(last) is not int or last < -1:
-        raise config.fail("moe_layer_end_index", last, "a layer, or -1 for the last one")
+        raise config.fail("moe_layer_end_index", last, "a layer number, or -1 for the last layer")
     every, last = config.integer("moe_layer_interval", 1), layers - 1 if last == -1 else last
     return [first <= layer <= last and (layer + 1) % every == 0 for layer in range(layers)]
 

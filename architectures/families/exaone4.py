@@ -25,7 +25,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     every = 1 if stated else config.integer("sliding_window_pattern", 4)
     if config.optional_integer("sliding_window", _WINDOW) is None:
         if not stated:
-            raise config.fail("layer_types", None, "a list, since there is no sliding_window")
+            raise config.fail("layer_types", None, "a list of layer types, since sliding_window is null")
         return sliding(1, None).get(config, values)
     return turned_in_windows(sliding(every, _WINDOW)).get(config, values)
 

@@ -165,7 +165,7 @@ def _units(config: ConfigReader, count: int) -> list[int]:
     if not isinstance(said, list):
         return [said] * count
     if len(said) != count or any(type(each) is not int or not 1 <= each < 2**31 for each in said):
-        raise config.fail("intermediate_size", said, f"a positive integer, or {count} of them")
+        raise config.fail("intermediate_size", said, f"a positive integer, or a list of {count} positive integers")
     return said
 
 
@@ -176,7 +176,7 @@ def _shares(config: ConfigReader, count: int) -> list[float]:
         return [SPARSITY] * sparse + [0.0] * (count - sparse)
     numbers = isinstance(said, list) and all(type(each) in (int, float) and 0 <= each < 1 for each in said)
     if not numbers or len(said) != count:
-        raise config.fail("activation_sparsity_pattern", said, f"{count} numbers from 0 and below 1")
+        raise config.fail("activation_sparsity_pattern", said, f"a list of {count} numbers, at least 0 and below 1")
     return list(map(float, said))
 
 

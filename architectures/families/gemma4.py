@@ -96,7 +96,7 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
         own for own in each if own.keys() != _HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
     ]
     if wrong:
-        raise config.fail("per_layer_config", wrong[0], f"only {' and '.join(_HEADS)}, with positive integers")
+        raise config.fail("per_layer_config", wrong[0], f"only the keys {' and '.join(_HEADS)}, with positive integers")
     found = dict(zip(types, each, strict=True))
     if [found[kind] for kind in types] != each:
         raise config.fail("per_layer_config", said, "the same values for all layers with the same layer type")

@@ -25,7 +25,7 @@ def _some(config: ConfigReader, name: str, default: int) -> int | None:
     """Read a number of experts, where 0 means None."""
     found = none_or_more(config, name, default)
     if found > MOST_EXPERTS:
-        raise config.fail(name, found, f"up to {MOST_EXPERTS:,}")
+        raise config.fail(name, found, f"at most {MOST_EXPERTS:,}")
     return found or None
 
 

@@ -51,7 +51,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba 
         raise config.fail(
             "attn_layer_offset",
             config.raw("attn_layer_offset", 4),
-            "a layer with attention: without one, transformers' cache fails",
+            "an offset with which at least one layer has attention: without one, transformers' cache fails",
         )
     types = ["full_attention" if each else LINEAR for each in whole]
     if config.kinds_of_layers() not in (None, types):

@@ -26,7 +26,7 @@ def _types(config: ConfigReader, layers: int) -> Sequence[str]:
     """Return the kind of each layer by `layer_types`, or else by `full_attn_idxs`. Without both, all have attention."""
     whole = config.raw("full_attn_idxs")
     if whole is not None and (not isinstance(whole, list) or any(type(each) is not int for each in whole)):
-        raise config.fail("full_attn_idxs", whole, "a list of layers")
+        raise config.fail("full_attn_idxs", whole, "a list of layer numbers")
     full = range(layers) if whole is None else whole
     return one_of(config, layers, ["full_attention" if layer in full else CONV for layer in range(layers)], CONV)
 
@@ -60,7 +60,7 @@ def _units(config: ConfigReader, name: str, default: int) -> int:
     units = int(2 * stated / 3)
     units = units if factor is None else of * -(-int(factor * units) // of)
     if not 1 <= units < 2**31:
-        raise config.fail(name, stated, f"another number: block_auto_adjust_ff_dim changes it to {units}")
+        raise config.fail(name, stated, f"another width: block_auto_adjust_ff_dim changes this one to {units}")
     return units
 
 

@@ -31,7 +31,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     every, turned = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     turned = turned or [int((layer + 1) % every != 0) for layer in range(count)]
     if not isinstance(turned, list) or len(turned) != count or any(type(each) is not int for each in turned):
-        raise config.fail("no_rope_layers", turned, f"{count} integers, 0 where a layer has no positions")
+        raise config.fail("no_rope_layers", turned, f"a list of {count} integers, with 0 for layers without RoPE")
     types = config.layer_types(
         ["chunked_attention" if each else "full_attention" for each in turned], "chunked_attention"
     )
@@ -69,7 +69,7 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
     listed = list(range(step - 1, count, step)) if listed is None else listed
     if not isinstance(listed, list) or any(type(each) is not int for each in listed):
-        raise config.fail("moe_layers", listed, "a list of layers")
+        raise config.fail("moe_layers", listed, "a list of layer numbers")
     return [layer in listed for layer in range(count)]
 
 

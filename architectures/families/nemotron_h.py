@@ -77,12 +77,12 @@ def _types(config: ConfigReader) -> list[str]:
     pattern, types = config.raw("hybrid_override_pattern"), config.kinds_of_layers()
     if types is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) > MAX_LAYERS or not {*pattern} <= _KINDS.keys():
-            wanted = f"up to {MAX_LAYERS:,} letters of {''.join(_KINDS)}, one a layer"
+            wanted = f"at most {MAX_LAYERS:,} letters of {''.join(_KINDS)}, one per layer"
             raise config.fail("hybrid_override_pattern", pattern, wanted)
         types = [_KINDS[each] for each in pattern]
     types = [LINEAR, "moe", "full_attention", "mlp"] if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
-        raise config.fail("layers_block_type", types, f"up to {MAX_LAYERS:,} layers")
+        raise config.fail("layers_block_type", types, f"a list of at most {MAX_LAYERS:,} layers")
     if not isinstance(types, list) or not types or any(each not in _KINDS.values() for each in types):
         raise config.fail("layers_block_type", types, f"a list of {', '.join(_KINDS.values())}")
     if "full_attention" not in types:

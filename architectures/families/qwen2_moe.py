@@ -33,7 +33,7 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
     sliding = [window is not None and (layer + 1) % 2 == 1 and layer < below for layer in range(layers)]
     types = config.layer_types(["sliding_attention" if each else "full_attention" for each in sliding])
     if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
+        raise config.fail("layer_types", list(types), "full_attention for every layer, since no sliding window is set")
     return [{"window": window if kind == "sliding_attention" else None} for kind in types]
 
 

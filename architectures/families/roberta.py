@@ -34,7 +34,9 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
     def read(config: ConfigReader) -> ModelSpec:
         padding, rows = config.raw(_PADDING, 1), config.integer("max_position_embeddings", 512)
         if type(padding) is not int or not 0 <= padding < rows - 1:
-            raise config.fail(_PADDING, padding, f"an integer from 0 to {rows - 2}: positions start after it")
+            raise config.fail(
+                _PADDING, padding, f"an integer from 0 to {rows - 2}: position ids start after this number"
+            )
         spec = encoder.read(config)
         table = LearnedPositions(length=rows - padding - 1, size=spec.hidden_size, offset=padding + 1, padding=padding)
         return structs.replace(spec, positions=table, context_length=table.length)

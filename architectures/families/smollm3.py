@@ -25,13 +25,13 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     if turned is None:
         turned = [int((layer + 1) % every != 0) for layer in range(count)]
     if not isinstance(turned, list) or len(turned) != count or any(type(each) is not int for each in turned):
-        raise config.fail("no_rope_layers", turned, f"{count} integers, 0 where a layer has no positions")
+        raise config.fail("no_rope_layers", turned, f"a list of {count} integers, with 0 for layers without RoPE")
     window = config.optional_integer("sliding_window")
     window = window if config.boolean("use_sliding_window", False) else None
     usual = ["full_attention" if each or window is None else "sliding_attention" for each in turned]
     types = config.layer_types(usual)
     if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
+        raise config.fail("layer_types", list(types), "full_attention for every layer, since no sliding window is set")
     return [
         {"window": window if kind == "sliding_attention" else None, **({} if each else {"position": None})}
         for each, kind in zip(turned, types, strict=True)

@@ -33,7 +33,7 @@ def _types(config: ConfigReader) -> list[str]:
     count, types = config.layers("num_hidden_layers", 54), config.kinds_of_layers("layers_block_type")
     types = _USUAL if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
-        raise config.fail("layers_block_type", types, f"up to {MAX_LAYERS:,} layers")
+        raise config.fail("layers_block_type", types, f"a list of at most {MAX_LAYERS:,} layers")
     if not isinstance(types, list) or any(each not in (LINEAR, _HYBRID) for each in types):
         raise config.fail("layers_block_type", types, f"a list of {LINEAR} and {_HYBRID}")
     if len(types) != count:
@@ -65,7 +65,7 @@ def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
     sizes = read_fields(_MAMBA, config)
     heads, groups, inner = sizes["heads"], sizes["groups"], hidden * config.integer("mamba_expand", 2)
     if inner % heads or inner // heads > 2**31 - 1:
-        raise config.fail("n_mamba_heads", heads, f"a divisor of all heads' width ({inner})")
+        raise config.fail("n_mamba_heads", heads, f"a divisor of {inner}, the width of all heads together")
     if heads % groups:
         raise config.fail("mamba_ngroups", groups, f"a divisor of n_mamba_heads ({heads})")
     _made_of_others(config, {"mamba_headdim": inner // heads})

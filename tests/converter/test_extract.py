@@ -63,7 +63,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
     refused("does not support the model_type 'opera'", text_config={**text, "model_type": "opera"})
     refused("is not a multimodal model", text_config=None, vision_config=None)
     refused("quantised", quantization_config={"quant_method": "gptq"})
-    refused("do not belong to a llama", text_config={**text, "num_hidden_layers": 1})
+    refused("have names that llama does not have", text_config={**text, "num_hidden_layers": 1})
     refused("are missing", text_config={**text, "num_hidden_layers": 3})
     with pytest.raises(UsageError, match="'sight' is not a part"):
         extract("sight", tmp_path / "whole", tmp_path / "out")
