@@ -190,6 +190,10 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Config fields that are about the vocabulary, and true of it whatever family the weights are written for."""
 
 
+def _not_drawn(_chosen: Random) -> Config:
+    raise NotImplementedError("this family has no draw")
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A family of checkpoints."""
@@ -209,10 +213,10 @@ class Architecture:
     write: Callable[[ModelSpec], dict[str, Any]]
     """Returns the config fields of a tree. It may assume that the tree has only components of `kinds`: `config_for`
     reads the result back and refuses another tree. `of_kind` raises for a component of the wrong kind."""
-    draw: Callable[[Random], Config]
-    """Returns a random legal config, without `model_type`. See `drawn`."""
     leaves: tuple[Leaf, ...]
     """Every tensor that the family's checkpoints may have."""
+    draw: Callable[[Random], Config] = _not_drawn
+    """Returns a random legal config, without `model_type`. See `drawn`. A plugin may do without."""
     released: str = ""
     """The month or year of the first published weights ("2023-02"). Of several families for a tree, the oldest
     counts."""
