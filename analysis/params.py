@@ -277,7 +277,7 @@ def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Ou
         return outline(reference, **options), _stored_files(files)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
-        for leaf in (*checkpoint.leaves, *checkpoint.beside)
+        for leaf in (*checkpoint.leaves, *checkpoint.carried_leaves)
         for dtype, nbytes in (checkpoint.stored_of(leaf),)
     )
     tree = Outline(checkpoint.spec, checkpoint.origin, revision=checkpoint.revision, notes=tuple(checkpoint.notes))

@@ -295,7 +295,7 @@ def _match(
     }
     missing = pairs.missing
     checkpoint._names.update(pair for group in pairs.carried.values() for pair in group.items())
-    notes += checkpoint.told
+    notes += checkpoint.carried_notes
     notes += [f"buffers that are not weights were left out: {_some(pairs.dropped)}"] if pairs.dropped else []
     if partial:
         notes += [_lacking(pairs)] if missing else []

@@ -1,4 +1,4 @@
-"""extract: the language model of a composite checkpoint written as a checkpoint of its own, its bytes as they are."""
+"""Write the language model of a composite checkpoint as a separate checkpoint, with the same bytes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,34 +10,36 @@ from .rewrite import rewrite
 from .scan import scan
 
 _PARTS = ("text",)
-"""What can be extracted."""
+"""The parts that can be extracted."""
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """What was written: the family that it is of, its tensors with the name that each had, and those left out."""
+    """The result of an extraction."""
 
     reference: str
     out: Path
     family: str
     names: dict[str, str]
+    """New tensor names -> the names in the composite checkpoint."""
     left: tuple[str, ...]
+    """The tensors that were left out."""
 
 
 def extract(
     part: str, model: str | Path | Reference, out: str | Path, *, force: bool = False, offline: bool = False
 ) -> Extracted:
-    """Write a part of a composite checkpoint as a checkpoint of its own.
+    """Write a part of a composite checkpoint as a separate checkpoint.
 
     Args:
         part: "text", the language model.
         model: the composite checkpoint, of safetensors files.
         out: the folder to make.
         force: replace an existing checkpoint folder.
-        offline: use local files and the hub's cache alone.
+        offline: use only local files and the hub's cache.
 
     Raises:
-        InvalidInput: it is no composite, or its language model is of no family known here, quantised or not whole.
+        InvalidInput: it is not a composite, or its language model is of an unknown family, quantised or incomplete.
         UsageError: an unknown part; `out` exists or cannot be made.
     """
     if part not in _PARTS:

@@ -99,7 +99,7 @@ def _unfit(resolved: Reference) -> tuple[str, ...]:
     from .checkpoint import open_checkpoint  # here, because it imports numpy
 
     try:
-        return tuple(open_checkpoint(resolved, headers_only=True).told)
+        return tuple(open_checkpoint(resolved, headers_only=True).carried_notes)
     except Quantised:
         return ()
     except GptkitError as error:

@@ -1,4 +1,4 @@
-"""Match regular expressions that somebody else wrote: a worker of `confinement`, which `patterns` asks.
+"""Match untrusted regular expressions: a worker of `confinement`, which `patterns` asks.
 
 An expression of a few characters can take Python's `re` longer than the age of the universe. This process is killed
 after a few seconds of processor time.
@@ -10,20 +10,20 @@ from typing import Any
 from .confinement import MEMORY, allow
 
 _COSTS = (MEMORY, 2**10, 1.0, 1 / 2**17)
-"""Memory and seconds for any question, and more for each of its bytes."""
+"""Memory and seconds; see `confinement`."""
 
 
 def answer(question: dict[str, list[str]]) -> list[int]:
-    """Return for each name the index of the first expression that matches all of it, and -1 where none does."""
+    """Return, for every name, the index of the first expression that matches all of it, or -1."""
     allow(sum(map(len, (*question["patterns"], *question["names"]))), _COSTS)
-    patterns = [re.compile(each) for each in question["patterns"]]
-    found = []
+    patterns = [re.compile(pattern) for pattern in question["patterns"]]
+    indices = []
     for name in question["names"]:
         matching = (index for index, pattern in enumerate(patterns) if pattern.match(name))
-        found.append(next(matching, -1))
-    return found
+        indices.append(next(matching, -1))
+    return indices
 
 
 def reason(error: BaseException) -> Any:
-    """Return what `re` says of an expression that it cannot compile."""
+    """Return the error of `re` as text."""
     return f"{error!s:.200}" or type(error).__name__

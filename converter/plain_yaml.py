@@ -1,31 +1,31 @@
-"""YAML that others wrote, read as the plain values it states and no more of them than its text has room for."""
+"""Read untrusted YAML as plain values, with limits on nesting and aliases."""
 
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 _MAX_MARKS = 2**6
-"""Brackets, anchors and tags in one file: the parser's time grows with their square."""
+"""The most brackets, anchors and tags in a file, because the parser's time grows with their square."""
 _MAX_VALUES = 2**16
-"""Values of one file, one that several aliases name counted for each of them."""
+"""The most values in a file, with those of every alias."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """The loader in Python, whose recursion has an end, without merge keys: nested merges copy without a bound."""
+    """The loader in Python, whose recursion is limited, without merge keys, which can copy without limit."""
 
     def flatten_mapping(self, node: Any) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            raise yaml.YAMLError("it has merge keys (<<), which are not read")
+            raise yaml.YAMLError("it has merge keys (<<), which gptkit does not read")
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value that YAML text states. Raises ValueError."""
+    """Return the value of YAML text. Raises ValueError."""
     if sum(map(text.count, "[{&!")) > _MAX_MARKS or text.count("- - ") > _MAX_MARKS:
         raise ValueError("it is nested more deeply than any config")
     try:
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
         if _count(value, {}) > _MAX_VALUES:
-            raise ValueError("its aliases stand for more values than any config has")
+            raise ValueError("its aliases give more values than any config has")
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
@@ -34,7 +34,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _count(value: Any, counted: dict[int, int]) -> int:
-    """Return how many values a value has once every alias is written out; too many for one that contains itself."""
+    """Count the values with all aliases written out. A value that contains itself counts as too many."""
     if not isinstance(value, dict | list | set | tuple):
         return 1
     if id(value) not in counted:

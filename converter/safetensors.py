@@ -252,7 +252,7 @@ def _cannot_be_read(what: str, error: Exception) -> CheckpointError:
 
 
 def header_length(where: Path | str, prefix: bytes, size: int) -> int:
-    """The header's bytes by the first 8 of a file of `size` bytes. Raises CheckpointError where that cannot be true."""
+    """Return the header's length from the first 8 bytes of a file of `size` bytes. Raises CheckpointError."""
     if prefix == POINTER[:8]:
         raise pointer(where)
     if len(prefix) < 8:

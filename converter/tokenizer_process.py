@@ -1,7 +1,7 @@
-"""A tokenizer that we did not write, loaded and run: a worker of `confinement`, which `tokenizer` asks.
+"""Load and run an untrusted tokenizer: a worker of `confinement`, which `tokenizer` asks.
 
-A tokenizer's file is a program of a kind: regular expressions that take ages, normalizers that double a text again and
-again, tables that the library's code panics over. Time and memory go by the size of what this process is given.
+A tokenizer's file is like a program: it may have regular expressions that never end, normalizers that double a text
+many times, and tables that crash the library. The limits of time and memory depend on the size of the input.
 """
 
 import sys
@@ -9,17 +9,17 @@ from typing import Any
 
 from .confinement import allow
 
-MAX_BYTES = 2**28  # of a tokenizer's files: the largest in use has 33 MB
+MAX_BYTES = 2**28  # bytes of a tokenizer's files; the largest in use has 33 MB
 _LIBRARIES = (2**30, 0, 60.0, 0.0)
-_LOADING = (2**28, 32, 4.0, 1 / 2**21)  # one of 28 MB takes 380 MB and a second
-_RUNNING = (2**27, 256, 4.0, 1 / 2**16)  # A text of 5 MB takes 320 MB and 6 seconds with such a tokenizer
-_EXPANDS = 64  # A text has no more tokens a byte: NFKC makes 11 bytes of one at the most, 18 characters of one
+_LOADING = (2**28, 32, 4.0, 1 / 2**21)  # a tokenizer of 28 MB takes 380 MB and a second
+_RUNNING = (2**27, 256, 4.0, 1 / 2**16)  # with it, a text of 5 MB takes 320 MB and 6 seconds
+_EXPANDS = 64  # tokens per byte; NFKC makes at most 11 bytes from one, and 18 characters from one
 
-_loaded: list[Any] = []  # the library's tokenizer, once the first question has said which
+_loaded: list[Any] = []  # the library's tokenizer, after the first question
 
 
 def answer(question: dict[str, Any]) -> Any:
-    """Load what the first question says; then one answer, by the method's name in the library."""
+    """Load the tokenizer of the first question. Later questions call a method of the library by its name."""
     if not _loaded:
         _loaded.append(_load(question))
         return None
@@ -42,12 +42,12 @@ def answer(question: dict[str, Any]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """What is to be told of an error: the library's own words."""
+    """Return the library's text of an error."""
     return f"{error!s:.1000}" or type(error).__name__
 
 
 def _load(question: dict[str, Any]) -> Any:
-    """A tokenizer without truncation and padding: a prompt is neither cut nor filled up."""
+    """Load a tokenizer, and turn off truncation and padding."""
     allow(0, _LIBRARIES)
     sys.path += question["libraries"]
     if "older" in question:
@@ -64,9 +64,9 @@ def _load(question: dict[str, Any]) -> Any:
 
 
 def _older(folder: str, nbytes: int) -> Any:
-    """What AutoTokenizer makes of tokenizer.model, or of vocab.json and merges.txt."""
+    """Load tokenizer.model, or vocab.json and merges.txt, with AutoTokenizer."""
     modules: dict[str, Any] = sys.modules
-    modules["torch"] = None  # transformers does without, for a tokenizer
+    modules["torch"] = None  # transformers needs no torch for a tokenizer
     from transformers import AutoTokenizer
 
     allow(nbytes, _LOADING)

@@ -195,16 +195,16 @@ class Tree(Protocol):
 
 @dataclass(kw_only=True)
 class TensorFiles:
-    """The tensors of weight files by the names that they have, whatever they compute.
+    """The tensors of weight files, by the names in the files.
 
     Attributes:
-        reference, path, revision: what was asked for, where it lies, and the commit if it came from the hub.
+        reference, path, revision: what the user gave, the local path, and the commit if it came from the hub.
         format: "hf", "local" for gptkit's own, or the name of another (`converter.formats`).
-        leaves: the files' tensors, each with the shared tensors it holds; those of no known family hold themselves.
+        leaves: the tensors, each with the shared tensors that it stores; without a known family, each stores itself.
         origin: where they come from, with the text of their config.json.
-        notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
-        texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
-        home: the folder of the model's tokenizer files, where what was opened is not known to be it.
+        notes: notes for the user, such as dropped buffers, a head stored twice or unknown config fields.
+        texts: small files stored inside the weight file (a tokenizer in a GGUF), by name.
+        home: the folder of the tokenizer's files, if it is not the folder that was opened.
     """
 
     reference: str
@@ -285,7 +285,7 @@ class TensorFiles:
     def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
         """Return every shared tensor's dtype: the stored one, or the one that the user asks for."""
         all_of_them = None if asked is None else parse_dtype(asked)
-        kept = {leaf.checkpoint for leaf in getattr(self, "beside", ()) if self.dtype_of(leaf) not in FLOATS}
+        kept = {leaf.checkpoint for leaf in getattr(self, "carried_leaves", ()) if self.dtype_of(leaf) not in FLOATS}
         return {
             name: self.dtype_of(leaf) if all_of_them is None or leaf.checkpoint in kept else all_of_them
             for leaf in self.leaves
@@ -299,10 +299,10 @@ class Checkpoint(TensorFiles, Shown):
 
     Attributes:
         spec: the tree.
-        dtype: the dtype to compute in unless told otherwise, by safetensors' name.
-        missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
-        extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
-        carried: tensors that are not computed and that conversions carry along, by their group: not in `leaves`.
+        dtype: the default dtype to compute in, by safetensors' name.
+        missing: shared tensors of the tree that the files lack; only with `partial`.
+        extra: leaves in `leaves` that have no place in the tree, under their own names; only with `partial`.
+        carried: tensors that gptkit does not compute but conversions copy, by group; not in `leaves`.
     """
 
     spec: ModelSpec
@@ -316,12 +316,12 @@ class Checkpoint(TensorFiles, Shown):
         return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
 
     @property
-    def beside(self) -> tuple[BoundLeaf, ...]:
-        """All that is carried along."""
+    def carried_leaves(self) -> tuple[BoundLeaf, ...]:
+        """The leaves in `carried`."""
         return tuple(leaf for leaves in self.carried.values() for leaf in leaves)
 
     @property
-    def told(self) -> list[str]:
+    def carried_notes(self) -> list[str]:
         """Return one line of text for every group of tensors that are copied along."""
         lines = []
         for group, leaves in self.carried.items():

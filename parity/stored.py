@@ -89,7 +89,7 @@ def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tup
     for name in set(TABLES) & (set(ours) | set(theirs)) - set(both):  # on one side alone, or of another width
         rows[name] = np.arange(min(shapes[name][0] for shapes in (ours, theirs) if name in shapes))
     alone = [name for name in {**ours, **theirs} if name not in both]
-    draft_leaves = [{leaf.checkpoint: leaf for leaf in side.beside} for side in (source, target)]
+    draft_leaves = [{leaf.checkpoint: leaf for leaf in side.carried_leaves} for side in (source, target)]
     in_both = [name for name in draft_leaves[0] if name in draft_leaves[1]]
     both += in_both
     for name in in_both:
