@@ -746,49 +746,21 @@ METHODS = {
     "mxfp4": _Method((Scheme("_blocks", ("_scales",), _mxfp4),)),
     "gptq": _Method((Scheme("qweight", ("scales", "qzeros"), _gptq, ("g_idx",), result="weight"),), _refuses_gptq),
     "awq": _Method((Scheme("qweight", ("scales", "qzeros"), _awq, result="weight"),), _refuses_awq),
-    "bitsandbytes": _Method(
-        (
-            Scheme("weight", ("SCB",), _int8, ("weight_format",), ("I8",), "weight"),
-            Scheme(
-                "",
-                (".absmax", ".quant_map"),
-                _four_bits,
-                (".nested_absmax", ".nested_quant_map", f"{_QUANT_STATE}nf4", f"{_QUANT_STATE}fp4"),
-                ("U8", "BF16", "F16", "F32"),
-            ),
-        )
-    ),
-    "compressed-tensors": _Method(
-        (
-            Scheme(
-                "weight_packed",
-                ("weight_scale",),
-                _compressed,
-                ("weight_zero_point", "weight_shape", "weight_g_idx"),
-                result="weight",
-            ),
-            Scheme(
-                "weight",
-                ("weight_scale",),
-                _compressed,
-                ("weight_zero_point", "weight_g_idx"),
-                ("I8", "F8_E4M3"),
-                "weight",
-            ),
-        ),
-        _refuses_compressed,
-    ),
-    "torchao": _Method(
-        (
-            Scheme(
-                "_weight_qdata",
-                ("_weight_scale",),
-                _torchao,
-                ("_weight_zero_point", "_weight_act_pre_scale"),
-                result="weight",
-            ),
-        ),
-        _refuses_torchao,
-    ),
-}
+    "bitsandbytes": _Method((
+        Scheme("weight", ("SCB",), _int8, ("weight_format",), ("I8",), "weight"),
+        Scheme("", (".absmax", ".quant_map"), _four_bits,
+               (".nested_absmax", ".nested_quant_map", f"{_QUANT_STATE}nf4", f"{_QUANT_STATE}fp4"),
+               ("U8", "BF16", "F16", "F32")),
+    )),
+    "compressed-tensors": _Method((
+        Scheme("weight_packed", ("weight_scale",), _compressed,
+               ("weight_zero_point", "weight_shape", "weight_g_idx"), result="weight"),
+        Scheme("weight", ("weight_scale",), _compressed,
+               ("weight_zero_point", "weight_g_idx"), ("I8", "F8_E4M3"), "weight"),
+    ), _refuses_compressed),
+    "torchao": _Method((
+        Scheme("_weight_qdata", ("_weight_scale",), _torchao,
+               ("_weight_zero_point", "_weight_act_pre_scale"), result="weight"),
+    ), _refuses_torchao),
+}  # fmt: skip
 """The methods by the quant_method in config.json."""
