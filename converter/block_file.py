@@ -94,10 +94,10 @@ class BlockFile:
         """
         block = self.blocks.get(name)
         if block is None:
-            raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
+            raise CheckpointError(f"{self.path}: tensor {name!r} is not in the plan of the file")
         with self._mutex:
             if name in self._begun:
-                raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
+                raise CheckpointError(f"{self.path}: tensor {name!r} was written twice")
             self._begun.add(name)
         at, digest = block.start, xxhash.xxh3_128()
         front = self._at_front(block)  # then the hash of the file can be computed along with the block

@@ -410,8 +410,7 @@ def require_place(target: Path) -> None:
         what = "is not a folder" if parent.exists() else "does not exist"
         raise UsageError(f"cannot create {target}: {parent} {what}", "Create the parent folder first.")
     if not os.access(parent, os.W_OK | os.X_OK):
-        hint = "Choose another place to write to."
-        raise UsageError(f"cannot create {target}: {parent} is not writable", hint)
+        raise UsageError(f"cannot create {target}: {parent} is not writable", "Choose another place to write to.")
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:
