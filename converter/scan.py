@@ -66,7 +66,7 @@ class FileScan:
     format: str = "safetensors"
     """ "safetensors", "pickle", or the name of a format of `converter.formats`."""
     stored: Weights | None = None
-    """The tensors, where they are not plain bytes of a safetensors file."""
+    """The tensors, if they are not plain bytes of a safetensors file."""
     opened: Opened | None = None
     """The files as opened by the reader of another format."""
 
@@ -128,11 +128,11 @@ class FileScan:
 
 
 def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False) -> FileScan:
-    """Read the headers of every safetensors file of a reference, or of its GGUF, or its pickles.
+    """Read the headers of all safetensors files of a reference, or of its GGUF or pickles.
 
     Raises:
-        InvalidInput: nothing of that name, or no weight file there; UntrustedInput: pickles alone, and not allowed.
-        Offline: a repository, and no network.
+        InvalidInput: there is no such checkpoint, or it has no weight file. UntrustedInput: it has only pickles, which
+            are not allowed. Offline: it is on the hub, and there is no network.
     """
     resolved = resolve(reference, offline=offline, weights=False, companions=True)
     assert resolved.path is not None

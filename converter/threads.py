@@ -68,8 +68,11 @@ def _load() -> float:
 
 
 def suit(spec: ModelSpec) -> None:
-    """Set the threads of torch and BLAS for a model, unless a person has: by environment or `torch.set_num_threads`."""
-    torch = sys.modules.get("torch")  # where somebody has imported it
+    """Set the number of threads of torch and BLAS for a model, unless the user has set it.
+
+    Users set it with environment variables or `torch.set_num_threads`.
+    """
+    torch = sys.modules.get("torch")  # if it is imported
     if any(os.environ.get(name) for name in _SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
     free = free_cores(available_cores(), quota(), os.cpu_count() or 1, _load())

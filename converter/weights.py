@@ -50,7 +50,7 @@ class Weights:
                 self._ends[stored.path] = max(self._ends.get(stored.path, 0), stored.start + stored.nbytes)
 
     def check(self) -> None:
-        """Raise CheckpointError where a tensor claims more than its file has."""
+        """Raise CheckpointError if a tensor claims more bytes than its file has."""
         for name, tensor in self._tensors.items():
             where = f"{tensor.path}: {shown(name, 80)}"
             if tensor.count * tensor.itemsize > tensor.nbytes:
@@ -93,7 +93,7 @@ class Weights:
         return self.with_more(as_bytes)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """Return the tensor's file, and the offset where it begins. A tensor that is in no file has an empty path."""
+        """Return a tensor's file, and the offset of its first byte. A tensor that is in no file has an empty path."""
         tensor = self._tensors[name]
         return tensor.path or Path(), tensor.place
 

@@ -77,7 +77,7 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of a GGUF file, checked."""
+    """The checked header of a GGUF file."""
 
     where: str
     """The file's name for messages."""
