@@ -439,7 +439,7 @@ def parse_size(option: str, text: str | None, of_a_card: bool = False) -> int | 
         return None
     if of_a_card and text.strip().isdecimal():
         raise UsageError(
-            f"{option} {text!r} has no unit", f"Write {option} {text.strip()}GB for a card of {text.strip()} GB."
+            f"{option} {text!r} has no unit", f"Write {option} {text.strip()}GB for a GPU with {text.strip()} GB."
         )
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = match[2].upper() if match else ""

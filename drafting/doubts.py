@@ -123,7 +123,7 @@ def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
         others = [words for words, tree in trees if tree is not None and _differs(tree, now)]
         if others:
             options = " or ".join(words.removeprefix(f"{doubt.what} ") for words in others[:4])
-            todo[f"doubt {doubt.what}"] = f"neither names nor shapes tell {doubt.what}: it may be {options}"
+            todo[f"doubt {doubt.what}"] = f"names and shapes do not show {doubt.what}: it may be {options}"
     return replace(draft, todo=todo)
 
 

@@ -161,7 +161,7 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]
         raise GptkitError(
-            f"no draft was made: {reason:.200}", "gptkit params can still count the tensors by their names."
+            f"gptkit could not make a draft: {reason:.200}", "gptkit params can still count the tensors by their names."
         )
     answer: dict[str, Any] = reply["answer"]
     if "refused" in answer:

@@ -145,7 +145,7 @@ def damage(
         total = both.run(say)
         say("layer by layer")
         if len(both.rows) < len(positions):
-            notes.append(f"by layer on {len(both.rows):,} of {len(positions):,} positions")
+            notes.append(f"the damage by layer was measured on {len(both.rows):,} of {len(positions):,} positions")
         by_layer = tuple(both.lens(*pair) for pair in pairs)
         say("component by component")
         tables = _relative(*(both.stream(side, TABLE) for side in range(2)))

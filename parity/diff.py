@@ -288,10 +288,12 @@ def _notes(a: TensorFiles, b: TensorFiles, tree: Sequence[TreeChange]) -> list[s
     notes = []
     family_a, family_b = (side.origin.family for side in (a, b))
     if None not in (family_a, family_b) and family_a != family_b:
-        notes.append(f"A is a {family_a}, B a {family_b}: tensors of the same place and shape are compared")
+        notes.append(
+            f"A is of the family {family_a} and B of {family_b}: gptkit compares tensors with the same role and shape"
+        )
     if any(change.path.endswith(".position.pairs") for change in tree):
-        words = "rows of q_proj and k_proj that do the same lie in another order"
-        notes.append(f"rotary positions turn other pairs: {words}")
+        words = "so the rows of q_proj and k_proj are in a different order"
+        notes.append(f"RoPE rotates different pairs of dimensions in A and B, {words}")
     moved = same_layers(a, b) if isinstance(a, Checkpoint) and isinstance(b, Checkpoint) else None
     if moved is not None:
         shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))

@@ -189,7 +189,11 @@ def verify_port(
     supported = None if architecture is None else architecture.takes(spec)
     probes = probe(spec, long=long, supported=supported)
     sound = [batch for batch in probes if computed_rightly(architecture, batch)]
-    notes = [f"left out, because transformers' class computes it wrongly: {b.name}" for b in probes if b not in sound]
+    notes = [
+        f"not compared, because transformers' class computes it wrongly: the input {b.name}"
+        for b in probes
+        if b not in sound
+    ]
     left_out = tuple(batch.name for batch in sound if not takes_mask and batch.attention_mask is not None)
     notes += (
         [f"not tested: {', '.join(left_out)}, because forward() of your module has no argument attention_mask"]
@@ -251,7 +255,7 @@ def verify_port(
         say("mistakes on purpose")
         score = try_mistakes(source, batches, mutations is True, False, notes, None)
     beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, supported=supported), long)]
-    notes += [f"not tested on texts longer than the {limit}; --long does this" for limit in beyond]
+    notes += [f"not tested on texts longer than the {limit}; --long tests them" for limit in beyond]
     reference_name = "transformers" if architecture is not None else "gptkit's own modules"
     matched = () if place is None else place.matches
     details = (tuple(mistakes), left_out, tuple(notes), reference_name, score)

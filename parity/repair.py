@@ -209,7 +209,9 @@ def diagnose(
     if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
         return Divergence(tuple(places))
     if source.spec.beside or target.spec.beside:
-        notes.append(f"no cause looked for: layers do not run on the stream alone ({source.spec.beside})")
+        notes.append(
+            f"the cause was not searched for, because layers read more than the residual stream ({source.spec.beside})"
+        )
         return Divergence(tuple(places))
     return Divergence(tuple(places), tuple(_find_causes(both, batches, path, allowed, places, few=large)))
 

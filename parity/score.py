@@ -63,7 +63,7 @@ def try_mistakes(
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     hint = "" if stream else "; --mutations makes them in the model itself"
-    notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{hint}")
+    notes.append(f"the mistakes were made on purpose in a small copy of the model with random weights{hint}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
     batches_of_copy, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
     return replaced(score(copy, random_weights(copy), batches_of_copy, beyond, up_to), small_copy=True)

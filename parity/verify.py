@@ -350,7 +350,10 @@ class _VerifyRun:
         size = max(count(checkpoint.spec).total for checkpoint in (source, target))
         if size <= SMALL or damaged:
             return damage(source, target, text=text(source), progress=lambda words: self.say(f"the damage: {words}"))
-        self.notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
+        self.notes.append(
+            f"the damage by position and layer was not measured, because a model has {size:,} parameters; "
+            "--damage measures it"
+        )
         return None
 
     def noise(
@@ -438,7 +441,7 @@ def _batches(
         if computed_rightly(source.architecture, batch):
             batches.append(batch)
         else:
-            notes.append(f"left out, because transformers' class computes it wrongly: {batch.name}")
+            notes.append(f"not compared, because transformers' class computes it wrongly: the input {batch.name}")
     length = whole_context(specs[0], specs[-1], supported) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]
@@ -456,7 +459,9 @@ def _batches(
         if up_to is None and not passed(limit, table, long):
             possible = table is None or limit.beyond <= table
             why = (
-                f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model supports {table:,} tokens"
+                f"more than {AFFORDABLE:,} tokens; --long tests them"
+                if possible
+                else f"the model supports {table:,} tokens"
             )
             notes.append(f"not tested on texts longer than the {limit} ({why})")
     if supported is not None and supported < LONG and up_to is None:
@@ -468,7 +473,9 @@ def _batches(
         )
     differing = by_layers(differences(specs[0], specs[-1]), len(specs[0].blocks))
     if differing:
-        notes.append(f"the trees differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in differing])}")
+        notes.append(
+            f"the architectures differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in differing])}"
+        )
     return batches, notes
 
 

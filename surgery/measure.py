@@ -97,7 +97,7 @@ def measure(
     measured = Measurement(maximum, relative, mean, agreed, len(comparison.kl), notes=notes)
     on_text = None if text is None else measure_text(before, after, promise, text, progress)
     if on_text is None:
-        note = "not measured on the text: it has no two consecutive tokens that are kept"
+        note = "not measured on the text, because no two consecutive tokens of it are in the new vocabulary"
         return measured if text is None else replace(measured, notes=(*notes, note))
     return replace(measured, **on_text)
 

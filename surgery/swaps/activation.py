@@ -216,8 +216,8 @@ def _swapped(
     old, notes = {dense.activation for dense in mlps.values()}, []
     if "relu" in old and not named:
         notes.append(
-            f"{new} is used where it is ReLU, its input 2⁵⁰ times as large: the same function, and the same gradient;"
-            " float16 does not hold such weights"
+            f"the inputs of {new} are multiplied by 2⁵⁰, so that it equals ReLU; the function and its gradient stay the"
+            " same, but float16 cannot store such weights"
         )
     if new != "relu" and "gelu_bloom" in {*old, new} and len({*old, new} & {"gelu_bloom", *_TANH}) > 1:
         notes.append("gelu_bloom uses 0.79788456 for √(2/π), so it differs in the tenth digit")

@@ -66,7 +66,10 @@ def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         new = _resized(attention, size, plan)
         notes.append(plan.note)
         if new.scale == attention.scale:
-            notes.append("the scale stays, since the ALiBi bias is multiplied by it; no family here exports that")
+            notes.append(
+                "the attention scale stays as it was, because the ALiBi bias is multiplied by it; no family of "
+                "transformers can express this"
+            )
         changed[layer] = new
         tensors |= _refilled(path, attention, new, plan.within)
     if not tensors:

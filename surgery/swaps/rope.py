@@ -98,7 +98,10 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
     notes: tuple[str, ...] = ()
     if name == "dynamic":
-        notes = (f"the same function up to {context:,} tokens; the context length is unchanged, as in transformers",)
+        notes = (
+            f"the model computes the same function up to {context:,} tokens; the context length is "
+            "unchanged, as in transformers",
+        )
     elif not whole:
         notes = (f"the other layers are not scaled, so the context length stays {context:,} tokens",)
     return _rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)

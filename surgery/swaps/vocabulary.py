@@ -182,7 +182,9 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
             hint,
         )
     files, needed = vocabulary.cut({old: new for new, old in enumerate(stay)}), len(set(stay) - ids)
-    notes = [f"{len(stay):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
+    notes = [
+        f"{len(stay):,} of {spec.vocab_size:,} tokens kept: the {len(ids):,} given, and {needed:,} that these need"
+    ]
     lost = sorted(name for name, text in files.items() if text is None)
     if lost:
         notes.append(f"left out, because they describe the old tokens: {', '.join(lost)}")

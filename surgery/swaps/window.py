@@ -46,7 +46,7 @@ def _to_window(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"every layer has {words} already")
     length = _same_up_to([window, *before.values()])
     exact = spec.context_length is not None and spec.context_length <= length
-    notes = (f"the same function up to {length:,} tokens",)
+    notes = (f"the model computes the same function up to {length:,} tokens",)
     promise = Promise(length=length) if exact else Promise()
     summary = {"from": list(before.values()), "to": window, "layers": [*before]}
     return Swapped(with_mixers(spec, changed), "exact" if exact else "approximate", {}, summary, notes, promise)

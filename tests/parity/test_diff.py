@@ -237,7 +237,7 @@ def test_layers_of_another_number(models: Path, tmp_path: Path) -> None:
 def test_two_families(models: Path, tmp_path: Path) -> None:
     save_hf({**GPT2, "n_embd": 96, "n_head": 8}, tmp_path / "gpt2")
     found = diff(models / "wide", tmp_path / "gpt2")
-    assert any("A is a llama, B a gpt2" in note for note in found.notes) and not found.same
+    assert any("A is of the family llama and B of gpt2" in note for note in found.notes) and not found.same
     assert {each.name for each in found.tensors if each.status == "only_b"} >= {"positions.weight", "final_norm.bias"}
     for each in found.tensors:
         assert (each.figures is not None) == (each.status in ("same", "changed") or each.name == "head.weight")

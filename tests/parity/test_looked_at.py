@@ -65,7 +65,7 @@ def test_a_field_that_changes_no_function_excuses_no_row(
     changed = with_spec(local, tmp_path / "edited", edit)
     right = quick(hf, changed)
     assert right.passed and right.up_to is None
-    assert any(note.startswith("the trees differ: ") for note in right.notes)
+    assert any(note.startswith("the architectures differ: ") for note in right.notes)
     bad = damaged(changed, tmp_path / "bad", garbage("embedding.weight", 1234))
     wrong = quick(hf, bad)
     assert wrong.bytes is not None and wrong.bytes.required and wrong.bytes.different == ("embedding.weight",)

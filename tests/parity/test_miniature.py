@@ -94,10 +94,10 @@ def test_a_large_model_is_scored_on_a_copy_unless_asked(monkeypatch):
     unasked, asked, unwanted = (verify("sample:llama", mutations=wanted) for wanted in (None, True, False))
     assert unasked.score.small_copy
     assert (unasked.score.missed, unasked.passed) == ((), True)
-    said = [note for note in unasked.notes if "on a small copy of this tree with random weights" in note]
+    said = [note for note in unasked.notes if "in a small copy of the model with random weights" in note]
     assert said == [
-        "mistakes on purpose were made on a small copy of this tree with random weights; --mutations makes them in the"
-        " model itself"
+        "the mistakes were made on purpose in a small copy of the model with random weights; --mutations makes them in "
+        "the model itself"
     ]
     assert not asked.score.small_copy
     assert asked.score.tried == unasked.score.tried

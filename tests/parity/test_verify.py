@@ -134,7 +134,7 @@ def test_another_way_to_round_is_equal(
     assert result.verdict in ("identical", "equal"), result.noise
     assert result.passed
     assert result.bytes is not None and result.bytes.required and not result.bytes.different
-    assert any(note.startswith("the trees differ") and str(next(iter(fields))) in note for note in result.notes)
+    assert any(note.startswith("the architectures differ") and str(next(iter(fields))) in note for note in result.notes)
 
 
 @pytest.mark.exhaustive
@@ -271,7 +271,7 @@ def test_a_changed_tree_is_different(
     assert (result.verdict, result.passed, result.exit_code) == ("different", False, 3)
     assert result.bytes is not None and result.bytes.compared > 10 and not result.bytes.different
     assert result.noise is not None and result.noise.functions > 2 * result.noise.allowed
-    assert any(note.startswith("the trees differ: ") for note in result.notes)
+    assert any(note.startswith("the architectures differ: ") for note in result.notes)
 
 
 @pytest.mark.exhaustive
@@ -523,7 +523,10 @@ def test_own_prompts_are_cut_to_a_short_table(tmp_path: Path) -> None:
 
 def test_windows_out_of_reach_are_noted(pair: Callable[[str], tuple[Path, Path]]) -> None:
     result = unscored(pair("mistral-default-window")[0])
-    assert "not tested on texts longer than the window of 4,096 (more than 1,024 tokens: --long does)" in result.notes
+    assert (
+        "not tested on texts longer than the window of 4,096 (more than 1,024 tokens; --long tests them)"
+        in result.notes
+    )
     assert max(prompt.positions for prompt in result.prompts) == 200
 
 

@@ -90,7 +90,7 @@ def verification(**fields: Any) -> Verification:
         "prompts": (prompt,),
         "bytes": BytesVerdict(9, "a", tuple(f"blocks.{layer}.attention.q_proj.weight" for layer in range(9))),
         "noise": noise,
-        "notes": ("the trees differ: blocks.*.attention.window 16 -> null",),
+        "notes": ("the architectures differ: blocks.*.attention.window 16 -> null",),
     }
     return Verification(**{**given, **fields})
 
@@ -115,7 +115,7 @@ def test_the_verdicts_in_words() -> None:
     assert "sdpa against eager in float32: transformers 3.0e-06" in lines
     assert max(len(line) for line in verdict_lines(verification())) <= 80
     assert "bfloat16 rounds worse: mean error 9.0e-03, transformers' own 1.0e-03" in lines
-    assert "note: the trees differ" in lines
+    assert "note: the architectures differ" in lines
     same = dataclasses.replace(verification().prompts[0], maximum=0.0)
     good = verdict_lines(verification(prompts=(same,), noise=None, bytes=None, notes=()))
     assert good == ["function  identical to the last bit: transformers, bfloat16, sdpa attention"]

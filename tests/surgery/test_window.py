@@ -41,7 +41,10 @@ def test_texts_as_long_as_the_window_are_the_same_and_longer_ones_are_not(
 ) -> None:
     source = saved(name, folder)
     result = gptkit.swap(source, tmp_path / "out", window="11")
-    assert (result.guarantee, result.chain.notes) == ("approximate", ("the same function up to 11 tokens",))
+    assert (result.guarantee, result.chain.notes) == (
+        "approximate",
+        ("the model computes the same function up to 11 tokens",),
+    )
     assert set(windows(result.spec)) == {11}
     # A token beyond the window is seen through the layers in between.
     same, longer = gaps(source, tmp_path / "out", (11, 40))
