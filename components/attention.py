@@ -32,48 +32,7 @@ __all__ = ["Attention"]
 
 
 class Attention(Mixer, Component, frozen=True):
-    """Self-attention with `heads` query heads and `kv_heads` key-value heads (MHA, GQA, MQA).
-
-    If it is `causal`, a token attends to itself and to earlier tokens. Otherwise it attends to all tokens (BERT),
-    and there is no KV cache.
-
-    Scores: `scale` multiplies q·k. With `scaling` "divide", the scores are divided by the inverse of the scale
-    instead. With "queries", the queries are multiplied before the product (OPT). `cap` c replaces every score s by
-    c · tanh(s / c), before the mask (Gemma 2). `temperature` multiplies the queries last.
-
-    Window: with `window` w, position t attends to t-w+1 … t. With `chunked`, it attends to the tokens of its own
-    chunk of w tokens (Llama 4). Without `causal`, it attends to t-w+1 … t+w-1 (ModernBERT).
-
-    Norms and limits: `clip` c limits every element of q, k and v to -c … c (OLMo, DBRX). With `clip_normed`, q and
-    k are limited after their norms (OLMoE). `q_norm` and `k_norm` normalise each head, or all heads at once if they
-    are as wide as all heads (OLMo 2). With `norm_order` "after", they come after the positions (Hunyuan). `v_norm`
-    normalises the values of each head (Gemma 4). `mixed_norm` normalises the output of all heads before the output
-    projection (BitNet). `key_multiplier` scales keys before they are rotated (Falcon-H1).
-
-    Gates and sinks: with `gated`, each element of the heads' output is multiplied by σ(gate(x)) (2505.06708,
-    AFMoE). The gate may have a bias (`gate_bias`). `gate` says whether its projection is "apart", or in one product
-    "with queries", where each head's gate comes after its query (Qwen3-Next). With `sinks`, each head has one more
-    score, for a key without a value (gpt-oss). `sunk` says how the sink acts. Either it is one of the scores of the
-    softmax, in fp32 for any model dtype or not, or the heads' output is multiplied by the share that the sink
-    leaves to the other scores (Granite).
-
-    Sources of keys and values: with `kv_from` "input", keys and values have separate projections. With "keys", one
-    projection gives both, and values are its result before the keys' norm and positions (Gemma 4). With "earlier",
-    they are those of the nearest earlier layer that computes its own, which has the same number and width of heads
-    and the same window (Gemma 3n).
-
-    Rounding: `kv_expansion` says when a key head is repeated for its query heads: "repeat" after the cache,
-    "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
-    one matrix product. Its rows have the queries, key and value of one key-value head after the other, or with
-    `fused_rows` "by part" first all queries, then all keys, then all values (always with "conv1d"). `softmax` runs
-    in at least fp32, or in the dtype of its input. If the scores are written out, and not computed in a fused
-    kernel, `scores` "float32" computes them from q and k in at least fp32, with the scale inside the product.
-    "float32, then scaled" multiplies by the scale afterwards (GPT-J, GPT-Neo). "product" has the scale inside, in
-    the dtype of the input (GPT-NeoX-Japanese). `kept` says which tokens of a window a cache contains: those that
-    are still visible, or all, with weights of 0 (GPT-Neo). `lie` is the memory layout of keys and values without a
-    cache: as in a cache, head by head, or as they were projected (MPT). With `kernel` "eager", scores are written
-    out with any requested kernel, because the family has no other.
-    """
+    """Self-attention with query heads and key-value heads (MHA, GQA, MQA)."""
 
     label = "attention"
     slot = "attention"
@@ -120,43 +79,91 @@ class Attention(Mixer, Component, frozen=True):
         "key_multiplier": "keys not scaled",
     }
 
+    # --- what is computed ---
+
     hidden_size: Size
     heads: Size
+    """The number of query heads."""
     kv_heads: Size
+    """The number of key-value heads, each shared by the same number of query heads."""
     head_dim: Size
     scale: Scale
+    """The factor of q·k."""
     causal: bool = True
+    """Whether a token attends only to itself and to earlier tokens. Otherwise it attends to all tokens (BERT), and
+    there is no KV cache."""
     position: Position | None = None
+    """The position encoding inside attention."""
     window: Size | None = None
+    """With w, position t attends to t-w+1 … t; without `causal`, to t-w+1 … t+w-1 (ModernBERT)."""
     chunked: bool = False
+    """Whether a token attends only to the tokens of its own chunk of `window` tokens (Llama 4)."""
     q_norm: Norm | None = None
+    """The norm of each query head, or of all heads at once if it is as wide as all of them (OLMo 2)."""
     k_norm: Norm | None = None
+    """The same for keys."""
     qkv_bias: bool = False
     output_bias: bool = False
     cap: Positive | None = None
+    """With c, every score s becomes c · tanh(s / c), before the mask (Gemma 2)."""
     clip: Positive | None = None
+    """With c, every element of q, k and v is limited to -c … c (OLMo, DBRX)."""
     clip_normed: bool = False
+    """Whether q and k are limited after their norms (OLMoE)."""
     norm_order: Literal["before", "after"] = "before"
+    """Whether the norms of queries and keys come before or after the positions (Hunyuan)."""
     sinks: bool = False
+    """Whether each head has one more score, for a key without a value (gpt-oss)."""
     mixed_norm: Norm | None = None
+    """The norm of the output of all heads before the output projection (BitNet)."""
     gated: bool = False
+    """Whether each element of the heads' output is multiplied by σ(gate(x)) (2505.06708, AFMoE)."""
     gate_bias: bool = False
+    """Whether the projection of the gate has a bias."""
     temperature: Temperature | None = None
+    """The factor of the queries that depends on their position. It is applied last."""
     v_norm: Norm | None = None
+    """The norm of the values of each head (Gemma 4)."""
     kv_from: Literal["input", "keys", "earlier"] = "input"
+    """Where keys and values come from. "input": they have separate projections. "keys": one projection gives both, and
+    values are its result before the keys' norm and positions (Gemma 4). "earlier": they are those of the nearest
+    earlier layer that computes its own, with the same number and width of heads and the same window (Gemma 3n)."""
     key_multiplier: Positive = 1.0
+    """The factor of keys before they are rotated (Falcon-H1)."""
+
+    # --- how it is rounded: see `rounds` ---
+
     arithmetic: Arithmetic = "linear"
+    """How the projections multiply and add their bias."""
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
+    """Where the scale is applied: scores are multiplied by it or divided by its inverse, or "queries" are multiplied
+    before the product (OPT)."""
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
+    """When a key head is repeated for its query heads: after the cache ("repeat"), inside the matrix product
+    ("broadcast"), or before positions are applied ("projection")."""
     fused: bool = False
+    """Whether q, k and v are computed in one matrix product."""
     fused_rows: Literal["by head", "by part"] = "by head"
+    """The order of the rows of that product: the queries, key and value of one key-value head after the other, or all
+    queries, then all keys, then all values (always so with the arithmetic "conv1d")."""
     softmax: Literal["float32", "input"] = "float32"
+    """The dtype of the softmax: at least fp32, or that of its input."""
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
+    """How scores are computed if no fused kernel does it. "float32": from q and k in at least fp32, with the scale
+    inside the product. "float32, then scaled": multiplied by the scale afterwards (GPT-J, GPT-Neo). "product": with the
+    scale inside, in the dtype of the input (GPT-NeoX-Japanese)."""
     kept: Literal["window", "all"] = "window"
+    """The tokens of a window that a cache contains: those still visible, or all, with weights of 0 (GPT-Neo)."""
     lie: Literal["as cached", "as projected"] = "as cached"
+    """The memory layout of keys and values without a cache: head by head as in a cache, or as projected (MPT)."""
     kernel: Literal["any", "eager"] = "any"
+    """With "eager", scores are written out whichever kernel is requested, because the family has no other."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
+    """How the sink acts: as one of the scores of the softmax, in the dtype of the others or in fp32, or as a factor of
+    the heads' output, the share that it leaves to the other scores (Granite)."""
     gate: Literal["apart", "with queries"] = "apart"
+    """Whether the gate has a projection of its own, or one product with the queries, in which each head's gate comes
+    after its query (Qwen3-Next)."""
 
     # Complex: one condition for each combination of fields that means nothing.
     def __post_init__(self) -> None:  # noqa: C901
