@@ -78,10 +78,10 @@ def verify(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """Prove that a checkpoint or a port computes the same logits as transformers.
+    """Prove that a checkpoint or your own code computes the same logits as transformers.
 
-    Use verify after a conversion, an exact swap or a port; diff to see which tensors differ; audit if a checkpoint does
-    not load; check to find damaged files.
+    Use verify after a conversion or an exact swap, or to test your own code (--against); diff to see which tensors
+    differ; audit if a checkpoint does not load; check to find damaged files.
     """
     from ..report import verification as report
 

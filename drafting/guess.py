@@ -201,9 +201,10 @@ def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
             if role in field.role.split():
                 rest = " ".join(part for part in field.role.split() if part != role)
                 value, there_is = shown(config.get(field_name, field.default)), "one" if has else "none"
-                usually = "without" if has else "with"
+                usually = "no" if has else "a"
                 todo[f"fields.{field_name}"] = (
-                    f"{field_name} is {value}, by which other families are {usually} {role}, and there is {there_is}"
+                    f"{field_name} is {value}, which in other families means {usually} {role}, but the checkpoint "
+                    f"has {there_is}"
                 )
                 if rest:
                     fields[field_name] = field._replace(role=rest)

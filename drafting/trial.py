@@ -370,7 +370,7 @@ def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
         )
     read = field.value(draft.family().reader(case.full), name)
     fixed = {**draft.arguments["fixed"], **dict.fromkeys(field.role.split(), read)}
-    refused = {**draft.more["refused"], name: ((value,), f"TODO: this definition was right at {shown(value)} alone")}
+    refused = {**draft.more["refused"], name: ((value,), f"TODO: this definition was tested only with {shown(value)}")}
     return dataclasses.replace(
         draft,
         fields={key: one for key, one in draft.fields.items() if key != name},
@@ -584,7 +584,7 @@ def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: i
     ]
     lines += [" ".join(words.split()) for words in place]
     lines += [f"Drafts that were tried against the class: {tried}."] if tried else []
-    lines += [f"What is open, look for TODO: {len(draft.todo)}."] if draft.todo else []
+    lines += [f"Open questions, marked with TODO: {len(draft.todo)}."] if draft.todo else []
     return lines
 
 
