@@ -429,7 +429,7 @@ def test_recipes_and_dry_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     run("swap", "sample:llama", "out", "--layers", "+1", "--untie", code=1)
     text = run("swap", "sample:llama", "out", "--norm", "layernorm", "--layers", "+20%").stdout
-    assert "each step against the one before" in text and "2      --norm layernorm   exact" in text
+    assert "each step compared with the one before" in text and "2      --norm layernorm   exact" in text
     if not covering.quick:  # as tests/surgery/test_recipe.py says without the command
         run("swap", "sample:llama", "again", "--recipe", "out", "-q")
         for path in (tmp_path / "out").iterdir():
