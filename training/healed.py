@@ -1,4 +1,4 @@
-"""swap, and heal where the recipe says so: what the swaps gave is trained to answer as the model it was made from."""
+"""Swap components, and then heal the changed model if the recipe has a heal step."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from .state import beside, make, remove_empty, require_free
 
 @dataclass(frozen=True)
 class Carried(SwapResult):
-    """What a swap did, and the healing behind it where there was one; the swap's own figures are those before it."""
+    """The result of a swap and of the healing after it. The swap's own figures were measured before the healing."""
 
-    healed: Healed | None = None
+    healed: Healed | None = None  # None if the recipe has no heal step
 
 
 @wraps(exchange)
@@ -43,22 +43,23 @@ def swap(
     watched: Callable[..., Healed] = heal,
     **options: Any,
 ) -> SwapResult:
-    """As `surgery.swap`, and `watched` is what heals. What it was stopped in goes on with `resume`: the swaps before it
-    are carried out again, to the same bytes.
+    """Swap components as `surgery.swap` does, and heal the result with `watched` if the recipe has a heal step.
+
+    With `resume`, an interrupted healing continues. The swaps before it are carried out again, with identical bytes.
     """
-    told = None if recipe is None else read_recipe(recipe)
+    content = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)
-    if told is None or told.heal is None:
+    if content is None or content.heal is None:
         return run(out=out, steps=steps, to=to, resume=resume, force=force)
-    target, to = Path(out), to or told.to
+    target, to = Path(out), to or content.to
     if dry_run:
         done = run(out=out, steps=steps, to=to, force=force)
-        return replace(done, recipe=replace(done.recipe, heal=told.heal) if done.recipe else None)
-    given = {"train": "trained", "compile": "compiled"}
-    healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
+        return replace(done, recipe=replace(done.recipe, heal=content.heal) if done.recipe else None)
+    arguments = {"train": "trained", "compile": "compiled"}
+    healing: dict[str, Any] = {arguments.get(name, name): value for name, value in content.heal.settings.items()}
     if {"tokens", "seconds"} <= healing.keys():
         raise UsageError(
-            f"{told.where}: the heal step sets both tokens and seconds, but needs exactly one of them",
+            f"{content.where}: the heal step sets both tokens and seconds, but needs exactly one of them",
             "Remove one of them.",
         )
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
@@ -70,13 +71,13 @@ def swap(
         make(folder)
         stack.callback(remove_empty, folder)
         stack.enter_context(locked(folder / "recipe"))  # heal locks the folder itself
-        for each in runs:
-            each.goes_on(resume, force)  # before the swaps, which may take long
+        for store in runs:
+            store.goes_on(resume, force)  # before the swaps, which may take long
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
         healed = watched(
-            changed, model, [told.heal.value], target, **healing, **opening, resume=resume, force=force,
+            changed, model, [content.heal.value], target, **healing, **opening, resume=resume, force=force,
             to="hf:auto" if to == "auto" else to,
         )  # fmt: skip
-    recipe_done = None if done.recipe is None else replace(done.recipe, heal=told.heal, to=to)
+    recipe_done = None if done.recipe is None else replace(done.recipe, heal=content.heal, to=to)
     return Carried(**{**vars(done), "target": target, "recipe": recipe_done}, healed=healed)

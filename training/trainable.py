@@ -1,4 +1,4 @@
-"""What is trained of a changed model: all of it, what changed, its norms, or updates of a low rank."""
+"""Choose which parameters of a changed model are trained: all, those that changed, its norms, or low-rank updates."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ CHOICES = ("all", "changed", "norms", "lora:RANK")
 
 
 def touched(before: Decoder, after: Decoder) -> set[str]:
-    """The parameters of the changed model that are new, of another shape or value, or of a component that changed."""
+    """Return the parameters of `after` that are new, have another shape or value, or belong to a changed component."""
     old = dict(before.named_parameters())
-    found = {
-        name for name, each in after.named_parameters()
-        if name not in old or old[name].shape != each.shape or not torch.equal(old[name], each)
+    names = {
+        name for name, parameter in after.named_parameters()
+        if name not in old or old[name].shape != parameter.shape or not torch.equal(old[name], parameter)
     }  # fmt: skip
     if len(before.spec.blocks) != len(after.spec.blocks):
         return {name for name, _ in after.named_parameters()}
     for path, _, _ in differences(without_rounding(before.spec), without_rounding(after.spec)):
         parts = path.split(".")
         inside = ".".join(parts[: 3 if parts[0] == "blocks" else 1])
-        found |= {name for name, _ in after.named_parameters() if name.startswith(f"{inside}.")}
-    return found
+        names |= {name for name, _ in after.named_parameters() if name.startswith(f"{inside}.")}
+    return names
 
 
 def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
-    """The layers in which something changed, of trees whose layers and streams are each other's; else none."""
+    """Return the layers that changed, or none if the models differ in the number of layers or in the hidden size."""
     one, other = before.spec, after.spec
     if len(one.blocks) != len(other.blocks) or one.hidden_size != other.hidden_size:
         return ()
@@ -43,17 +43,17 @@ def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
 
 
 def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[str]]) -> set[str]:
-    """The names of the parameters that "all", "changed" or "norms" trains."""
+    """Return the names of the parameters that "all", "changed" or "norms" trains."""
     if what == "all":
-        return {each.name for each in declared}
+        return {parameter.name for parameter in declared}
     if what == "changed":
         return changed()
-    gains = {each.name.rpartition(".")[0] for each in declared if each.role == "gain"}
-    return {each.name for each in declared if each.name.rpartition(".")[0] in gains}
+    norms = {parameter.name.rpartition(".")[0] for parameter in declared if parameter.role == "gain"}
+    return {parameter.name for parameter in declared if parameter.name.rpartition(".")[0] in norms}
 
 
 def rank_of(what: str) -> int:
-    """The rank in "lora:RANK", 0 of the others of `CHOICES`. Raises UsageError for none of them."""
+    """Return the rank in "lora:RANK", and 0 for the other `CHOICES`. Raise UsageError for anything else."""
     match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
     if match is None and what not in CHOICES[:-1]:
         choices = f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}"
@@ -62,12 +62,13 @@ def rank_of(what: str) -> int:
 
 
 def matrices(declared: Sequence[Parameter]) -> list[str]:
-    """What updates of a low rank are added to."""
-    return [each.name for each in declared if len(each.shape) == 2 and each.role in ("reads", "writes", "inner")]
+    """Return the names of the matrices that low-rank updates are added to."""
+    roles = "reads", "writes", "inner"
+    return [parameter.name for parameter in declared if len(parameter.shape) == 2 and parameter.role in roles]
 
 
 class _LowRank(nn.Module):
-    """W + B·A, of which A and B are trained (Hu et al. 2106.09685); B begins at 0."""
+    """A low-rank update of a weight, W + B·A (Hu et al. 2106.09685): A and B are trained, and B starts at 0."""
 
     def __init__(self, weight: Tensor, rank: int) -> None:
         super().__init__()
@@ -81,7 +82,10 @@ class _LowRank(nn.Module):
 
 @contextmanager
 def adapted(model: Decoder, declared: Sequence[Parameter], rank: int) -> Iterator[set[str]]:
-    """The model with such an update to each of its matrices, which is added up in the end; their names."""
+    """Add a low-rank update to every matrix of the model, and yield the names of the updates' parameters.
+
+    On exit, the updates are added to the weights.
+    """
     modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in matrices(declared)}
     for name, module in modules.items():
         weight = getattr(module, name.rpartition(".")[2])
