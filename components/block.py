@@ -1,4 +1,4 @@
-"""One layer: sub-layers, and how each meets the stream. No torch."""
+"""One layer: its sub-layers, and how they read the stream and add to it. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Block", "BlockScale", "SubLayer"]
 
 _NORMS = ("norm", "output_norm", "sum_norm")
 
-_OWN = ("parallel", "residual", "scale", "altup", "sums", "wide")  # a block's fields beside its sub-layers
+_OWN = ("parallel", "residual", "scale", "altup", "sums", "wide")  # a block's fields except its sub-layers
 
 _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 
@@ -31,15 +31,8 @@ _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 class SubLayer(Component, frozen=True):
     """A mixer and its norms: y = mixer(norm(x)), x = sum_norm(x + multiplier · output_norm(y)).
 
-    Norms that are None are left out. Pre-norm has only `norm`, a sandwich (Gemma 2) has `norm` and `output_norm`,
-    OLMo 2 has `output_norm`, and post-norm (Vaswani et al. 2017) has `sum_norm`. `multiplier` scales the branch
-    (Granite), and `input_multiplier` scales only the input of the mixer. With `low_rank` r, x becomes (x +
-    output_norm(y) + r(norm(x))) / √2 (Gemma 3n).
-
-    `onto` says where the result is added. In a layer with `altup`, "others" is all streams except the first, and
-    the sub-layer reads the active one of the corrected streams. "next" adds the result only to the input of the
-    next sub-layer's norm, and leaves the stream unchanged (Zamba). With `beside`, the sub-layer reads the same
-    input as the one before it, and both results are added to the stream together (Falcon-H1).
+    A norm that is None is left out. Pre-norm has only `norm`, a sandwich (Gemma 2) has `norm` and `output_norm`,
+    OLMo 2 has `output_norm`, and post-norm (Vaswani et al. 2017) has `sum_norm`.
     """
 
     tells = ("mixer", *_NORMS, "input_multiplier")
@@ -56,13 +49,24 @@ class SubLayer(Component, frozen=True):
 
     mixer: Mixer
     norm: Norm | None = None
+    """The norm of the mixer's input."""
     low_rank: LowRankResidual | None = None
+    """With r, the new x is (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n)."""
     output_norm: Norm | None = None
+    """The norm of the mixer's output, before it is added to the stream."""
     sum_norm: Norm | None = None
+    """The norm of the stream after the addition."""
     multiplier: Positive = 1.0
+    """The factor of the output before it is added to the stream (Granite)."""
     onto: Literal["stream", "others", "next"] = "stream"
+    """Where the output is added. "others", in a layer with `altup`: to all streams except the first, and the sub-layer
+    reads the active one of the corrected streams (Gemma 3n). "next": only to the input of the next sub-layer's norm,
+    and the stream stays unchanged (Zamba)."""
     input_multiplier: Positive = 1.0
+    """The factor of the mixer's input, after the norm."""
     beside: bool = False
+    """Whether the sub-layer reads the same input as the previous one, and both outputs are added to the stream together
+    (Falcon-H1)."""
 
     def __post_init__(self) -> None:
         if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
@@ -77,13 +81,13 @@ class SubLayer(Component, frozen=True):
             )
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """As of any component; `path` is the block's, and the parts' paths begin with it."""
+        """Return the sub-layer with `change` applied to its parts, then to itself. `path` is the block's path."""
         names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
         paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
         return change(self._mapped(change, paths), path)
 
     def parts(self) -> dict[str, Any]:
-        """Its fields by the names that they have in a block: "attention_norm", "attention", …"""
+        """Return the fields by their names in a block: "attention_norm", "attention", …"""
         slot = self.mixer.slot
         named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
         others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
@@ -94,7 +98,7 @@ class SubLayer(Component, frozen=True):
         return {"block": Words("", {})}
 
     def places(self) -> list[str]:
-        """Where it has norms."""
+        """Return the placements of the norms: "pre", "output", "post"."""
         return [place for name, place in _PLACES.items() if getattr(self, name) is not None]
 
 
@@ -114,15 +118,7 @@ class BlockScale(Component, frozen=True):
 
 
 class Block(Component, frozen=True):
-    """A layer: its sub-layers in order, and `scale`, which multiplies the stream after them. With `altup`, there
-    are several streams, and the sub-layers compute one of them.
-
-    With `parallel`, all sub-layers read the layer's input, through their own norms or, without one, through the
-    first sub-layer's norm. Their results are added to the input together, the last one first. With `sums` "stream
-    first", they are added to the stream one after the other (StableLM). With `residual` "normed", a sub-layer's
-    result is added to the output of its norm and not to the stream (BLOOM's
-    apply_residual_connection_post_layernorm). With `wide`, the stream is in at least fp32 after the layer, and
-    norms before sub-layers read it in the model's dtype (Mamba).
+    """A layer: an ordered list of sub-layers, and how their outputs are added to the stream.
 
     The names of a sub-layer's parts begin with its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
@@ -138,11 +134,21 @@ class Block(Component, frozen=True):
 
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False
+    """Whether all sub-layers read the layer's input and their outputs are added to it. A sub-layer without a norm then
+    reads the output of the first sub-layer's norm."""
     residual: Literal["stream", "normed"] = "stream"
+    """What a sub-layer's output is added to: the stream, or the output of the sub-layer's norm (BLOOM's
+    apply_residual_connection_post_layernorm)."""
     scale: BlockScale | None = None
+    """A factor of the stream after all sub-layers."""
     altup: AlternatingUpdates | None = None
+    """If set, there are several streams, and the sub-layers compute one of them."""
     sums: Literal["branches first", "stream first"] = "branches first"
+    """The order of additions in a parallel layer: outputs are added to each other and then to the stream, or one after
+    the other to the stream (StableLM). It changes only the rounding."""
     wide: bool = False
+    """Whether the stream is in at least fp32 after the layer. Norms before sub-layers read it in the model's dtype
+    (Mamba)."""
 
     def __post_init__(self) -> None:
         slots = [sublayer.mixer.slot for sublayer in self.sublayers]
@@ -240,7 +246,11 @@ class Block(Component, frozen=True):
         return found | {name: getattr(self, name) for name in _OWN}
 
     def replaced(self, **parts: Any) -> Block:
-        """The block with other parts, by the names of `entries`, as attention or feed_forward_norm."""
+        """Return the block with other parts, by their names in `entries`, such as attention or feed_forward_norm.
+
+        Raises:
+            MissingComponent: the block has no part of this name.
+        """
         own = {name: parts.pop(name) for name in _OWN if name in parts}
         sublayers = []
         for sublayer in self.sublayers:
@@ -255,11 +265,11 @@ class Block(Component, frozen=True):
 
     @property
     def slots(self) -> str:
-        """What is in it, in words: "attention and feed_forward"."""
+        """The mixers in words: "attention (Attention) and feed_forward (FeedForward)"."""
         return " and ".join(f"{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})" for sublayer in self.sublayers)
 
     def words(self) -> dict[str, Words]:
-        """How it is arranged, its norms, biases, and all aspects of its mixers."""
+        """Return the words for the arrangement, the norms, the biases and all aspects of the mixers."""
         number = sum(each.norm is not None for each in self.sublayers)
         data = {"parallel": self.parallel, "norms": number, "residual": self.residual}
         short = whole = "serial"
@@ -283,11 +293,11 @@ class Block(Component, frozen=True):
         return words | {"bias": self._biases()}
 
     def norms(self) -> dict[str, Norm]:
-        """Those that meet the stream: "attention", "feed_forward", "feed_forward_output", …"""
+        """Return the norms outside the mixers: "attention", "feed_forward", "feed_forward_output", …"""
         return {n.removesuffix("_norm"): part for n, part in self.entries().items() if isinstance(part, Norm)}
 
     def _norms(self) -> Words:
-        """Of a sub-layer without one of its own, the first one's: that it has none is told with the arrangement."""
+        """Return the words for the norms. A sub-layer without any norm is listed with the first norm."""
         told = {name: norm.named() for name, norm in self.norms().items()}
         if not told:
             return NOT_THERE
@@ -302,7 +312,7 @@ class Block(Component, frozen=True):
         return Words(f"{short}, {where}", data | {"placement": where}, whole)
 
     def _eps(self) -> Words:
-        """Of all its norms; one number where it is all of theirs."""
+        """Return the words for the eps of all norms, as one number if they are equal."""
         found = {name: norm.eps for name, norm in self.norms().items()}
         for each in self.sublayers:
             inner = {name: part.eps for name, part in each.mixer.entries().items() if isinstance(part, Norm)}
@@ -313,7 +323,7 @@ class Block(Component, frozen=True):
         return Words(words, found if len(set(found.values())) > 1 else next(iter(found.values())))
 
     def _biases(self) -> Words:
-        """Which linears have one; the norms' are told with the norms."""
+        """Return the words for the linear layers that have a bias. Biases of norms are described with the norms."""
         mixers, every = [each.mixer for each in self.sublayers], dict[str, Words]()
         for mixer in mixers:
             linears = mixer.biases()
@@ -327,12 +337,12 @@ class Block(Component, frozen=True):
         )
 
     def mixer(self, slot: str) -> Mixer | None:
-        """The mixer of a slot, where there is one."""
+        """Return the mixer of a slot, or None."""
         return next((each.mixer for each in self.sublayers if each.mixer.slot == slot), None)
 
     @property
     def attention(self) -> Attention | LatentAttention:
-        """Its attention; raises MissingComponent where it has none."""
+        """The attention of the block. Raises MissingComponent if there is none."""
         found = self.mixer("attention")
         if not isinstance(found, Attention | LatentAttention):
             raise MissingComponent(f"this needs softmax attention in every layer, but one layer has only {self.slots}")
@@ -340,7 +350,7 @@ class Block(Component, frozen=True):
 
     @property
     def feed_forward(self) -> FeedForward | GatedFeedForward | MixtureOfExperts:
-        """Its feed-forward; raises MissingComponent where it has none."""
+        """The feed-forward of the block. Raises MissingComponent if there is none."""
         found = self.mixer("feed_forward")
         if not isinstance(found, FeedForward | GatedFeedForward | MixtureOfExperts):
             raise MissingComponent(f"this needs a feed-forward in every layer, but one layer has only {self.slots}")
@@ -348,7 +358,7 @@ class Block(Component, frozen=True):
 
     @property
     def attention_norm(self) -> Norm:
-        """The norm before its attention; raises MissingComponent where there is none."""
+        """The norm before attention. Raises MissingComponent if there is none."""
         found = next((each.norm for each in self.sublayers if each.mixer.slot == "attention"), None)
         if found is None:
             raise MissingComponent(
@@ -359,13 +369,13 @@ class Block(Component, frozen=True):
 
     @property
     def feed_forward_norm(self) -> Norm | None:
-        """The norm before its feed-forward, where it has one of its own."""
+        """The feed-forward's own input norm, or None."""
         return next((each.norm for each in self.sublayers if each.mixer.slot == "feed_forward"), None)
 
     # Complex: one branch for each arrangement of norms and sums.
     def operations(self, path: str, source: str, shape: Sizes) -> Program:  # noqa: C901
-        """From the stream `source` to the sum that leaves the block; ids are the modules' names within it."""
-        end = "block_output"  # until where the module has a name for its results
+        """Return the program from the stream `source` to the block's output. Ids are names in the block's module."""
+        end = "block_output"  # the operation up to which the module keeps a name for its results
         streams: Sizes = shape if self.altup is None else (self.altup.count, *shape)
         found: list[AnyOperation] = [Stream(source, (source,), streams, "norms", held=end, kept_wide=self.wide)]
         if self.altup is not None:
@@ -464,12 +474,12 @@ class Block(Component, frozen=True):
         return tuple(found)
 
     def plain(self) -> None:
-        """Refuse what stands between a mixer and the stream beside a norm before it, for who looks at that norm alone.
+        """Check that only an input norm stands between the stream and every mixer, for code that handles no more.
 
-        What multiplies all of a result alike changes nothing there, unless it is added to a norm's output.
+        A multiplier of the branch is allowed, unless the result is added to a norm's output.
 
         Raises:
-            MissingComponent: a norm of an output or of a sum, no norm before one, or such a multiplier.
+            MissingComponent: a mixer has no input norm, or has an output norm, a sum norm or another such part.
         """
         more = ("multiplier",) if self.residual == "normed" else ()
         looked = (*_NORMS[1:], "low_rank", "onto", "input_multiplier", "beside", *more)

@@ -1,4 +1,4 @@
-"""Attention over what an encoder made of another text. No torch."""
+"""Attention of a decoder to the output of an encoder. No torch."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -13,9 +13,9 @@ __all__ = ["CrossAttention"]
 
 
 class CrossAttention(Mixer, Component, frozen=True):
-    """Attention of each token to the source, which an encoder has read (Vaswani et al. 2017). Queries come from the
-    stream. Keys and values come from the encoder's output, and are computed once per source. The fields are those
-    of `Attention`.
+    """Attention of every token to the encoder's output (Vaswani et al. 2017). Queries are computed from the decoder's
+    stream. Keys and values are computed from the encoder's output, once per source text. Fields with a name of
+    `Attention` mean the same as there.
     """
 
     label = "cross-attention"
@@ -40,7 +40,7 @@ class CrossAttention(Mixer, Component, frozen=True):
         inner, hidden = self.heads * self.head_dim, self.hidden_size
         found = {
             "q_proj.weight": Weight((inner, hidden), "reads"),
-            "k_proj.weight": Weight((inner, hidden), "inner"),  # which reads the encoder's stream, not this one
+            "k_proj.weight": Weight((inner, hidden), "inner"),  # reads the encoder's output, not this stream
             "v_proj.weight": Weight((inner, hidden), "inner"),
             "o_proj.weight": Weight((hidden, inner), "writes"),
         }

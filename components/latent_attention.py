@@ -19,24 +19,17 @@ __all__ = ["LatentAttention"]
 class LatentAttention(Mixer, Component, frozen=True):
     """Multi-head latent attention (DeepSeek-V2 2405.04434, section 2.1; TransMLA 2502.07864).
 
-    For each token, a latent c = kv_down(x) of width `kv_rank`, with `kv_norm` if there is one, gives keys and
-    values: k_up(c) is `nope_dim` elements of a key per head, and v_up(c) is `value_dim` elements of a value per
-    head. Positions have `rope_heads` separate keys k_rope(x) of width `position.dim`, which all heads share. A
-    query head has nope_dim elements and then one rotated part for each of these keys:
+    Keys and values are computed from a latent c = kv_down(x): keys are k_up(c) and values are v_up(c). RoPE has
+    `rope_heads` separate keys k_rope(x) of width `position.dim`, which all heads share. A query head has nope_dim
+    elements, and then one rotated part per rotary key r:
 
         score = (q_nope · k_nope + Σ_r q_rope[r] · k_rope[r]) · scale
 
-    With as many `rope_heads` as key-value heads, and query parts that are zero except for the head's own key, this
-    is grouped-query attention. The cache contains c and the rotated k_rope.
+    This equals grouped-query attention if `rope_heads` is the number of key-value heads, and the rotated query parts
+    are zero except for the head's own key. The KV cache contains c and the rotated k_rope.
 
-    With `q_rank`, queries come from their own latent of this width, q_up(q_down(x)), with `q_norm` if there is one.
-    `qkv_bias` adds a bias to every projection that reads the stream: q or its latent, the latent c, and k_rope.
-    `kv_bias` adds it only to the last two. There is no bias on k_up, since it would add the same number to all
-    scores of a query, and none on v_up, since it equals a bias of the output.
-
-    `fused`: one matrix product gives the latent and k_rope, and another gives k_up and v_up, with the key and value
-    of each head together. `gathered`: if adjacent pairs are rotated, the first elements of all pairs come before
-    the second ones afterwards (DeepSeek-V3), so scores sum them in another order.
+    k_up has no bias, because it would add the same number to all scores of a query. v_up has none, because it would
+    equal a bias of the output.
     """
 
     label = "attention"
@@ -62,22 +55,40 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     hidden_size: Size
     heads: Size
+    """The number of query heads."""
     kv_rank: Size
+    """The width of the latent c."""
     nope_dim: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    """The number of elements of a key, per head, that are computed from c and not rotated."""
     value_dim: Size
+    """The number of elements of a value, per head."""
     scale: Scale
+    """The factor of the scores."""
     rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """The number of rotary keys. It is above 0 with RoPE, and 0 without."""
     position: Position | None = None
+    """The position encoding inside attention."""
     window: Size | None = None
+    """With w, position t attends to t-w+1 … t."""
     q_rank: Size | None = None
+    """The width of the queries' latent: queries are q_up(q_down(x)). None means that they are q(x)."""
     q_norm: Norm | None = None
+    """The norm of the queries' latent."""
     kv_norm: Norm | None = None
+    """The norm of the latent c."""
     qkv_bias: bool = False
+    """Whether all projections that read the stream have a bias: q or its latent, c, and k_rope."""
     kv_bias: bool = False
+    """Whether only the projections to c and k_rope have a bias."""
     output_bias: bool = False
     arithmetic: Arithmetic = "linear"
+    """How the projections multiply and add their bias. It changes only the rounding, like the fields below."""
     fused: bool = False
+    """Whether one matrix product computes c and k_rope, and another k_up and v_up, with the key and value of every head
+    next to each other."""
     gathered: bool = False
+    """Whether rotation of adjacent pairs puts the first elements of all pairs before the second ones (DeepSeek-V3), so
+    that scores sum them in another order."""
 
     def __post_init__(self) -> None:
         if isinstance(self.position, Turning) != (self.rope_heads > 0):
@@ -98,17 +109,17 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     @property
     def rope_dim(self) -> int:
-        """Rotated elements of a query head, or of the shared keys together: rope_heads · position.dim."""
+        """The number of rotated elements of a query head, which is rope_heads · position.dim."""
         return self.rope_heads * self.position.dim if isinstance(self.position, Turning) else 0
 
     @property
     def query_dim(self) -> int:
-        """Elements of a query head: those without a position, and then the rotated ones."""
+        """The number of elements of a query head: nope_dim and then rope_dim."""
         return self.nope_dim + self.rope_dim
 
     @property
     def queries(self) -> str:
-        """The linear whose rows are those of the query heads."""
+        """The name of the linear layer whose rows belong to query heads."""
         return "q_proj" if self.q_rank is None else "q_up_proj"
 
     def weights(self) -> dict[str, Weight]:

@@ -1,4 +1,4 @@
-"""Mamba: a state space of each channel, whose steps, inputs and outputs each token chooses. No torch."""
+"""Mamba: a state space model per channel, whose step size, b and c depend on the token. No torch."""
 
 import math
 from typing import Any, ClassVar, Self
@@ -16,22 +16,19 @@ from .words import Words
 
 __all__ = ["Mamba"]
 
-_CHOSEN = ("dt", "b", "c")  # what each token chooses, in the order of the rows of their projection
-_STEP = math.log(math.expm1(0.01))  # softplus of it is the mean of the steps with which training starts
+_CHOSEN = ("dt", "b", "c")  # what depends on the token, in the order of the rows of the fused projection
+_STEP = math.log(math.expm1(0.01))  # its softplus, 0.01, is the mean step size at the start of training
 
 
 class Mamba(Mixer, Component, frozen=True):
-    """A recurrence with a state S (inner, state_size) for `inner` channels (Gu & Dao 2312.00752). At each token,
-    the state decays, adds each channel's input times the token's b, and is read by its c:
+    """A recurrence with a state S of shape (inner, state_size) (Gu & Dao 2312.00752). At each token, the state decays,
+    adds each channel's input times the token's b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) ⊙ S + (Δ ⊙ x) bᵀ,  y = S c + D ⊙ x
 
-    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution, with a kernel of `kernel`
-    tokens per channel, and the `activation`. dt, with `rank` numbers, b and c are projections of x. `dt_norm`,
-    `b_norm` and `c_norm` normalise them (Jamba, Falcon Mamba). y is multiplied by silu(gate_proj(x)).
-
-    The tokens of a text are processed one after the other, in at least fp32, like the state. With `bias`, the
-    linear layers that read or write the stream have one, and with `conv_bias` the convolution.
+    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution and the activation. dt, b and
+    c are projections of x. y is multiplied by silu(gate_proj(stream)). Tokens are processed one after the other, in
+    at least fp32, like the state.
     """
 
     label = "recurrence"
@@ -48,15 +45,25 @@ class Mamba(Mixer, Component, frozen=True):
 
     hidden_size: Size
     inner: Size
+    """The number of channels of the recurrence."""
     state_size: Size
+    """The size of the state per channel, which is also the size of b and of c."""
     rank: Size
+    """The size of dt, from which dt_proj computes the step size of every channel."""
     kernel: Size
+    """The length of the causal convolution's kernel, in tokens."""
     activation: Activation
+    """The activation after the convolution."""
     dt_norm: RMSNorm | None = None
+    """The norm of dt, before dt_proj (Jamba, Falcon Mamba)."""
     b_norm: RMSNorm | None = None
+    """The norm of b."""
     c_norm: RMSNorm | None = None
+    """The norm of c."""
     bias: bool = False
+    """Whether the projections x and gate and the output projection have a bias."""
     conv_bias: bool = False
+    """Whether the convolution has a bias."""
 
     def __post_init__(self) -> None:
         for name, size in self.chosen.items():
@@ -66,7 +73,7 @@ class Mamba(Mixer, Component, frozen=True):
 
     @property
     def chosen(self) -> dict[str, int]:
-        """How wide each is of what a token chooses."""
+        """The sizes of dt, b and c."""
         return dict(zip(_CHOSEN, (self.rank, self.state_size, self.state_size), strict=True))
 
     def weights(self) -> dict[str, Weight]:
@@ -176,7 +183,7 @@ class Mamba(Mixer, Component, frozen=True):
             kept_wide=True,
             theirs=self.inner * self.state_size,
             again=True,
-            alive=self.inner * (3 * self.state_size + 1),  # decays, what is brought, and what that is made of
+            alive=self.inner * (3 * self.state_size + 1),  # the decays, the update of the state, and its factors
         )
         opened = ActivationOperation(f"{path}.gate", (f"{path}.gate_proj",), inner, row, function="silu")
         found += (scan, opened, Product(f"{path}.gated", (scan.id, opened.id), inner, row))
@@ -184,5 +191,5 @@ class Mamba(Mixer, Component, frozen=True):
 
 
 def _made_by(name: str) -> str:
-    """The linear that makes of x what a token chooses."""
+    """Return the name of the linear layer that computes dt, b or c from x."""
     return "dt_in_proj" if name == "dt" else f"{name}_proj"

@@ -1,4 +1,4 @@
-"""Mamba-2: a state space whose states decay by one number a head. No torch."""
+"""Mamba-2: a state space model in which each head has one decay rate. No torch."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -16,24 +16,17 @@ from .words import Words
 __all__ = ["Mamba2"]
 
 _READ = ("gate", "x", "b", "c", "dt")  # the projections, in the order of their rows
-_MIXED = ("x", "b", "c")  # what the convolution is of
+_MIXED = ("x", "b", "c")  # the projections that pass through the convolution
 
 
 class Mamba2(Mixer, Component, frozen=True):
-    """A recurrence with a state S (head_dim, state_size) for each of `heads` heads (Dao & Gu 2405.21060). At each
+    """A recurrence in which every head has a state S of shape (head_dim, state_size) (Dao & Gu 2405.21060). At each
     token, the state decays, adds the token's input times its b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) S + Δ x bᵀ,  y = S c + D x
 
-    with Δ = softplus(dt_proj(x) + dt_bias), which is limited to `least` … `most` when several tokens are read at
-    once. Each of `groups` b and c is for heads / groups consecutive heads. x, b and c pass through a causal
-    convolution, with a kernel of `kernel` tokens per channel, and the `activation`. y is multiplied by
-    silu(gate_proj(x)) and then normalised, or with `gated` "behind norm" in the opposite order. `multipliers` scale
-    the projections gate, x, b, c and dt, each in the model's dtype (Falcon-H1).
-
-    A text is processed in chunks of `chunk` tokens, in at least fp32, like the states. With `bias`, the linear
-    layers that read the stream have one, with `output_bias` the layer that writes it, and with `conv_bias` the
-    convolutions.
+    with Δ = softplus(dt_proj(stream) + dt_bias). x, b and c are projections of the stream that pass through a causal
+    convolution and the activation. y is multiplied by silu(gate_proj(stream)). States are computed in at least fp32.
     """
 
     label = "recurrence"
@@ -57,18 +50,31 @@ class Mamba2(Mixer, Component, frozen=True):
     heads: Size
     head_dim: Size
     groups: Size
+    """The number of b vectors and of c vectors per token. heads / groups consecutive heads share one."""
     state_size: Size
+    """The size of the state per channel of a head, which is also the size of one b or c."""
     kernel: Size
+    """The length of the causal convolution's kernel, in tokens."""
     activation: Activation
+    """The activation after the convolution."""
     norm: RMSNorm | None = None
+    """The norm of y, over all heads together."""
     gated: Literal["before norm", "behind norm"] = "before norm"
+    """Whether y is multiplied by the gate before or after its norm."""
     bias: bool = False
+    """Whether the projections gate, x, b, c and dt have a bias."""
     output_bias: bool = False
+    """Whether the output projection has a bias."""
     conv_bias: bool = False
+    """Whether the convolutions have a bias."""
     least: Annotated[float, msgspec.Meta(ge=0, le=1e30)] = 0.0
+    """The lower limit of Δ. Both limits apply only when several tokens are read at once."""
     most: Positive | None = None
+    """The upper limit of Δ."""
     multipliers: tuple[Positive, Positive, Positive, Positive, Positive] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """The factors of the projections gate, x, b, c and dt, applied in the model's dtype (Falcon-H1)."""
     chunk: Size = 256
+    """The number of tokens that are processed at once. It changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -80,22 +86,22 @@ class Mamba2(Mixer, Component, frozen=True):
 
     @property
     def inner(self) -> int:
-        """How wide all heads are together."""
+        """The width of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def states(self) -> int:
-        """How wide b is, or c, of all groups together."""
+        """The width of b, or of c, in all groups together."""
         return self.groups * self.state_size
 
     @property
     def scaled(self) -> bool:
-        """Whether its projections are."""
+        """Whether any projection is multiplied by a factor other than 1."""
         return any(each != 1 for each in self.multipliers)
 
     @property
     def widths(self) -> dict[str, int]:
-        """Rows of each projection."""
+        """The number of rows of every projection."""
         return dict(zip(_READ, (self.inner, self.inner, self.states, self.states, self.heads), strict=True))
 
     def weights(self) -> dict[str, Weight]:
@@ -256,6 +262,6 @@ class Mamba2(Mixer, Component, frozen=True):
         return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
 
     def _normed(self, norm: RMSNorm, path: str, source: str, shape: Sizes, **fields: Any) -> list[AnyOperation]:
-        """The norm of what is in fp32 at least."""
+        """Return the operations of the norm, whose input is in at least fp32."""
         own = out_of("recurrence", norm.operations(f"{path}.norm", source, shape))
         return [msgspec.structs.replace(each, lies="float32", **fields) for each in own]

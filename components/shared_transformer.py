@@ -1,4 +1,4 @@
-"""A transformer block that several layers run, each with adapters of its own. No torch."""
+"""A transformer block whose weights several layers share, with separate adapters. No torch."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,28 +17,21 @@ from .words import Words
 __all__ = ["FIRST", "SharedTransformer"]
 
 FIRST = "first_stream"
-"""The result before all layers that the first of them reads, and every `SharedTransformer` again."""
+"""The name of the first layer's input, which every `SharedTransformer` reads too."""
 
 _FEW = 4  # the rank of adapters in a small copy
 
 
 class SharedTransformer(Mixer, Component, frozen=True):
-    """Attention and a gated feed-forward that several layers run with the same weights (Zamba 2405.16712, Zamba2
-    2411.15242):
+    """Attention and a gated feed-forward whose weights several layers share (Zamba 2405.16712, Zamba2 2411.15242):
 
         y = stream_proj(down(activation(gate(a)) · up(a))),  a = inner_norm(attention(norm([x, e])))
 
     e is the input of the model's first layer, concatenated with x, so queries, keys and values are computed from
-    twice the stream's width. There is no residual connection in between. Among blocks with the same `number`, the
-    first stores the weights, and its `weights_from` is "own". The others have "earlier", and use the weights of the
-    nearest earlier one.
+    twice the stream's width. There is no residual connection in between.
 
-    Each layer has its own stream_proj and low-rank adapters, whose products are added to those of the shared
-    projections. With `rank`, adapters are on gate(a) and up(a), which share their first matrix, and with
-    `attention_rank` on queries, keys and values. `bias` is on the feed-forward. Each layer has its own keys and
-    values in the cache.
-
-    `fused` computes gate and up in one matrix product.
+    Every layer has its own stream_proj, its own KV cache and its own low-rank adapters. The outputs of the adapters
+    are added to the outputs of the shared projections.
     """
 
     label = "shared block"
@@ -58,20 +51,34 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     hidden_size: Size
     heads: Size
+    """The number of query heads."""
     kv_heads: Size
+    """The number of key-value heads, each shared by the same number of query heads."""
     head_dim: Size
     scale: Scale
+    """The factor of q·k."""
     intermediate_size: Size
+    """The number of units of the feed-forward."""
     activation: Activation
     norm: Norm
+    """The norm of the concatenation [x, e]."""
     inner_norm: Norm
+    """The norm between attention and the feed-forward."""
     position: Position | None = None
+    """The position encoding inside attention: RoPE, or None."""
     bias: bool = False
+    """Whether the linear layers of the feed-forward have a bias."""
     rank: Size | None = None
+    """The rank of the adapters of gate and up, which share their first matrix. None means no adapters."""
     attention_rank: Size | None = None
+    """The rank of the adapters of queries, keys and values. None means no adapters."""
     number: int = 0
+    """The number of the shared block. Layers with the same number share weights."""
     weights_from: Literal["own", "earlier"] = "own"
+    """Where the shared weights are stored. "own": in this layer, the first one with this `number`. "earlier": this
+    layer uses the weights of the nearest earlier layer that stores them."""
     fused: bool = False
+    """Whether gate and up are computed in one matrix product. It changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -88,16 +95,16 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     @property
     def read(self) -> int:
-        """How wide that is of which queries, keys and values are made."""
+        """The width of the input of the queries, keys and values."""
         return 2 * self.hidden_size
 
     @property
     def lent(self) -> Self:
-        """What of it is stored once, as the layer has it that stores it."""
+        """The shared part of the block, as in the layer that stores the weights."""
         return msgspec.structs.replace(self, weights_from="own", rank=None, attention_rank=None)
 
     def _rows(self) -> dict[str, int]:
-        """Of queries, keys and values."""
+        """Return the number of rows of the projections of queries, keys and values."""
         kv = self.kv_heads * self.head_dim
         return {"q": self.heads * self.head_dim, "k": kv, "v": kv}
 
@@ -124,7 +131,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return found | {"stream_proj.weight": Weight((hidden, hidden), "writes")}
 
     def children(self) -> Any:
-        """The positions, and the norms where their weights are stored here."""
+        """Return the positions, and the norms if this layer stores the shared weights."""
         own = self.weights_from == "own"
         return ((name, each) for name, each in super().children() if own or not isinstance(each, Norm))
 
@@ -210,7 +217,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
         found: list[AnyOperation] = []
 
         def stored(operation: AnyOperation) -> str:
-            """An operation of the shared weights, which are where they are stored."""
+            """Add an operation on shared weights, without its weights if an earlier layer stores them."""
             elsewhere = self.weights_from == "earlier"
             found.append(msgspec.structs.replace(operation, weights=()) if elsewhere else operation)
             return operation.id
@@ -219,7 +226,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
             return linear(self, f"{name}_adapter_up", path, down, inner, row, **fields)
 
         def added(name: str, past: str, inner: Sizes, held: str = "") -> str:
-            """What a projection gives and what its adapter does."""
+            """Add the sum of a projection's output and its adapter's, and return the id of the sum."""
             inputs = (past, f"{path}.{name}_adapter_up")
             found.append(Add(f"{path}.{name}_adapted", inputs, inner, row, held=held))
             return found[-1].id
