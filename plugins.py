@@ -1,10 +1,10 @@
-"""Definitions from outside: modules of other packages that register families, components, swaps and formats.
+"""Import plugins: modules of other packages that register families, components, swaps and formats.
 
-A plugin is a module or a file of Python, and importing it registers what it has: a component by its class alone, which
-names the module that computes it (`Component.computed_in`), a family by `architectures.register`, swaps by
-`surgery.registry.register`, a format by `converter.targets.register`. It is found by an entry point of the group
-`gptkit.plugins`, or named by `--plugin MODULE`, `--plugin FILE.py` or in GPTKIT_PLUGINS (several by commas). Each is
-imported once, before anything else is done.
+A plugin is a Python module or file that registers its definitions when it is imported. The definition of a component's
+class registers the component, and names the module that computes it (`Component.computed_in`). Families are registered
+by `architectures.register`, swaps by `surgery.registry.register`, formats by `converter.targets.register`. gptkit finds
+a plugin by an entry point of the group `gptkit.plugins`, by `--plugin MODULE` or `--plugin FILE.py`, or in the
+environment variable GPTKIT_PLUGINS (separated by commas). Every plugin is imported once, before the command starts.
 """
 
 import importlib.util
@@ -21,9 +21,9 @@ GROUP = "gptkit.plugins"
 
 
 def load(named: Iterable[str] = ()) -> None:
-    """Import the plugins that are named, those of GPTKIT_PLUGINS, and those that are installed.
+    """Import the installed plugins, the plugins in GPTKIT_PLUGINS, and the `named` ones.
 
-    One that cannot be imported is told on stderr in a line, and ignored.
+    If an import fails, a line on stderr reports it and the plugin is ignored.
     """
     for name in (*_installed(), *os.environ.get("GPTKIT_PLUGINS", "").split(","), *named):
         if name.strip():
@@ -40,21 +40,26 @@ def _import(name: str) -> None:
 
 
 def import_file(path: Path) -> None:
-    """Import a file of Python that lies anywhere, as a module of the file's name; raises whatever it does."""
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    if found is None or found.loader is None:
+    """Import a Python file as a module of the file's name. Errors of the file itself are raised unchanged."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 @cache
 def _installed() -> tuple[str, ...]:
-    """The modules of entry points. Who reads these takes 20 ms to import, and waits until one names the group."""
+    """Return the modules that entry points of the group name.
+
+    Importing `importlib.metadata` takes 20 ms, so it is only imported if some package mentions the group.
+    """
     folders = [folder for folder in map(Path, dict.fromkeys(sys.path)) if folder.is_dir()]
     files = (path for folder in folders for path in folder.glob("*.*-info/entry_points.txt"))
     if not any(GROUP.encode() in path.read_bytes() for path in files):
         return ()
     from importlib.metadata import entry_points
 
-    return tuple(dict.fromkeys(each.value for each in sorted(entry_points(group=GROUP), key=lambda each: each.name)))
+    return tuple(
+        dict.fromkeys(entry.value for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name))
+    )

@@ -1,7 +1,7 @@
-"""The language model of a composite checkpoint, of images or sound and text, by itself: its config.json, and what its
-tensors are called there.
+"""Extract the language model of a multimodal checkpoint: its config.json and the names of its tensors.
 
-Where all tokens are text, positions that are told apart for images (`mrope_section`) are one and the same.
+Multimodal models may give image tokens several kinds of positions (`mrope_section`). All kinds are equal for text
+tokens, so the extracted config has ordinary rotary positions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from .base import OUTSIDE, TOKEN_IDS, Architecture
 from .config import quantisation
 
 _PART = "text_config"
-"""The field of a composite config that holds the language model's own."""
+"""The field of a multimodal config that contains the config of the language model."""
 _PLACES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
@@ -21,34 +21,36 @@ _PLACES = (
     ("text_model.", ""),
     ("", ""),
 )
-"""How names of the language model begin in composite checkpoints, and by itself; the first that is known is right."""
+"""Prefixes of the language model's tensors: in multimodal checkpoints, and in a checkpoint of the language model only.
+The first pair that gives a known name is used.
+"""
 _ROPES = ("rope_parameters", "rope_scaling")
-_LEFT = (
+_OUTER = (
     *("architectures", "auto_map", "transformers_version", "_name_or_path", "processor_class", "vision_token_id"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
-"""Fields of what the language model lies in."""
+"""Fields that describe the multimodal model, and are dropped from the config of its language model."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 def bare_names(name: str) -> list[str]:
-    """Return what a tensor or module of a composite model may be called in its language model by itself."""
+    """Return the names that a tensor or module of a multimodal model may have in its language model."""
     return [ours + name.removeprefix(theirs) for theirs, ours in _PLACES if name.startswith(theirs)]
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
-    """The family of a composite's language model, and the config.json that it has by itself.
+    """Return the family and the config.json of a multimodal model's language model.
 
     Raises:
-        InvalidInput: it is no composite; its weights are quantised; its language model is of a family not known here.
+        InvalidInput: the model is not multimodal, its weights are quantised, or gptkit does not know the family of its
+            language model.
     """
-    kind = config.get("model_type")
-    told = f"{shown(kind)}"
+    model_type = shown(config.get("model_type"))
     text = config.get(_PART)
     if not isinstance(text, dict):
         if config.get("vision_config") is None:
             raise InvalidInput(
-                f"the config of the model_type {told} has no {_PART}, so it is not a multimodal model",
+                f"the config of the model_type {model_type} has no {_PART}, so it is not a multimodal model",
                 "Give a model that reads images and text.",
             )
         text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
@@ -57,11 +59,11 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
             "the weights are quantised, so gptkit cannot tell which tensors belong together",
             "Give a checkpoint whose weights are not quantised.",
         )
-    found = next((each for each in ARCHITECTURES.values() if text.get("model_type") in each.texts), None)
-    usual = {} if found is None else dict(found.texts[text["model_type"]])
-    if found is None:
+    family = next((family for family in ARCHITECTURES.values() if text.get("model_type") in family.texts), None)
+    usual = {} if family is None else dict(family.texts[text["model_type"]])
+    if family is None:
         try:
-            found = architecture_of(text)
+            family = architecture_of(text)
         except ConfigError as error:
             raise InvalidInput(
                 f"gptkit does not support the language model of this multimodal model: {error.message}"
@@ -69,53 +71,56 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     if any(name in text for name in ("rope_theta", *_ROPES)):
         usual = {key: value for key, value in usual.items() if key not in _ROPES}
     ids = {key: config[key] for key in (*TOKEN_IDS, "dtype", "torch_dtype") if config.get(key) is not None}
-    made = {**ids, **usual, **{key: value for key, value in text.items() if key not in _LEFT}}
+    plain = {**ids, **usual, **{key: value for key, value in text.items() if key not in _OUTER}}
     for name in _ROPES:
-        if isinstance(made.get(name), dict):
-            made[name] = _plain(made[name])
-    return found, {**made, "model_type": found.name, "architectures": [found.hf_class]}
+        if isinstance(plain.get(name), dict):
+            plain[name] = _plain_rope(plain[name])
+    return family, {**plain, "model_type": family.name, "architectures": [family.hf_class]}
 
 
-def _plain(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a config says of rotary positions, without the sections that tell three kinds of positions apart."""
-    left = {key: value for key, value in rope.items() if key not in _SECTIONS}
-    left |= {key: "default" for key in ("type", "rope_type") if left.get(key) == "mrope"}
-    return left if left.keys() - {"type", "rope_type"} or "default" not in left.values() else None
+def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the rotary parameters without the sections of multimodal positions, or None if they are all defaults."""
+    plain = {key: value for key, value in rope.items() if key not in _SECTIONS}
+    plain |= {key: "default" for key in ("type", "rope_type") if plain.get(key) == "mrope"}
+    return plain if plain.keys() - {"type", "rope_type"} or "default" not in plain.values() else None
 
 
 def text_names(
     family: Architecture, config: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The tensors of the language model among a composite's, each with its own name; and the config, which then says
-    whether the head is the embedding.
+    """Map the multimodal names of the language model's tensors to their own names, and complete the config.
+
+    The returned config has `tie_word_embeddings`, which is true if the checkpoint has no tensor for the head.
 
     Raises:
-        InvalidInput: one that it needs is not there, or there is one that it has no place for.
+        InvalidInput: a tensor of the language model is missing, or there is one that the family does not have.
     """
     names = list(names)
     own = {name: bare_names(name) for name in names}
-    tied = not any(family.head in each for each in own.values())
+    tied = not any(family.head in candidates for candidates in own.values())
     config = {**config, "tie_word_embeddings": tied}
     spec = family.spec(config)
-    every = [each for some in own.values() for each in some]
-    known = {leaf.checkpoint: leaf for leaf in family.bind_files(spec, every)}
+    possible = [candidate for candidates in own.values() for candidate in candidates]
+    known = {leaf.checkpoint: leaf for leaf in family.bind_files(spec, possible)}
     layers = len(spec.blocks)
-    found: dict[str, str] = {}
-    lost: list[str] = []
+    matched: dict[str, str] = {}
+    unknown: list[str] = []
     for name, candidates in own.items():
-        groups = {each: family.carries(each, layers) for each in candidates}
-        if any(group and group[0] in OUTSIDE for group in groups.values()):
+        groups = [family.carries(candidate, layers) for candidate in candidates]
+        if any(group and group[0] in OUTSIDE for group in groups):
             continue
-        carried = [group[1] for group in groups.values() if group]
-        named = (family.canonical_name(each, known, layers) for each in candidates)
-        right = next((each for each in named if each in known), carried[0] if carried else None)
+        carried = [group[1] for group in groups if group]
+        canonical = [family.canonical_name(candidate, known, layers) for candidate in candidates]
+        right = next((name for name in canonical if name in known), carried[0] if carried else None)
         if right is not None:
-            found[name] = right
-        elif len(candidates) > 1 and not any(family.canonical_name(each, known, layers) is None for each in candidates):
-            lost.append(name)
-    if lost:
-        raise InvalidInput(f"{len(lost)} tensors have names that {family.name} does not have: {', '.join(lost[:8])}")
-    missing = sorted(known.keys() - found.values())
+            matched[name] = right
+        elif len(candidates) > 1 and None not in canonical:
+            unknown.append(name)
+    if unknown:
+        raise InvalidInput(
+            f"{len(unknown)} tensors have names that {family.name} does not have: {', '.join(unknown[:8])}"
+        )
+    missing = sorted(known.keys() - matched.values())
     if missing:
         raise InvalidInput(f"{len(missing)} tensors of the language model are missing: {', '.join(missing[:8])}")
-    return found, config
+    return matched, config

@@ -1,4 +1,4 @@
-"""The key-value cache: what earlier tokens left behind, one entry a layer, cut to the layer's window."""
+"""The cache for decoding: keys, values and recurrent states of earlier tokens, by layer."""
 
 from typing import Any
 
@@ -9,34 +9,36 @@ from ..components import ModelSpec
 from .context import Encoded
 from .registry import module_of
 
-ROOM = 8  # tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each
+ROOM = 8
+"""The number of tokens for which memory is allocated ahead, so that earlier tokens are copied every 8 steps only."""
 
 CACHE_LINE = 64
-"""Bytes. A head whose rows are no whole lines begins elsewhere in one when room lies between heads, and matrix
-products then sum in another order than over transformers' concatenation."""
+"""The size of a cache line in bytes. If a row is not a multiple of it, free memory between heads changes where a head
+starts in its line. Matrix products would then sum in another order than with transformers' concatenated tensors.
+"""
 
 
 class _Tokens:
-    """A tensor (B, KV, S, head_dim) that grows at S: new tokens are written behind the others while there is room.
+    """A tensor (B, KV, S, head_dim) that grows along S: new tokens are written into free memory while there is some.
 
-    It is made anew instead where gradients are wanted, in another mode than it was made in (inference tensors are not
-    to be written to outside it), and where rows are no whole cache lines.
+    The tensor is allocated again if gradients are needed, if rows are not whole cache lines, or if inference mode
+    changed, since torch forbids writing to inference tensors outside of that mode.
     """
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
-        self.first = self.end = 0  # what is kept is memory[:, :, first:end]
+        self.first = self.end = 0  # the cached tokens are memory[:, :, first:end]
 
     def append(self, new: Tensor) -> Tensor:
-        """What is kept with what is new behind it."""
+        """Append the new tokens, and return all cached tokens (B, KV, S, head_dim)."""
         count = new.shape[-2]
         in_place = not torch.is_grad_enabled() and new.shape[-1] * new.element_size() % CACHE_LINE == 0
         if self.memory is not None and in_place and self._has_room(self.memory, count):
             self.memory.narrow(-2, self.end, count).copy_(new)
         else:
-            kept = [] if self.memory is None else [self.memory.narrow(-2, self.first, self.end - self.first)]
+            earlier = [] if self.memory is None else [self.memory.narrow(-2, self.first, self.end - self.first)]
             room = [new.new_empty(*new.shape[:-2], ROOM, new.shape[-1])] if in_place else []
-            self.memory = torch.cat([*kept, new, *room], dim=-2)
+            self.memory = torch.cat([*earlier, new, *room], dim=-2)
             self.first, self.end = 0, self.end - self.first
         self.end += count
         return self.memory.narrow(-2, self.first, self.end - self.first)
@@ -50,14 +52,14 @@ class _Tokens:
 
 
 class LayerCache:
-    """Keys and values of one layer, positions already applied."""
+    """The keys and values of one layer, after their positions are applied."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
         self.keys, self.values = _Tokens(), _Tokens()
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything the new tokens may look at: kept and new. Keeps window - 1 of them for the next call."""
+        """Return all cached and new keys and values. A window keeps only its last window - 1 for the next call."""
         both = self.keys.append(keys), self.values.append(values)
         if self.window is not None:
             self.keys.keep(self.window - 1)
@@ -66,38 +68,38 @@ class LayerCache:
 
 
 class Cache:
-    """What earlier tokens left in each block, and how many were seen. Give the same one to every call of a decode.
+    """The cache of one decode. Pass the same instance to every call of the model.
 
-    layers: for each block what its mixers keep, by slot: a `LayerCache` of attention, a state of a recurrence. encoded:
-    the source of a model with an encoder.
+    layers: for every block, the cache of its mixers by slot: a `LayerCache` for attention, a `State` for a recurrence.
+    length: the number of tokens seen so far. encoded: the encoder's output, if the model has an encoder.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         spec.predicts("a cache of keys and values")
         mixers = [[sublayer.mixer for sublayer in block.sublayers] for block in spec.blocks]
-        made = [
-            {each.slot: module_of(each).cache(each) for each in block if hasattr(module_of(each), "cache")}
+        caches = [
+            {mixer.slot: module_of(mixer).cache(mixer) for mixer in block if hasattr(module_of(mixer), "cache")}
             for block in mixers
         ]
         self.layers: list[dict[str, Any]] = [
-            {slot: each for slot, each in layer.items() if each is not None} for layer in made
+            {slot: cache for slot, cache in layer.items() if cache is not None} for layer in caches
         ]
         self.length = 0
         self.encoded: Encoded | None = None
 
     def reorder(self, rows: Tensor) -> None:
-        """Let each sequence go on from what the one of that number has left: (new sequences,)."""
+        """Make sequence i continue from the cache of sequence rows[i]; `rows` is (new sequences,)."""
         if self.encoded is not None:
             self.encoded = self.encoded.chosen(rows)
         for layer in self.layers:
-            for kept in layer.values():
-                _reorder(kept, rows)
+            for cache in layer.values():
+                _reorder(cache, rows)
 
 
-def _reorder(kept: Any, rows: Tensor) -> None:
-    """All tensors of what a mixer keeps have a sequence a row."""
-    for name, value in vars(kept).items():
+def _reorder(cache: Any, rows: Tensor) -> None:
+    """Select rows in all tensors of a mixer's cache. Their first dimension is the sequence."""
+    for name, value in vars(cache).items():
         if isinstance(value, Tensor):
-            setattr(kept, name, value.index_select(0, rows))
+            setattr(cache, name, value.index_select(0, rows))
         elif hasattr(value, "__dict__"):
             _reorder(value, rows)
