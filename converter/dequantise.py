@@ -337,7 +337,8 @@ def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | 
         return f"{part} must be I32 of shape [{columns}], but is {parts.kind(part)} {list(parts.shape(part))}"
     indices = parts[part]
     if columns and (indices.min() < 0 or indices.max() >= count):
-        return f"{part} refers to groups {indices.min()} to {indices.max()}, but there are {count}"
+        first, last = indices.min(), indices.max()
+        return f"{part} has values from {first} to {last}, but the groups are numbered 0 to {count - 1}"
     plain = columns % count == 0 and np.array_equal(indices, np.arange(columns) // (columns // count))
     return None if plain else indices.astype(np.intp)
 

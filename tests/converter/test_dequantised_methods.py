@@ -193,9 +193,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "gptq: group out of range": (
         "gptq",
         {"g_idx": torch.arange(64, dtype=torch.int32)},
-        "refers to groups 0 to 63, but",
+        "has values from 0 to 63, but",
     ),
-    "gptq: group below": ("gptq", {"g_idx": torch.arange(64, dtype=torch.int32) // 16 - 1}, "refers to groups -1 to 2"),
+    "gptq: group below": ("gptq", {"g_idx": torch.arange(64, dtype=torch.int32) // 16 - 1}, "has values from -1 to 2"),
     "gptq: an index of another length": (
         "gptq",
         {"g_idx": torch.zeros(60).int()},
@@ -237,7 +237,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "int4: another shape": ("int4", {"weight_shape": torch.tensor([64, 80])}, r"weight_shape is \[64, 80\]"),
     "int4: a shape of floats": ("int4", {"weight_shape": torch.tensor([64.0, 64.0])}, r"weight_shape is \[\]"),
     "int4: other groups": ("int4", {"weight_scale": torch.zeros(64, 2)}, r"scales must have shape \[64, 4\]"),
-    "int4: an order out of range": ("int4", {"weight_g_idx": torch.full((64,), 4).int()}, "refers to groups 4 to 4"),
+    "int4: an order out of range": ("int4", {"weight_g_idx": torch.full((64,), 4).int()}, "has values from 4 to 4"),
     "int4: a format": ("int4", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
     "int4: sparse": ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "cannot read its sparsity_config"),
     "int4: turned": ("int4", {"transform_config": {"config_groups": {"u": {}}}}, "cannot read its transform_config"),
