@@ -136,7 +136,7 @@ def heal(
     held_out: str = HELD_OUT,
     seed: int = option(
         "N",
-        "The seed of the first run, which determines the order of the text. Further runs (--seeds) use the next numbers.",
+        "The seed of the first run. It determines the order of the text. Further runs (--seeds) use the next seeds.",
         _HOW,
         default=0,
         min=0,

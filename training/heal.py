@@ -261,8 +261,8 @@ def heal(  # noqa: C901
             )
         if hidden and not layers:
             raise UsageError(
-                "--hidden compares hidden states after each layer, but the models differ in their number of "
-                "layers or hidden size, or no layer changed",
+                "--hidden compares the hidden states of CHANGED and of the teacher after each layer. It needs equal "
+                "numbers of layers, equal hidden sizes, and at least one layer that differs",
                 "Leave out --hidden.",
             )
 

@@ -117,7 +117,8 @@ def _points_of(folders: Sequence[str | Path]) -> list[Point]:
         table = read_ablation(folder)
         if table.get("how") == "heal":
             raise UsageError(
-                f"the runs in {folder} healed changed models, but a scaling law needs runs from random weights",
+                f"the runs in {folder} start from changed models, but a scaling law needs runs that start from random "
+                "weights",
                 'Leave out this folder, or repeat its runs with how = "train" in the plan.',
             )
         if "data" not in table and len(folders) > 1:

@@ -216,7 +216,9 @@ def _stages(
         match = _RANK.fullmatch(file.parent.name)
         place = (int(match[2] or 0), int(match[1])) if match else (0, 0)
         if place in states:
-            raise CheckpointError(f"another folder has the same rank as {file.parent}", _HINT)
+            raise CheckpointError(
+                f"{file.parent} has the same tensor- and pipeline-parallel rank as another folder", _HINT
+            )
         own = content.get("args") if isinstance(content, dict) else None
         if not isinstance(own, dict):
             raise CheckpointError(f"{file} does not contain the training arguments (args)", _HINT)
