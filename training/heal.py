@@ -63,38 +63,33 @@ BUDGET = 20_000, 400_000
 """The default budget is each token of the text once, but at least and at most this many tokens."""
 _LEAST_HELD, _MOST_HELD = 1024, 2**16
 _HELD = 40
-"""The share of the budget, one in so many, that the held-out text has at most: every evaluation reads all of it."""
+"""The held-out text has at most 1/40 of the budget's tokens, because every evaluation reads all of it."""
 _EVALUATIONS = 0.1
-"""The tokens that evaluations read together, as a share of the budget. They include the look at a trial and the average
-of the last steps. A token that is evaluated takes half as long as one that is trained on, so that this is a twentieth
-of the time.
+"""The tokens that all evaluations read, as a share of the budget. They include the evaluations of a trial and of the
+average of the last steps. Evaluating a token takes half as long as training on it, so this is a twentieth of the time.
 """
 _PACE = 3e10
-"""FLOPs a second, by which the tokens of a budget in seconds are guessed."""
+"""The FLOPs per second from which gptkit estimates the tokens of a budget in seconds."""
 
 
 @dataclass(frozen=True)
 class Healed(Record, Shown):
-    """What came out. original, start: the original and the changed model on the held-out text. healed: the changed
-    model, trained; control: the original, trained on the same tokens to predict them; floor: the changed tree from
-    random weights, trained as the changed model was. trained: parameters that were; local: layers that were trained by
-    themselves first.
-    """
+    """The result of a healing."""
 
     JSON = "folder=name teacher tokens steps seeds trained local original start healed control floor recovered kept"
 
     folder: Path
     teacher: str
-    tokens: int
-    steps: int
-    seeds: int
-    trained: int
-    local: tuple[int, ...]
-    original: Held
-    start: Held
-    healed: Outcome
-    control: Outcome | None
-    floor: Outcome | None
+    tokens: int  # trained on in a run
+    steps: int  # of a run
+    seeds: int  # runs of each kind
+    trained: int  # the number of parameters that were trained
+    local: tuple[int, ...]  # the layers that were first trained one by one
+    original: Held  # the teacher on the held-out text
+    start: Held  # the changed model on the held-out text, before training
+    healed: Outcome  # the changed model, trained
+    control: Outcome | None  # the teacher, trained to predict the same tokens
+    floor: Outcome | None  # the changed architecture, trained in the same way from random weights
 
     @property
     def name(self) -> str:
@@ -102,12 +97,12 @@ class Healed(Record, Shown):
 
     @property
     def kept(self) -> bool:
-        """Whether the folder has the changed model as it was, because no training brought it closer."""
+        """Whether the folder has the changed model untrained, because no training brought it closer to the teacher."""
         return self.healed.held[0] == self.start
 
     @property
     def recovered(self) -> float | None:
-        """The share of the gap, the changed model's KL divergence, that is gone; None where there was none."""
+        """The share of the changed model's KL divergence that the healing removed; None if there was no divergence."""
         return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
 
 
@@ -148,51 +143,57 @@ def heal(  # noqa: C901
     tell: Callable[[str, TrainingStep], None] = lambda what, step: None,
     progress: Progress | None = None,
 ) -> Healed:
-    """Train a changed model to answer as the original, and write it as a checkpoint; beside it a control and a floor.
+    """Train a changed model to answer as the original does, and write it as a checkpoint.
+
+    For comparison, also train a control and a floor (see `beside`).
 
     Args:
-        changed: a checkpoint, as a swap wrote it.
-        teacher: the one that it was made from, of the same tokens.
-        data: texts, or one folder that `tokenize` wrote, by the teacher's tokenizer.
-        out: the folder to make. Beside it, in `out`.healing, are the runs' checkpoints and measurements.
-        tokens: how many each run is trained on; by default those of the text, within `BUDGET`.
-        seconds: how long each run is trained instead.
-        trained: "all", "changed" (what the change touched), "norms", or "lora:RANK" (an update of so low a rank to
-            every matrix).
-        local: the share of the budget in which each changed layer is trained by itself first, where the layers of both
-            are one another's.
-        hidden: how much of the distance between the streams behind each layer is added to the loss, where the layers of
-            both are one another's.
-        seeds: how many runs of each kind, by other orders of the windows.
-        beside: run the control and the floor too, or one of the two, by its name.
-        patience: end a run after so many evaluations without a better one; 0 never does.
-        batch: tokens a step; this and what follows as in `train`.
-        context: tokens a window.
-        rate: AdamW's highest for the healed model; by default the one that short trials choose. Control and floor have
-            their own: the control's is chosen alike, and the floor's is what `train` takes for random weights.
-        warmup: the share of a run within which the rate is reached.
-        decay: of the weights; by default none.
-        clip: what a gradient's norm is cut to.
-        accumulate: parts of a step.
+        changed: a checkpoint that a swap wrote.
+        teacher: the checkpoint that the changed model was made from. It must have the same tokens.
+        data: text files, or one folder that `tokenize` wrote with the teacher's tokenizer.
+        out: the folder to make. The checkpoints and measurements of the runs are in the folder `out`.healing.
+        tokens: the number of training tokens of a run; by default the tokens of the text, within `BUDGET`.
+        seconds: the training time of a run, instead of `tokens`.
+        trained: the parameters to train: "all", "changed" (new parameters and changed components), "norms", or
+            "lora:RANK" (an update of this rank for every matrix).
+        local: the share of the budget in which every changed layer is first trained alone, on the same layer of the
+            teacher. It needs models with the same number of layers and the same hidden size.
+        hidden: the weight of the hidden-state loss, the distance to the teacher's hidden states after every layer. It
+            needs models with the same number of layers and the same hidden size.
+        seeds: the number of runs of each kind, which differ in the order of the windows.
+        beside: whether to also train the control (the teacher, on the same tokens) and the floor (the changed
+            architecture from random weights), or "control" or "floor" for only one of them.
+        patience: end a run after this number of evaluations without a better one; 0 never ends it early.
+        batch: tokens per step. This and the following arguments are as in `train`.
+        context: tokens per window.
+        rate: AdamW's highest learning rate for the healed model; by default, short trials choose it. The control's rate
+            is chosen in the same way, and the floor has the rate of `train` for random weights.
+        warmup: the share of a run in which the learning rate rises to `rate`.
+        decay: the weight decay; by default none.
+        clip: the largest norm of a gradient.
+        accumulate: the number of parts into which a step is split.
         every: steps between two evaluations and checkpoints; by default evaluations take about a twentieth of the
             time.
-        held_out: the share of the text that is held out, or a text by itself.
-        seed: of the first run's order of windows; those of the others follow.
-        dtype: what is multiplied in.
-        compiled: by torch.compile, both models.
-        device: by default a GPU where there is one.
-        to: the format of the result, as in `save`; by default files of the family that has the tree, else "local".
-        resume: go on from the last checkpoints.
-        force: replace `out`, and forget runs that have not ended.
+        held_out: the share of the text that is held out, or the path of a separate text.
+        seed: the seed of the first run's order of windows. The other runs have the seeds that follow.
+        dtype: the dtype of matrix products.
+        compiled: whether to compile both models with torch.compile.
+        device: by default a GPU if there is one.
+        to: the format of the result, as in `save`; by default the files of the family that has this architecture, or
+            "local" if there is no such family.
+        resume: continue from the last checkpoints.
+        force: replace `out`, and discard unfinished runs.
         offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
-        on_start: given what is trained in words, and both models on the held-out text.
-        tell: given which run it is and every step of it.
-        progress: of tokenising, as in `tokenize`.
+        allow_pickle: also read .bin files (weights only).
+        on_start: called with `trained` and the results of the teacher and of the changed model on the held-out text.
+        tell: called after every step, with the name of the run and the step.
+        progress: progress of tokenising, as in `tokenize`.
 
     Raises:
-        UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as `train`; vocabularies that differ.
-        NoNumber: as `train`, but that it goes on at no other rate: its layers were trained at this one.
+        UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as in `train`; also if the vocabularies
+            differ.
+        NoNumber: as in `train`, except that the run cannot continue at another rate, because its layers were trained at
+            this one.
     """
     target, paths = Path(out).expanduser(), paths_of(data)
     rank = rank_of(trained)
@@ -353,8 +354,9 @@ def heal(  # noqa: C901
 
 
 def _rhythm(settings: Settings, held: int) -> int:
-    """Return the steps between two evaluations of `held` tokens that `_EVALUATIONS` allows, 0 of a budget in seconds,
-    which goes by the clock.
+    """Return the steps between two evaluations of `held` tokens that `_EVALUATIONS` allows.
+
+    It is 0 for a budget in seconds, whose evaluations are timed by the clock.
     """
     if settings.steps is None:
         return 0
@@ -364,7 +366,7 @@ def _rhythm(settings: Settings, held: int) -> int:
 
 @contextmanager
 def _moved(model: Decoder, names: Container[str]) -> Iterator[None]:
-    """The model with no parameter of these names that has nothing but zeros: they are something else once trained."""
+    """Fill named parameters that are all zeros with ones for a while, because training will change them."""
     empty = [each.data for name, each in model.named_parameters() if name in names and not each.any()]
     for each in empty:
         each.fill_(1)
@@ -376,9 +378,7 @@ def _moved(model: Decoder, names: Container[str]) -> Iterator[None]:
 
 
 def _timeless(value: Any) -> Any:
-    """Return JSON values without the seconds that something took, which would make another file of each run of the same
-    call.
-    """
+    """Return JSON values without measured seconds, so that the same call always writes the same file."""
     if isinstance(value, Mapping):
         return {name: _timeless(each) for name, each in value.items() if name != "seconds"}
     return [_timeless(each) for each in value] if isinstance(value, list) else value
@@ -387,8 +387,10 @@ def _timeless(value: Any) -> Any:
 def _recipe(
     changed: str | Path, healed: bool, data: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
 ) -> dict[str, Any]:
-    """What the manifest has of the recipe that the changed model came from, this healing its last step; nothing where
-    no swap made it, or where it was `healed` before or several texts do, which a recipe has no place for.
+    """Return the manifest's entry for the recipe of the changed model, with this healing as its last step.
+
+    It is empty if no swap made the model. It is also empty if the model was `healed` before or there are several texts,
+    because a recipe cannot express this.
     """
     if healed or len(data) > 1 or not (Path(changed) / MANIFEST).is_file():
         return {}
@@ -401,8 +403,9 @@ def _recipe(
 
 
 def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of two models, of which one without any takes the other's, and whose it is; UsageError where they
-    do not encode alike.
+    """Return the tokenizer of two models and the reference of the model that has it.
+
+    A model without a tokenizer uses that of the other. Raise UsageError if the two encode the same text differently.
     """
     about = [model.source for model, _ in models]
     coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]

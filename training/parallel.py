@@ -1,9 +1,9 @@
-"""Several processes train one model: torchrun starts them, and each has a share of every parameter (FSDP2).
+"""Train one model in several processes. torchrun starts them, and every process has a share of all parameters (FSDP2).
 
     torchrun --nproc-per-node 2 -m gptkit train MODEL OUT --data FILE
 
-A step's sequences are shared out over the processes, and their gradients added up; what one process computes by itself
-and what several compute together differ by the order of the sums.
+The sequences of a step are divided between the processes, and their gradients are added. The results of one process and
+of several differ only in the order of these sums.
 """
 
 import ctypes
@@ -25,18 +25,18 @@ _PIECE = 2**20  # bytes
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that train together: this one's number, how many they are, and where it computes."""
+    """The processes that train a model together, as seen by one of them."""
 
-    rank: int
-    size: int
-    device: torch.device
+    rank: int  # the number of this process, from 0
+    size: int  # the number of processes
+    device: torch.device  # on which this process computes
 
     @property
     def alone(self) -> bool:
         return self.size == 1
 
     def total(self, *values: float) -> list[float]:
-        """Each value summed over the processes, in fp64."""
+        """Return every value summed over the processes, in fp64. All processes must call this."""
         if self.alone:
             return list(values)
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -44,7 +44,7 @@ class Group:
         return [float(each) for each in found]
 
     def lead(self, work: Callable[[], object]) -> None:
-        """Let the first process do something for all, which wait for it; where it fails, the others raise Elsewhere."""
+        """Do `work` in the first process while the others wait. If it fails there, the others raise Elsewhere."""
         error: BaseException | None = None
         try:
             if self.rank == 0:
@@ -59,15 +59,15 @@ class Group:
             raise Elsewhere("the first process failed, so this process stops too", int(told))
 
     def share_out(self, model: Any) -> None:
-        """Leave each process its share of the parameters: of each layer, and of what stands around them."""
+        """Shard the parameters of every layer, and those outside layers, over the processes."""
         if self.alone:
             return
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        if isinstance(model, FSDPModule):  # a run before this one did
+        if isinstance(model, FSDPModule):  # an earlier run did this
             return
 
-        for each in model.parameters():  # GPT-2's lie in columns, of which nothing is shared out
+        for each in model.parameters():  # GPT-2's are stored by columns, which FSDP2 does not shard
             each.data = each.data.contiguous()
         for block in model.blocks:
             fully_shard(block)
@@ -75,11 +75,11 @@ class Group:
         fully_shard(model, reshard_after_forward=True)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """What this process has of a tensor."""
+        """Return this process's share of a tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor of all processes' shares; all of them have to ask."""
+        """Return the whole tensor from the shares of all processes. All processes must call this."""
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -97,9 +97,10 @@ def _device(name: str | None) -> torch.device:
 
 
 def _give_back() -> None:
-    """Let glibc give large pieces back to the system as they are freed. Its heaps would keep those in which the
-    parameters of layers are gathered, and a process of two would take as much memory as one alone. Elsewhere this does
-    nothing.
+    """Make glibc return large blocks of memory to the system as soon as they are freed.
+
+    Otherwise its heaps would keep the blocks in which the parameters of layers are gathered, and one of two processes
+    would use as much memory as a single process does. With another C library, this does nothing.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:
@@ -108,7 +109,7 @@ def _give_back() -> None:
 
 @contextmanager
 def group(device: str | None = None) -> Iterator[Group]:
-    """The processes that torchrun started, or this one alone. Raises UsageError for a device that is not there."""
+    """Yield the processes that torchrun started, or this process alone. Raise UsageError if there is no such device."""
     if not several():
         yield Group(0, 1, _device(device))
         return
@@ -119,7 +120,9 @@ def group(device: str | None = None) -> Iterator[Group]:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
     _give_back()
-    meet("nccl" if where.type == "cuda" else "gloo")  # whose others wait while the first tokenises, or writes
+    meet(
+        "nccl" if where.type == "cuda" else "gloo"
+    )  # without a timeout: the others wait while the first process tokenises or writes
     try:
         yield Group(dist.get_rank(), dist.get_world_size(), where)
     finally:

@@ -1,7 +1,7 @@
-"""What a run left behind is checked against the run's own settings before the run goes on.
+"""Check the files of a stopped run against its settings before the run is resumed.
 
-Anyone can edit the files of a stopped run. Every figure in them follows from the settings or stands in two of the
-files: `state.json` says where the run is, and `metrics.jsonl` has a line for each step that led there.
+Anyone can edit the files of a stopped run. Every figure in them follows from the settings or is stored twice:
+`state.json` has the progress of the run, and `metrics.jsonl` has a line for every step until then.
 """
 
 import math
@@ -30,7 +30,7 @@ class EvaluationRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a run is: the content of its state.json."""
+    """The progress of a run: the content of its state.json."""
 
     step: int
     seconds: float
@@ -39,7 +39,7 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Change(msgspec.Struct, forbid_unknown_fields=True):
-    """Another rate or clip, which holds after a step."""
+    """A change of the rate or clip, which holds after the step `behind`."""
 
     behind: int
     clip: float | None = None
@@ -62,12 +62,12 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_start: bool) -> Progress:
-    """Return where a run is, from what its state.json says.
+    """Return the progress of a run from the content of its state.json.
 
     Args:
         about: the JSON value of state.json.
         metrics: the run's metrics.jsonl.
-        steps: the run's budget, None where that is a time.
+        steps: the run's budget, or None if the budget is a time.
         tokens: the tokens of one step.
         from_start: whether the run is evaluated before its first step, as one with patience is.
 
@@ -99,7 +99,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
 
 
 def kept_lines(metrics: Path, step: int) -> list[bytes]:
-    """Return the lines of a run's first steps in metrics.jsonl, without those of steps that it makes again."""
+    """Return the lines of the first `step` steps in metrics.jsonl, without those of steps that will be repeated."""
     if not step:
         return []
     try:
@@ -129,7 +129,7 @@ def _lines(metrics: Path, step: int, tokens: int) -> list[_Line]:
 
 
 def require_changes(changes: Any, kept: dict[str, Any], last: int) -> None:
-    """Raise ValueError unless these are a run's changes of its rate and clip, up to its last step."""
+    """Raise ValueError unless `changes` are valid changes of a run's rate and clip up to its last step."""
     found = msgspec.convert(changes, list[_Change])
     _require(all(0 <= each.behind <= last for each in found), "a change comes after a step that the run has not made")
     for name in ("rate", "clip"):

@@ -1,12 +1,12 @@
-"""What a run leaves on the way, in a folder beside its result: what it is, its measurements, its last checkpoint.
+"""Store a run's settings, measurements and last checkpoint in a folder next to its result.
 
-    OUT.training/run.json             what is trained, on what and how: a run is resumed as what it was
-    OUT.training/metrics.jsonl        a line a step
-    OUT.training/step-00000100/       parameters and AdamW's moments behind that step, and state.json
+    OUT.training/run.json             the model, the texts and the settings, which must be the same on resuming
+    OUT.training/metrics.jsonl        one line per step
+    OUT.training/step-00000100/       parameters and AdamW's moments after that step, and state.json
 
-A checkpoint is written into a folder of another name, put on the disk and renamed, and only then the one before it is
-removed: one that is good is always there. Of one process it is a safetensors file; of several it is
-torch.distributed.checkpoint's, in which each writes what it has.
+A checkpoint is written to a folder with a temporary name, synced to the disk and renamed. Only then is the checkpoint
+before it removed, so there is always a good one. One process writes a safetensors file. Several processes write with
+torch.distributed.checkpoint, every process its own share.
 """
 
 import errno
@@ -42,12 +42,12 @@ _HASHED = {
     "teacher": "the teacher is different",
     "changed": "the changed model is different",
 }
-"""What a run is told by in hashes, in words; what causes another before it."""
+"""The hashes that identify a run, with the message if one differs. A difference comes before those that it causes."""
 _DERIVED = {"rate", "every"}
-"""What `heal` chooses by everything else, where nobody says otherwise: it differs because something else does."""
+"""The settings that `heal` derives from the others by default. If one differs, another setting is the cause."""
 _FREE = {"rate", "clip"}
-"""What may be another where a run is gone on with that came to what is no number, and would again."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
+"""The settings that may change when a run is resumed after its loss became NaN or infinite."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW names them
 
 
 class Store:
@@ -57,7 +57,7 @@ class Store:
         self.folder, self.group = folder, group
 
     def goes_on(self, resume: bool, force: bool) -> bool:
-        """Whether there is a run to go on from. Raises UsageError for one that is neither to be resumed nor lost."""
+        """Return whether to resume a run. Raise UsageError if a run is unfinished and neither option was given."""
         last = self.last()
         if last is not None and not resume and not force:
             raise UsageError(
@@ -67,12 +67,14 @@ class Store:
         return last is not None and resume
 
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> list[dict[str, Any]]:
-        """Note what the run is, or see that it is the one to go on with, else begin anew. A run that `broke` may have
-        another rate and clip from its last checkpoint on; returned is each such change, with the step behind which.
+        """Write the settings of a new run to run.json, or check that they are those of the run to resume.
+
+        A run that `broke` may have another rate and clip after its last checkpoint. Return all such changes, with the
+        step after which they hold.
 
         Raises:
-            UsageError: as `goes_on`; there is a run of something else.
-            InvalidInput: what is there is no run.
+            UsageError: as `goes_on`; or the run in the folder has other settings.
+            InvalidInput: run.json cannot be read.
         """
         path, kept = self.folder / RUN, json.loads(json.dumps(run))
         if self.goes_on(resume, force):
@@ -83,7 +85,7 @@ class Store:
                 require_changes(changes, before, self._number(self.last()))
             except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
                 raise InvalidInput(f"{path} cannot be read: {error!s:.200}", "Start again with --force.") from error
-            # With `force` too, a program resumes what it finds, and nobody has chosen another rate.
+            # With `force` as well, a program resumes any run in the folder, and no user has chosen another rate.
             free = other & _FREE if broke is True and not force else set()
             if other := other - free:
                 raise another(self.folder, before, kept, other)
@@ -96,12 +98,12 @@ class Store:
         return []
 
     def broke(self) -> None:
-        """Note that the run came to what is no number."""
+        """Record in run.json that the loss became NaN or infinite."""
         path = self.folder / RUN
         put(path, json_bytes({**json.loads(read_own(path, 2**26)), "broke": True}))
 
     def last(self) -> Path | None:
-        """The last checkpoint's folder."""
+        """Return the folder of the last checkpoint, or None."""
         found = [each for each in self._ours() if _STEP.fullmatch(each.name) and (each / _STATE).is_file()]
         return max(found, key=self._number, default=None)
 
@@ -124,8 +126,10 @@ class Store:
         best: int | None = None,
         beside: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Keep what a run is after a step, other tensors `beside` the model's among it, and of the steps before the
-        `best` alone. Raises GptkitError: the last one stays.
+        """Write a checkpoint of the model, the optimizer and the tensors `beside` them after a step.
+
+        Remove the earlier checkpoints, except that of the step `best`. Raise GptkitError if writing fails; the last
+        checkpoint then stays.
         """
         path = self._of(step)
         partial = path.with_suffix(".partial")
@@ -162,7 +166,7 @@ class Store:
 
         try:
             save(dict(tensors), checkpoint_id=path)
-        except CheckpointException as error:  # in every process, with what each failed of
+        except CheckpointException as error:  # in every process, with the causes of all
             causes = [cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             raise (causes or [OSError(errno.EIO, str(error)[:200])])[0] from error
 
@@ -172,7 +176,7 @@ class Store:
 
         try:
             save_file({name: each.detach().cpu().contiguous().numpy() for name, each in tensors.items()}, path)
-        except SafetensorError as error:  # which tells no errno
+        except SafetensorError as error:  # which has no errno
             code = re.search(r"os error (\d+)", str(error))
             raise OSError(int(code[1]) if code else errno.EIO, str(error)[:200]) from error
         fsync(path)
@@ -184,8 +188,9 @@ class Store:
         step: int | None = None,
         beside: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any] | None:
-        """Fill parameters, moments and the tensors `beside` them from a step's checkpoint, by default the last, and
-        return what its state.json says; None if there is none. Raises InvalidInput.
+        """Read a step's checkpoint, by default the last, into the parameters, moments and tensors `beside` them.
+
+        Return the content of its state.json, or None if there is no checkpoint. Raise InvalidInput if it is damaged.
         """
         path = self.last() if step is None else self._of(step)
         if path is None:
@@ -204,7 +209,7 @@ class Store:
             held = {name: self.group.local(each) for name, each in tensors.items()}
             if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self._number(path))))):
                 raise ValueError("its parameters and optimizer moments do not belong to this step")
-        except Exception as error:  # of safetensors' and torch's, which have classes of their own
+        except Exception as error:  # safetensors and torch have exception classes of their own
             raise InvalidInput(
                 f"the checkpoint {path} cannot be read: {error!s:.200}",
                 "Remove the folder of this checkpoint, and resume from an earlier one with --resume.",
@@ -212,19 +217,19 @@ class Store:
         return about
 
     def done(self) -> None:
-        """The result is there: checkpoints go, what was measured stays."""
+        """Remove the checkpoints of a finished run. Its measurements stay."""
         for each in self._ours():
             shutil.rmtree(each)
         (self.folder / RUN).unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Nobody wants the run: all of it goes."""
+        """Remove the whole run, with its measurements."""
         self.done()
         (self.folder / METRICS).unlink(missing_ok=True)
 
 
 def another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], other: Container[str]) -> UsageError:
-    """Return the error for a run that is not the one to resume: what is different is one of `other`."""
+    """Return the error for a run that cannot be resumed because the settings named in `other` differ."""
     plain = [name for name in sorted({*before, *now}) if name in other and name not in _HASHED]
     cause = min((name for name in plain if name not in _DERIVED), default=None)
     told = None if cause is None else f"{cause} was {shown(before.get(cause))}, and is now {shown(now.get(cause))}"
@@ -235,7 +240,7 @@ def another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], oth
 
 
 def beside(out: Path, name: str) -> Path:
-    """The folder of a run beside its result, OUT.training. Raises UsageError for the root, which has nothing beside."""
+    """Return the folder of a run, OUT.name, next to its result OUT. Raise UsageError if OUT is the root folder."""
     out = out.expanduser()
     whole = out if out.name not in ("", "..") else out.resolve()
     if not whole.name:
@@ -244,8 +249,9 @@ def beside(out: Path, name: str) -> Path:
 
 
 def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store]) -> None:
-    """Raise UsageError where the result may not be made. With `resume` the message does not name --force alone, which
-    would throw the run away that somebody wants to go on with.
+    """Raise UsageError if the result may not be written to `target`.
+
+    With `resume`, the message does not suggest --force alone, which would discard the run that should be resumed.
     """
     if resume and not force and os.path.lexists(target):
         last = next((run for run in runs if run.last() is not None), None)
@@ -263,7 +269,7 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
 
 
 def make(folder: Path) -> None:
-    """Make a folder, which may be there. Raises GptkitError."""
+    """Make a folder, which may exist already. Raise GptkitError if that fails."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -271,7 +277,7 @@ def make(folder: Path) -> None:
 
 
 def remove_unbegun(folder: Path) -> None:
-    """Remove what is there of a run that made no step, neither kept nor measured: its tokens, and what it was to be."""
+    """Remove the tokens and the run.json of a run that has neither a checkpoint nor measurements."""
     if any((*folder.rglob("step-*"), *folder.rglob(METRICS))):
         return
     for each in (folder / "data", folder / "held-out"):
@@ -282,14 +288,14 @@ def remove_unbegun(folder: Path) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder in which, at any depth, there is no file: that of a run that never began."""
+    """Remove a folder that has no file at any depth, which is the folder of a run that never began."""
     inside = list(folder.rglob("*")) if folder.is_dir() else []
     if all(each.is_dir() for each in inside):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def put(path: Path, data: bytes) -> None:
-    """Write a file, all of it or nothing; what is there is replaced. Raises GptkitError."""
+    """Write or replace a file, completely or not at all. Raise GptkitError if that fails."""
     try:
         _write(path.with_suffix(".new"), data)
         path.with_suffix(".new").replace(path)
@@ -298,7 +304,7 @@ def put(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Write a line behind a file's others. Raises GptkitError."""
+    """Append a line to a file. Raise GptkitError if that fails."""
     try:
         with path.open("a") as file:
             file.write(line)
@@ -307,7 +313,7 @@ def append(path: Path, line: str) -> None:
 
 
 def cut(metrics: Path, step: int) -> None:
-    """Remove the measurements of later steps from metrics.jsonl, where there is one. Raises GptkitError."""
+    """Remove the measurements after `step` from metrics.jsonl if it exists. Raise GptkitError if that fails."""
     if metrics.is_symlink() or metrics.is_file():
         put(metrics, b"".join(line + b"\n" for line in kept_lines(metrics, step)))
 
@@ -320,31 +326,34 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill tensors with those of the same names in a file. Raises ValueError and SafetensorError."""
+    """Fill tensors with those of the same names in a file. Raise ValueError or SafetensorError if they do not fit."""
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file, torch.no_grad():
         for name, each in tensors.items():
             stored = file.get_tensor(name)
-            if stored.shape != each.shape or stored.dtype != each.dtype:  # else it would be spread, or rounded
+            if stored.shape != each.shape or stored.dtype != each.dtype:  # copy_ would broadcast it, or round it
                 raise ValueError(f"{name} has an unexpected shape or dtype")
             each.copy_(stored)
 
 
 def _wrong(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
-    """Yield, for each law that the tensors of a step obey, whether these break it: all are numbers; AdamW's second
-    moment is no less than 0; and AdamW counted each step for at least one of its parameters.
+    """Yield, for three conditions on the tensors of a checkpoint, whether the tensors violate it.
+
+    All values are finite. AdamW's second moment is not negative. AdamW counted every step for at least one parameter.
     """
     yield not all(bool(each.isfinite().all()) for each in tensors.values())
     yield any(bool((each < 0).any()) for name, each in tensors.items() if name.startswith(_MOMENTS[1]))
     counts = [float(each) for name, each in tensors.items() if name.startswith("step ")]
-    most = min(step, 2**24)  # from where fp32 counts no further
+    most = min(step, 2**24)  # the largest count that fp32 can increment to
     yield max(counts, default=0) != most or any(not 0 <= each <= most or each % 1 for each in counts)
 
 
 def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters that are trained, and what AdamW keeps of each, by name, as they are in memory: of one too that
-    no gradient has met (an expert that no token chose), which begins with its first one as if it were new.
+    """Return the trained parameters and AdamW's state of them by name. They share memory with the model's.
+
+    A parameter that has had no gradient yet, such as an expert that no token chose, gets a state of zeros, as AdamW
+    itself gives it at its first gradient.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
