@@ -47,7 +47,7 @@ class _Change(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of metrics.jsonl: `loop.Step`."""
+    """A line of metrics.jsonl: `loop.TrainingStep`."""
 
     step: int
     tokens: int

@@ -120,7 +120,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interrupted")
     made(folder)
 
-    def interrupt(step: loop.Step) -> None:
+    def interrupt(step: loop.TrainingStep) -> None:
         if step.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -56,7 +56,7 @@ def bigram(tokens: np.ndarray, vocabulary: int, held: int) -> float:
 
 def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
     made(tmp_path)
-    lines: list[loop.Step] = []
+    lines: list[loop.TrainingStep] = []
     steps, share = (200, 0.9) if covering.quick else (300, 0.6)
     done = trained(tmp_path, tokens=512 * steps, every=100, rate=5e-3, tell=lines.append, sample="abc")
     found = open_tokens(tmp_path / "out.training/data")
@@ -235,7 +235,7 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
     trained(tmp_path, "whole")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    def interrupt(step: loop.Step) -> None:
+    def interrupt(step: loop.TrainingStep) -> None:
         if step.step == 5:
             os.kill(os.getpid(), number)
 
@@ -271,7 +271,7 @@ def test_a_run_that_has_ended_is_not_to_be_replaced(tmp_path: Path) -> None:
         trained(tmp_path, resume=True)
     assert "force" not in str(caught.value)
 
-    def stop(step: loop.Step) -> None:
+    def stop(step: loop.TrainingStep) -> None:
         if step.step == 2:
             raise KeyboardInterrupt
 
@@ -292,14 +292,14 @@ def test_a_step_that_is_evaluated_is_so_where_it_is_stopped_too(
     """Where the signal comes in that step, or while it is evaluated: of the last one too."""
     made(tmp_path)
     trained(tmp_path, "whole")
-    evaluate, told = loop._Engine.evaluate, list[loop.Step]()
+    evaluate, told = loop._Engine.evaluate, list[loop.TrainingStep]()
 
     def slow(self: loop._Engine, number: int, windows: Windows) -> float:
         if where == "evaluation" and len(told) + 1 == at:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(self, number, windows)
 
-    def tell(step: loop.Step) -> None:
+    def tell(step: loop.TrainingStep) -> None:
         told.append(step)
         if where == "step" and step.step == at:
             os.kill(os.getpid(), signal.SIGINT)
@@ -543,7 +543,7 @@ def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
     made(tmp_path)
     tokens = tmp_path / "out.training/data/tokens.bin"
 
-    def change(step: loop.Step) -> None:
+    def change(step: loop.TrainingStep) -> None:
         if step.step == 6:
             tokens.write_bytes(tokens.read_bytes()[:-2])
 
@@ -560,7 +560,7 @@ def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
 def test_another_text_is_not_gone_on_with(tmp_path: Path) -> None:
     _, text = made(tmp_path)
 
-    def stop(step: loop.Step) -> None:
+    def stop(step: loop.TrainingStep) -> None:
         if step.step == 6:
             raise RuntimeError("enough")
 
@@ -577,7 +577,7 @@ def test_another_text_is_not_gone_on_with(tmp_path: Path) -> None:
 def stopped(folder: Path, **options: Any) -> None:
     """A run that Ctrl-C ends at its fifth step."""
 
-    def interrupt(step: loop.Step) -> None:
+    def interrupt(step: loop.TrainingStep) -> None:
         if step.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -699,7 +699,7 @@ def test_a_reader_of_measurements_sees_all_of_them(tmp_path: Path) -> None:
         for number in (1, 2):
             with pytest.raises(BlockingIOError):  # empty, and not at its end
                 os.read(reader, 1)
-            watched.step(loop.Step(number, 8, 1.0, 1.0, 3.0, 1e-3, 1.0))
+            watched.step(loop.TrainingStep(number, 8, 1.0, 1.0, 3.0, 1e-3, 1.0))
             assert json.loads(os.read(reader, 2**16))["step"] == number
     assert os.read(reader, 1) == b""
     os.close(reader)
@@ -734,7 +734,7 @@ def test_a_large_loss_keeps_its_column(capsys) -> None:
     watched = Watched(False)
     watched.about = mock.Mock(settings={"windows": 1, "context": 8, "steps": 2}, flops=1, peak=1.0)
     for loss in (999.9999, 3163.8079, 12345678.9):
-        watched.step(loop.Step(1, 1280, 1.0, 1.0, loss, 1e-3, 1.0, loss * 2))
+        watched.step(loop.TrainingStep(1, 1280, 1.0, 1.0, loss, 1e-3, 1.0, loss * 2))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[1:4] for row in rows] == [
         ["1,280", "999.9999", "2.00e+03"],
