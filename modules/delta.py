@@ -1,4 +1,4 @@
-"""Gated DeltaNet, as transformers' own torch path computes it: in chunks what is read at once, else token by token."""
+"""Gated DeltaNet, as in transformers' torch code: a prompt is computed in chunks, decoded tokens one by one."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from .scan import State, convolved, made_again, real
 from .short_convolution import Kernels
 
 _CHUNK = 64
-_EPS = 1e-6  # of the lengths of queries and keys
-_ANY = 2**40  # bytes, more than any result has: rows lie by head however wide they are
+_EPS = 1e-6  # added to the squared lengths of queries and keys
+_ANY = 2**40  # bytes, more than any row has, so that the fused matrix is always ordered by head
 
 
 @computes(GatedDeltaNet)
@@ -43,23 +43,25 @@ class _GatedDeltaNetModule(nn.Module):
 
     @staticmethod
     def cache(spec: GatedDeltaNet) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys, values, gates, β and decays, each (B, T, rows); gates perhaps (B, T, key heads, rows)."""
+        """Return queries, keys, values, gates, β and decays, (B, T, rows); gates may be (B, T, key heads, rows)."""
         qkv = [getattr(self, f"{name}_proj") for name in "qkv"]
         if self.numbers is not None:
-            found = [*self.fused((*qkv, self.gate_proj), x), *self.numbers((self.beta_proj, self.decay_proj), x)]
-            found[3:] = map(self._as_taken, found[3:])
+            parts = [*self.fused((*qkv, self.gate_proj), x), *self.numbers((self.beta_proj, self.decay_proj), x)]
+            parts[3:] = map(self._as_reshaped, parts[3:])
         else:
-            found = [*self.fused(qkv, x), *(each(x) for each in (self.gate_proj, self.beta_proj, self.decay_proj))]
-        q, k, v, gate, *numbers = found
+            parts = [*self.fused(qkv, x), *(linear(x) for linear in (self.gate_proj, self.beta_proj, self.decay_proj))]
+        q, k, v, gate, *numbers = parts
         return [*(each.flatten(2) for each in (q, k, v)), gate, *(each.flatten(2) for each in numbers)]
 
-    def _as_taken(self, part: Tensor) -> Tensor:
-        """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where
-        that is possible a view of rows with room between them, whose last elements a function rounds otherwise.
+    def _as_reshaped(self, part: Tensor) -> Tensor:
+        """Return a part of the fused product with the memory layout that transformers' reshape gives it.
+
+        This is a copy, or with one value head per key head a strided view. The layout matters because torch rounds the
+        last elements of strided rows differently.
         """
         heads = self.spec.key_heads
         if heads == 1 or self.spec.group == 1:
@@ -89,7 +91,7 @@ class _GatedDeltaNetModule(nn.Module):
 def _wide(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, rates: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values (B, H, T, d), β and g (B, H, T), in fp32 at least, queries and keys of length 1."""
+    """Return queries and keys of length 1, values, all (B, H, T, d), β and g (B, H, T), in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     g = -rates.to(wide).exp() * F.softplus(decay.to(wide) + shift)
     group = v.shape[2] // k.shape[2]
@@ -103,7 +105,7 @@ def _wide(
 
 
 def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """y (B, 1, H, value_dim) of one token, and the state that it leaves."""
+    """Return y (B, 1, H, value_dim) of one token and the new state."""
     *given, state = inputs
     q, k, v, beta, g = (each[:, :, 0] for each in _wide(*given))
     q = q / q.shape[-1] ** 0.5
@@ -115,8 +117,9 @@ def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """y (B, T, H, value_dim) of many tokens, and the state that they leave: in chunks, within which the corrections of
-    all tokens are the solution of one triangular system (Yang et al. 2406.06484).
+    """Return y (B, T, H, value_dim) of many tokens and the new state.
+
+    Within a chunk, one triangular system gives the corrections of all tokens (Yang et al. 2406.06484).
     """
     *given, state = inputs
     q, k, v, beta, g = _wide(*given)
@@ -135,25 +138,25 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     del decayed, later
     solved: Any = torch.linalg.solve_triangular
     values = solved(system, v, upper=False, unitriangular=True)
-    if state is None and v.shape[-1] == 1:  # products see how columns lie, which a difference from nothing decides
+    if state is None and v.shape[-1] == 1:  # the strides of values - keys @ state then equal transformers'
         state = v.new_zeros(batch, heads, k.shape[-1], 1)
-    first = 1 if state is None else 0  # the first chunk that a state stands before
+    first = 1 if state is None else 0  # the first chunk that has a state before it
     keys = corrected[:, :, first:] * g[:, :, first:].exp()[..., None]
-    # A system with room between its matrices would be solved in another order than transformers'.
+    # contiguous: a strided batch of systems would be solved in another order than in transformers.
     keys = solved(system[:, :, first:].contiguous(), keys, upper=False, unitriangular=True)
     del system, corrected, v
     q = q * g.exp()[..., None]
     k = k * (g[..., -1:] - g).exp()[..., None]
-    left = g[..., -1].exp()[..., None, None]
-    y = torch.zeros_like(values)  # whose memory lies as the solution's, which norms sum in that order
+    remaining = g[..., -1].exp()[..., None, None]
+    y = torch.zeros_like(values)  # with the strides of the solution, which decide the order of sums in norms
     for chunk in range(values.shape[2]):
         new = values[:, :, chunk]
-        if state is None:  # which adds and takes nothing
+        if state is None:  # a state of zeros would change nothing
             y[:, :, chunk] = within[:, :, chunk] @ new
             state = k[:, :, chunk].transpose(-1, -2) @ new
             continue
         new = new - keys[:, :, chunk - first] @ state
         y[:, :, chunk] = q[:, :, chunk] @ state + within[:, :, chunk] @ new
-        state = state * left[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
+        state = state * remaining[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
     y = y.reshape(batch, heads, -1, y.shape[-1])[:, :, :steps].transpose(1, 2)
     return y.to(given[0].dtype, memory_format=torch.contiguous_format), state

@@ -1,4 +1,4 @@
-"""Linear attention: in chunks what is read at once, else token by token."""
+"""Linear attention: a prompt is computed in chunks, and decoded tokens one by one."""
 
 from functools import partial
 from typing import Any
@@ -33,12 +33,13 @@ class LinearAttentionModule(nn.Module):
 
     @staticmethod
     def cache(spec: LinearAttention) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def projected(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries (B, H, T, d), keys and values (B, KV, T, d), gates (B, T, KV), and (B, 1, T) which tokens are no
-        padding, 1 where they are none; None where none is padding.
+        """Return queries (B, H, T, d), keys and values (B, KV, T, d), gates (B, T, KV), and a mask (B, 1, T).
+
+        The mask is 1 at real tokens and 0 at padding, or None if there is no padding.
         """
         spec = self.spec
         q, k, v = (
@@ -64,8 +65,9 @@ class LinearAttentionModule(nn.Module):
 def widened(
     scale: float, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, there: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of what is projected, in fp32 at least: queries times the scale, keys, values with a 1 behind them (B, KV, T, d +
-    1), and g (B, KV, T). Of padding values and g are 0, so that it leaves a state as it is.
+    """Return scaled queries, keys, values with a 1 appended (B, KV, T, d + 1), and log decays g (B, KV, T).
+
+    All are in fp32 or wider. Values and g are 0 at padding tokens, so that these do not change the state.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     v, g = F.pad(v.to(wide), (0, 1), value=1.0), -F.softplus(gate.to(wide)).transpose(1, 2)
@@ -75,12 +77,12 @@ def widened(
 
 
 def mean(y: Tensor) -> Tensor:
-    """Sums of weighted values over those of the weights, which are last: 0 where there is none, as before all text."""
+    """Divide sums of weighted values by the sum of weights, the last element. Without any token the result is 0."""
     return y[..., :-1] / y[..., -1:].clamp_min(torch.finfo(y.dtype).tiny)
 
 
 def pairs(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """The weights (B, H, T, T) of tokens with one another."""
+    """Return the decayed weights (B, H, T, T) of keys for each query, 0 for later keys."""
     q = torch.unflatten(q, 1, (k.shape[1], -1))  # (B, KV, group, T, d)
     s = q @ k[:, :, None].transpose(-1, -2)
     g = g.cumsum(dim=-1)
@@ -90,48 +92,49 @@ def pairs(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _features(x: Tensor) -> Tensor:
-    """1, x and the products of two of its elements: φ(q)·φ(k) = 1 + q·k + (q·k)²/2."""
+    """Return 1, x and the products of any two elements of x, so that φ(q)·φ(k) = 1 + q·k + (q·k)²/2."""
     one, other = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    # Each product of two elements stands for two in the square, and that of one with itself for one.
+    # The square has the product of two different elements twice, and the square of an element once.
     factor = torch.where(one == other, x.new_tensor(0.5).sqrt(), x.new_ones(()))
     return torch.cat((torch.ones_like(x[..., :1]), x, x[..., one] * x[..., other] * factor), dim=-1)
 
 
-def _said(q: Tensor, state: Tensor) -> Tensor:
-    """What a state (B, KV, features, d + 1) says to queries (B, H, T, d): (B, H, T, d + 1)."""
+def _read_state(q: Tensor, state: Tensor) -> Tensor:
+    """Return what queries (B, H, T, d) read from a state (B, KV, features, d + 1): (B, H, T, d + 1)."""
     asked = torch.unflatten(_features(q), 1, (state.shape[1], -1))
     return (asked @ state[:, :, None]).flatten(1, 2)
 
 
 def _token(scale: float, *given: Tensor) -> tuple[Tensor, Tensor]:
-    """What heads give for one token, (B, 1, H, d), and the state that it leaves."""
+    """Return the outputs of the heads for one token, (B, 1, H, d), and the new state."""
     *projected, state = given
     q, k, v, g = widened(scale, *projected)
     state = state * g.exp()[..., None] + _features(k).transpose(-1, -2) @ v
-    return mean(_said(q, state)).transpose(1, 2).to(given[2].dtype), state
+    return mean(_read_state(q, state)).transpose(1, 2).to(given[2].dtype), state
 
 
 def _chunks(scale: float, *given: Any) -> tuple[Tensor, Tensor]:
-    """What heads give for many tokens, (B, T, H, d), and the state that they leave: in chunks, within which the weights
-    of tokens are written out.
+    """Return the outputs of the heads for many tokens, (B, T, H, d), and the new state.
+
+    The weights of all pairs of tokens are computed within a chunk; earlier chunks are read from the state.
     """
     *projected, state = given
     q, k, v, g = widened(scale, *projected)
     steps, group = q.shape[2], q.shape[1] // k.shape[1]
     padding = -steps % _CHUNK
     q, k, v = (F.pad(each, (0, 0, 0, padding)) for each in (q, k, v))
-    g, found = F.pad(g, (0, padding)), []
+    g, outputs = F.pad(g, (0, padding)), []
     for start in range(0, steps, _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        asked, key, value, own = q[:, :, chunk], k[:, :, chunk], v[:, :, chunk], g[:, :, chunk]
-        weights = torch.unflatten(pairs(asked, key, own), 1, (-1, group))
+        query, key, value, own = q[:, :, chunk], k[:, :, chunk], v[:, :, chunk], g[:, :, chunk]
+        weights = torch.unflatten(pairs(query, key, own), 1, (-1, group))
         y = (weights @ value[:, :, None]).flatten(1, 2)
         del weights
-        gone = own.cumsum(dim=-1)
+        so_far = own.cumsum(dim=-1)
         if state is not None:
-            y = y + _said(asked, state) * gone.exp().repeat_interleave(group, dim=1)[..., None]
-        brought = (_features(key) * (gone[..., -1:] - gone).exp()[..., None]).transpose(-1, -2) @ value
-        state = brought if state is None else state * gone[..., -1:, None].exp() + brought
-        found.append(mean(y))
-    y = torch.cat(found, dim=2)[:, :, :steps].transpose(1, 2)
+            y = y + _read_state(query, state) * so_far.exp().repeat_interleave(group, dim=1)[..., None]
+        added = (_features(key) * (so_far[..., -1:] - so_far).exp()[..., None]).transpose(-1, -2) @ value
+        state = added if state is None else state * so_far[..., -1:, None].exp() + added
+        outputs.append(mean(y))
+    y = torch.cat(outputs, dim=2)[:, :, :steps].transpose(1, 2)
     return y.to(given[2].dtype, memory_format=torch.contiguous_format), state

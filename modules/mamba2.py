@@ -1,7 +1,7 @@
-"""Mamba-2, as transformers' own torch path computes it: in chunks what is read at once, else token by token.
+"""Mamba-2, as in transformers' torch code: a prompt is computed in chunks, decoded tokens one by one.
 
-The steps stand as transformers' `mamba2_chunk_scan` and `mamba2_selective_state_update` have them, and in their order,
-since sums over einsums round by the order of what they sum.
+The operations have the order of transformers' `mamba2_chunk_scan` and `mamba2_selective_state_update`, because the
+order of sums decides how einsums round.
 """
 
 from typing import Any
@@ -39,13 +39,13 @@ class _Mamba2Module(nn.Module):
 
     @staticmethod
     def cache(spec: Mamba2) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
         projected = self.fused([getattr(self, f"{name}_proj") for name in spec.widths], real(x, context))
-        if spec.scaled:  # side by side as before, since torch rounds the last elements of a row otherwise than others
+        if spec.scaled:  # concatenated again, since torch rounds the last elements of a row differently
             factors = zip(projected, spec.multipliers, strict=True)
             whole = torch.cat([each * each.new_tensor(factor) for each, factor in factors], dim=-1)
             projected = torch.split(whole, [*spec.widths.values()], dim=-1)
@@ -67,7 +67,7 @@ class _Mamba2Module(nn.Module):
         return out
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y times silu of the gate, and normed, before that or behind it."""
+        """Return y times silu of the gate; the norm, if any, is applied before or after that product."""
         if self.norm is None:
             return y * F.silu(gate)
         wide = torch.promote_types(y.dtype, torch.float32)
@@ -78,9 +78,9 @@ class _Mamba2Module(nn.Module):
         return normed
 
     def _chunks(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """y (B, T, heads, head_dim) of many tokens, in fp32 at least, and the state that they leave."""
+        """Return y (B, T, heads, head_dim) of many tokens, in fp32 or wider, and the new state."""
         spec = self.spec
-        x, b, c, dt, rates, passed, shift, state = inputs
+        x, b, c, dt, rates, skip, shift, state = inputs
         batch, steps, heads, _ = x.shape
         wide = torch.promote_types(x.dtype, torch.float32)
         dt = torch.clamp(F.softplus(dt + shift.to(dt.dtype)), min=spec.least, max=spec.most)
@@ -88,11 +88,11 @@ class _Mamba2Module(nn.Module):
         b, c = (each.to(wide).repeat_interleave(heads // b.shape[2], dim=2) for each in (b, c))
         padding = -steps % spec.chunk
 
-        def chunks(each: Tensor) -> Tensor:
-            padded = F.pad(each, (0, 0) * (each.dim() - 2) + (0, padding))
+        def chunks(tensor: Tensor) -> Tensor:
+            padded = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, padding))
             return torch.unflatten(padded, 1, (-1, spec.chunk))
 
-        beside = passed[..., None] * F.pad(x, (0, 0, 0, 0, 0, padding))
+        skipped = skip[..., None] * F.pad(x, (0, 0, 0, 0, 0, padding))
         decay = -rates.to(wide).exp() * dt.to(wide)
         x, decay, b, c = (chunks(each) for each in (x * dt[..., None].to(wide), decay, b, c))
         decay = decay.permute(0, 3, 1, 2)
@@ -100,21 +100,21 @@ class _Mamba2Module(nn.Module):
         scores = torch.einsum("bclhn,bcshn->bclsh", c, b) * _sums(decay).exp().permute(0, 2, 3, 4, 1)
         within = torch.einsum("bclsh,bcshp->bclhp", scores, x)
         del scores
-        left = (so_far[:, :, :, -1:] - so_far).exp()
-        brought = torch.einsum("bclhn,bclhp->bchpn", b * left.permute(0, 2, 3, 1)[..., None], x)
-        first = torch.zeros_like(brought[:, :1]) if state is None else state[:, None].to(wide)
-        states = torch.cat([first, brought], dim=1)
-        kept = _sums(F.pad(so_far[:, :, :, -1], (1, 0))).exp().transpose(1, 3)
-        states = torch.einsum("bzch,bzhpn->bchpn", kept, states)
+        remaining = (so_far[:, :, :, -1:] - so_far).exp()
+        added = torch.einsum("bclhn,bclhp->bchpn", b * remaining.permute(0, 2, 3, 1)[..., None], x)
+        first = torch.zeros_like(added[:, :1]) if state is None else state[:, None].to(wide)
+        states = torch.cat([first, added], dim=1)
+        decays = _sums(F.pad(so_far[:, :, :, -1], (1, 0))).exp().transpose(1, 3)
+        states = torch.einsum("bzch,bzhpn->bchpn", decays, states)
         states, state = states[:, :-1], states[:, -1]
-        said = torch.einsum("bclhn,bchpn->bclhp", c, states) * so_far.exp().permute(0, 2, 3, 1)[..., None]
-        y = (within + said).contiguous().reshape(batch, -1, heads, x.shape[-1]) + beside
-        y = y[:, :steps].clone() if padding else y  # of what it is cut from nothing is held
+        earlier = torch.einsum("bclhn,bchpn->bclhp", c, states) * so_far.exp().permute(0, 2, 3, 1)[..., None]
+        y = (within + earlier).contiguous().reshape(batch, -1, heads, x.shape[-1]) + skipped
+        y = y[:, :steps].clone() if padding else y  # a copy, so that the padded tensor can be freed
         return y, state.clone()
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Σ x over s < … ≤ l, at (…, l, s) of x (…, l); −∞ where l < s."""
+    """Return at (…, l, s) the sum of x (…, l) over the indices from s + 1 to l, or −∞ if l < s."""
     size = x.shape[-1]
     before = torch.ones(size, size, device=x.device, dtype=torch.bool).tril(-1)
     sums = x[..., None].expand(*x.shape, size).masked_fill(~before, 0).cumsum(dim=-2)
@@ -122,8 +122,8 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """y (B, 1, heads, head_dim) of one token, and the state that it leaves."""
-    x, b, c, dt, rates, passed, shift, state = inputs
+    """Return y (B, 1, heads, head_dim) of one token and the new state."""
+    x, b, c, dt, rates, skip, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x[:, 0]
     batch, heads, width = x.shape
@@ -134,4 +134,4 @@ def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
     b, c = (each[:, 0, :, None].expand(-1, -1, group, -1).reshape(batch, heads, -1) for each in (b, c))
     state = state * (dt.to(wide) * decay).exp() + dt * b[:, :, None] * x[..., None]
     y = torch.bmm(state.to(c.dtype).flatten(0, 1), c.flatten(0, 1)[..., None]).view(batch, heads, width)
-    return (y + x * passed[:, None].expand(-1, width)).to(y.dtype)[:, None], state
+    return (y + x * skip[:, None].expand(-1, width)).to(y.dtype)[:, None], state

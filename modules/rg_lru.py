@@ -1,8 +1,8 @@
-"""The RG-LRU, as transformers' RecurrentGemma computes it: one token behind the other.
+"""The RG-LRU, computed token by token as in transformers' RecurrentGemma.
 
-The steps stand as its `RecurrentGemmaRecurrentBlock` and `RecurrentGemmaRglru` have them, in their order and over
-tensors that lie as theirs. Padding is none of a text's tokens, which transformers takes for some; behind a state
-several tokens go on from it, of which transformers' path forgets the convolution.
+The operations have the order and memory layout of `RecurrentGemmaRecurrentBlock` and `RecurrentGemmaRglru`. There are
+two differences. Padding does not change the state here, but it does in transformers. When several tokens continue from
+a cache, the convolution sees the cached inputs, which transformers forgets.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ _STEEPEST = 1000.0
 
 
 class _Gate(nn.Module):
-    """A matrix of each head's channels, [heads, out, in], which lies in memory as [heads, in, out]."""
+    """A block-diagonal linear: one matrix per head, with shape [heads, out, in] and memory order [heads, in, out]."""
 
     def __init__(self, spec: RGLRU) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _RGLRUModule(nn.Module):
 
     @staticmethod
     def cache(spec: RGLRU) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
@@ -72,13 +72,13 @@ class _RGLRUModule(nn.Module):
         kernel, steps = self.spec.kernel, x.shape[-1]
         weight, shift = self.x_conv.weight, self.x_conv.bias
         assert shift is not None
-        kept = None if cache is None else cache.inputs
-        if steps == 1:  # a sum of products, since transformers takes it for a token behind others
-            whole = torch.cat((x.new_zeros(*x.shape[:2], kernel - 1) if kept is None else kept, x), dim=-1)
+        earlier = None if cache is None else cache.inputs
+        if steps == 1:  # transformers computes a single token as a sum of products
+            whole = torch.cat((x.new_zeros(*x.shape[:2], kernel - 1) if earlier is None else earlier, x), dim=-1)
             if cache is not None:
                 cache.inputs = whole[..., 1:]
             return (torch.sum(whole * weight, dim=-1) + shift)[..., None]
-        whole = x if kept is None else torch.cat((kept, x), dim=-1)
+        whole = x if earlier is None else torch.cat((earlier, x), dim=-1)
         if cache is not None:
             cache.inputs = F.pad(whole, (kernel - 1 - whole.shape[-1], 0))
         out = F.conv1d(whole, weight[:, None], shift, padding=kernel - 1, groups=x.shape[1])
@@ -86,7 +86,7 @@ class _RGLRUModule(nn.Module):
 
 
 def _begins(context: Context) -> Tensor:
-    """Which tokens begin a text, (1 or B, T, 1): those at position 0, and behind padding the first real ones."""
+    """Return which tokens begin a text, (1 or B, T, 1): those at position 0, and the first token after padding."""
     begins = context.position_ids == 0
     mask = context.attention_mask
     if context.padded and mask is not None:
@@ -96,39 +96,39 @@ def _begins(context: Context) -> Tensor:
 
 
 def _mask(context: Context) -> Tensor | None:
-    """Which tokens are real, (B, T, 1); None where all are."""
+    """Return which tokens are not padding, (B, T, 1), or None if there is no padding."""
     mask = context.attention_mask
     return None if mask is None or not context.padded else mask[:, -context.steps :, None]
 
 
 def _scan(*inputs: Any, begins: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """h (B, T, inner) of all tokens, and the state that they leave, in fp32 at least."""
-    x, let_in, let_go, decay, state = inputs
+    """Return h (B, T, inner) of all tokens and the new state, which is in fp32 or wider."""
+    x, input_gate, decay_gate, decay, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
-    logs = -8.0 * torch.sigmoid(let_go) * F.softplus(decay)
+    logs = -8.0 * torch.sigmoid(decay_gate) * F.softplus(decay)
     decays, weights = torch.exp(logs), torch.exp(2 * logs)
-    del logs  # here and below what is not needed any more, of as many numbers as the result
+    del logs  # as large as the result; freed early to save memory, as are the weights below
     weights = _Root.apply(1 - weights)  # type: ignore[no-untyped-call]
     weights = begins + ~begins * weights
     weights = weights if mask is None else weights * mask
-    taken = x * torch.sigmoid(let_in) * weights.type(x.dtype)
+    gated = x * torch.sigmoid(input_gate) * weights.type(x.dtype)
     del weights
     decays = decays * ~begins
     if x.shape[1] == 1:
         if state is None:
-            return taken, taken[:, 0].type(wide)
-        found = decays.type(wide) * state[:, None] + taken.type(wide)
-        return found.type(x.dtype), found[:, -1]
-    state = taken.new_zeros(taken[:, 0].shape, dtype=wide) if state is None else state
-    every = torch.zeros_like(taken)
-    for at in range(x.shape[1]):
-        state = decays[:, at].type(wide) * state + taken[:, at].type(wide)
-        every[:, at] = state.type(x.dtype)
-    return every, state
+            return gated, gated[:, 0].type(wide)
+        updated = decays.type(wide) * state[:, None] + gated.type(wide)
+        return updated.type(x.dtype), updated[:, -1]
+    state = gated.new_zeros(gated[:, 0].shape, dtype=wide) if state is None else state
+    outputs = torch.zeros_like(gated)
+    for step in range(x.shape[1]):
+        state = decays[:, step].type(wide) * state + gated[:, step].type(wide)
+        outputs[:, step] = state.type(x.dtype)
+    return outputs, state
 
 
 class _Root(torch.autograd.Function):
-    """The square root, whose gradient is bounded."""
+    """The square root, with its gradient limited to `_STEEPEST`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
