@@ -754,7 +754,7 @@ def test_the_command_says_what_it_does(tmp_path: Path, monkeypatch) -> None:
     words = ["train", "tree.json", "out", "--data", "text.jsonl", "--tokens", "2k", "--context", "32", "--batch", "512"]
     done = call(*words, "--sample", "abc", "--metrics", "all.jsonl", env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    assert "2 steps" in done.output or "4 steps of 512 tokens, 32 a window" in done.output
+    assert "2 steps" in done.output or "4 steps of 512 tokens, 32 per window" in done.output
     assert "held-out loss" in done.output and max(map(len, done.output.splitlines())) <= 100
     assert Path("all.jsonl").read_text() == Path("out.training/metrics.jsonl").read_text()
     assert call(*words).exit_code == 2 and "exists" in call(*words).output
