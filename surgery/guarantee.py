@@ -14,7 +14,7 @@ from ..parity.verify import require_finite_weights, verify
 from .base import Exactly, StoredModel
 from .chain import Chain, chain
 from .fits.calibration import CalibrationText
-from .measure import Measurement, measure, own_rounding
+from .measure import Measurement, measure
 
 EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows
 _REPORT = "Please report this. With --as local, gptkit writes the model in its own format instead."
@@ -79,7 +79,7 @@ def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: b
     tensors before rounding, and fp32 files must still be exact in fp32.
 
     A model with a large mean in its residual stream, or with amplifying layers, may exceed the fp32 bound by its own
-    rounding. Then twice this rounding, measured on the original, is the bound in fp32. The one in fp64 stays.
+    rounding. The bound applies all the same, and the message names fp32.
     """
     errors = dict(measurement.relative)
     if stored != "F64" and rounds:
@@ -89,8 +89,6 @@ def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: b
             del errors["float32"]
     for name, bound in (("float64", EXACT_FP64), ("float32", EXACT_FP32)):
         error = errors.get(name, 0.0)
-        if name == "float32" and error > bound:
-            bound = max(bound, 2 * own_rounding(done.against))
         if not error <= bound:
             raise GptkitError(
                 f"the swap is not exact on this checkpoint: relative error of the logits {error:.1e} in {name}, at "

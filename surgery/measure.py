@@ -102,20 +102,6 @@ def measure(
     return replace(measured, **on_text)
 
 
-def own_rounding(tree: Tree) -> float:
-    """Return how far a model's logits in fp32 are from its own in fp64, relative to the largest logit.
-
-    The heads are computed in fp64 in both cases, so the figure is the rounding of all layers before the head.
-    """
-    batches, _ = affordable(Scope(tree.spec, tree.spec).probe(), tree.spec, tree.spec)
-    narrow, wide = (
-        torch.cat([batch.valid(x).double() for batch, x in zip(batches, states(tree, batches, dtype), strict=True)])
-        for dtype in (torch.float32, torch.float64)
-    )
-    comparison = compare_heads(tree, tree, (narrow, wide))
-    return float(comparison.gap.max() / comparison.largest.max())
-
-
 def measure_text(
     before: Tree, after: Tree, promise: Promise, text: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> dict[str, Any] | None:

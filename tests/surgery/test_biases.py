@@ -49,7 +49,7 @@ def test_zero_biases_leave_without_a_trace(name: str, what: str, endings: tuple[
     save_hf(CONFIGS[name], tmp_path / "hf")
     zeroed(tmp_path / "hf", *endings)
     exactly(tmp_path / "hf", tmp_path / "out", drop=what)
-    with pytest.raises(SwapRefused, match="has no bias"):
+    with pytest.raises(SwapRefused, match="has no such bias"):
         gptkit.swap(tmp_path / "out", tmp_path / "again", drop=what)
 
 
@@ -77,7 +77,7 @@ def test_refusals(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="--drop 'all' is unknown"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", drop="all")
-    with pytest.raises(SwapRefused, match="has no bias"):
+    with pytest.raises(SwapRefused, match="has no such bias"):
         gptkit.swap("sample:llama", tmp_path / "out", drop="biases")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

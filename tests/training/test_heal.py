@@ -414,7 +414,7 @@ def test_a_recipe_whose_swap_is_refused_leaves_nothing(tmp_path: Path) -> None:
     [
         ("[[step]]\nheal = 'a.txt'\n[[step]]\nattention = 'mqa'", "heal must be the last step"),
         ("[[step]]\nheal = 'a.txt'", "heal must be the last step"),
-        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nblocks = '1'", "cannot have blocks"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nblocks = '1'", "cannot have the keys blocks"),
         ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { steps = 3 }", "no setting 'steps'"),
         ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { rate = 'x' }", "must be a number"),
         ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { held_out = true }", "a number or text"),
