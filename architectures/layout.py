@@ -1,21 +1,22 @@
-"""Layouts: how one checkpoint tensor holds one or several shared tensors, as a bijection on their elements.
+"""Layouts: bijections between the elements of one checkpoint tensor and of one or several shared tensors.
 
-A layout is written as two axis patterns, in the manner of einops, and knows its own inverse:
+A layout consists of two axis patterns, as in einops, and can be inverted:
 
     Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 
-reads: the checkpoint tensor has two dimensions, the second holds q, k and v one after the other; each shared tensor
-has the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that is
-shared out over the shared tensors, `parts` its extent in each. Axis extents are names looked up in the sizes of the
-block (`heads`, `head_dim`, …), quotients of one (`heads/4`) or plain digits. `each` names an axis of which every index
-has shared tensors of its own, which are without it:
+means: the checkpoint tensor has two dimensions, and the second contains q, k and v one after the other. The shared
+tensors have the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that
+is divided among the shared tensors, and `parts` gives its extent in every one of them. An extent is the name of a size
+of the block (`heads`, `head_dim`, …), a quotient of a size (`heads/4`) or a number. `each` names an axis that the
+shared tensors do not have: there is a set of shared tensors for every index of it. For example,
 
     Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), each="experts")
 
-reads: one tensor holds gate and up of all experts; shared are gate and up of the first, then of the second, and so on.
+means: one tensor contains gate and up of all experts. The shared tensors are gate and up of the first expert, then of
+the second, and so on.
 
-The steps are reshape, permute, split, reshape, and backwards reshape, concatenate, permute, reshape; they run on
-numpy arrays and torch tensors alike, and on shapes alone.
+The steps are reshape, permute, split, reshape. The inverse is reshape, concatenate, permute, reshape. Both work on
+numpy arrays and on torch tensors.
 """
 
 import math
@@ -29,7 +30,7 @@ _Sizes = Mapping[str, int]
 
 
 def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
-    """'(heads head_dim) hidden' -> (('heads', 'head_dim'), ('hidden',))."""
+    """Parse a pattern: '(heads head_dim) hidden' -> (('heads', 'head_dim'), ('hidden',))."""
     dimensions: list[tuple[str, ...]] = []
     group: list[str] | None = None
     for token in pattern.replace("(", " ( ").replace(")", " ) ").split():
@@ -46,18 +47,18 @@ def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _extent(axis: str, sizes: _Sizes) -> int:
-    """What an axis of a pattern says: a size by its name, a quotient of one, or a number."""
+    """Return the extent of an axis, which is the name of a size, a quotient of one, or a number."""
     name, _, divisor = axis.partition("/")
     return int(name) if name.isdigit() else sizes[name] // int(divisor or 1)
 
 
 def _permute(array: Any, axes: Sequence[int]) -> Any:
-    """The axes in another order: torch calls it permute, numpy transpose."""
+    """Permute the axes of a torch tensor or a numpy array."""
     return array.permute(tuple(axes)) if hasattr(array, "permute") else array.transpose(axes)
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> Any:
-    """Along `axis`, in the library the arrays come from."""
+    """Concatenate torch tensors or numpy arrays along `axis`."""
     if hasattr(arrays[0], "permute"):
         import torch
 
@@ -69,7 +70,7 @@ def concatenate(arrays: Sequence[Any], axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """See the module's docstring. An empty `checkpoint` pattern is the identity on one tensor of any shape."""
+    """A pair of axis patterns, see the module's docstring. With an empty `checkpoint` pattern it is the identity."""
 
     checkpoint: str = ""
     shared: str = ""
@@ -79,7 +80,7 @@ class Layout:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the one shared tensor is the checkpoint's, byte for byte."""
+        """Whether there is one shared tensor, equal to the checkpoint's."""
         return not self.checkpoint
 
     @cached_property
@@ -101,22 +102,22 @@ class Layout:
         return replace(self, checkpoint=rest, each=None)
 
     def repeats(self, sizes: _Sizes) -> int:
-        """How many sets of shared tensors there are: the extent of `each`."""
+        """Return the number of sets of shared tensors: the extent of `each`, or 1."""
         return 1 if self.each is None else sizes[self.each]
 
     def _extents(self, sizes: _Sizes) -> list[int]:
-        """The split axis' extent in each part."""
+        """Return the extents of the split axis in the parts."""
         return [_extent(part, sizes) for part in self.parts]
 
     def _axes(self, sizes: _Sizes, part: int | None = None) -> dict[str, int]:
-        """Every axis' extent: of the whole, or of one part."""
+        """Return the extent of every axis, in the whole tensor or in one part."""
         names = [axis for dimension in self._checkpoint for axis in dimension]
         extents = self._extents(sizes)
         of_split = sum(extents) if part is None else extents[part]
         return {axis: of_split if axis == self.split else _extent(axis, sizes) for axis in names}
 
     def checkpoint_shape(self, sizes: _Sizes, shared: Sequence[Shape]) -> Shape:
-        """The checkpoint tensor's shape; `shared` are the shared tensors' shapes, used where this is the identity."""
+        """Return the shape of the checkpoint tensor. For the identity it is the only shape in `shared`."""
         if self.is_identity:
             (shape,) = shared
             return shape
@@ -124,7 +125,7 @@ class Layout:
         return tuple(math.prod(axes[a] for a in dimension) for dimension in self._checkpoint)
 
     def shared_shapes(self, sizes: _Sizes) -> list[Shape]:
-        """The shared tensors' shapes, for a layout that is not the identity."""
+        """Return the shapes of the shared tensors. The layout must not be the identity."""
         shapes = []
         for part in range(len(self.parts)):
             axes = self._axes(sizes, part)
@@ -133,10 +134,10 @@ class Layout:
 
     @cached_property
     def _runs(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """The axes of both sides, each run of them that both have in this order taken as one (`split` and `each` stay
-        alone).
+        """Return the axes of both sides, with runs of axes that have the same order on both sides merged into one.
 
-        Fewer axes move the same elements in longer stretches, and more of the reshapes are views.
+        `split` and `each` are not merged. With fewer axes, longer stretches of memory are moved, and more of the
+        reshapes are views.
         """
         source = [axis for dimension in self._checkpoint for axis in dimension]
         target = [axis for dimension in self._shared for axis in dimension]
@@ -152,7 +153,7 @@ class Layout:
         return runs, sorted(runs, key=lambda run: target.index(run[0]))
 
     def forward(self, tensor: Any, sizes: _Sizes) -> list[Any]:
-        """The checkpoint's tensor -> the shared tensors (views where the library can)."""
+        """Return the shared tensors of a checkpoint tensor. They are views of it where possible."""
         if self.is_identity:
             return [tensor]
         source, target = self._runs
@@ -172,7 +173,7 @@ class Layout:
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
 
     def inverse(self, tensors: Sequence[Any], sizes: _Sizes) -> Any:
-        """The shared tensors -> the checkpoint's tensor."""
+        """Return the checkpoint tensor of the shared tensors."""
         if self.is_identity:
             (tensor,) = tensors
             return tensor
@@ -191,4 +192,4 @@ class Layout:
 
 IDENTITY = Layout()
 NUMBER = Layout(" ", "()")
-"""A tensor without dimensions, whose shared one has a dimension of 1."""
+"""The layout of a tensor without dimensions, whose shared tensor has the shape (1,)."""

@@ -1,10 +1,10 @@
-"""What stands in the way of a tree in a target, a family's checkpoints or a format, and what of it costs nothing.
+"""Find out whether a target (a family or a file format) can express a tree, and which differences are in the way.
 
-Whether a target holds a tree is never declared: it writes the tree, reads it back, and where the two trees differ the
-differences are the obstacles. Two kinds of them cost nothing: how a component rounds, and biases of zeros, which come
-and go. The others are cleared by swaps, which say themselves what they clear (`surgery.registry.Clears`). A target
-declares the kinds of component that it has, so that `write` is never handed one that it knows nothing of: an
-AttributeError in it is a mistake in it.
+A target does not declare which trees it can express. Instead, gptkit lets it write the tree and read it back. The
+differences between the two trees are the *obstacles*. Two kinds of obstacle can be removed without changing the
+function: other rounding, and biases that are all zero. Swaps clear the others, and each declares which ones
+(`surgery.registry.Clears`). A target does declare its kinds of component, so `write` never gets an unknown kind, and an
+AttributeError in `write` is a bug of the target.
 """
 
 import json
@@ -19,14 +19,14 @@ from ..errors import CannotExpress, ConfigError, MissingComponent
 
 Kinds = frozenset[type[Component]]
 _STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
-"""What every tree has, and no target has to declare."""
+"""The kinds that every tree has. Targets need not declare them."""
 
 OWN_FORMAT = "To write the model in gptkit's own format, which can store any model: gptkit convert MODEL OUT --to local"
 _MOST = 12
-"""Obstacles that a message lists."""
+"""The number of obstacles that a message lists."""
 
 _REFUSED = (CannotExpress, ConfigError, MissingComponent)
-"""What a target says of a tree that it cannot write, or of what it has written. Anything else is a mistake in it."""
+"""Errors by which a target refuses to write or read a tree. Any other error is a bug of the target."""
 
 _Some = TypeVar("_Some", bound=Component)
 _Other = TypeVar("_Other", bound=Component)
@@ -35,15 +35,15 @@ _Remedy = Literal["rounding", "zeros"]
 
 
 class Destination(Protocol):
-    """What may hold a tree: a family, or a format.
+    """A target that may be able to express a tree: a family or a format.
 
-    kinds: the components that may stand in its trees, beside `_STRUCTURE`. usual: a tree of its own, for what stands
-    where.
+    kinds: the kinds of component in its trees, other than `_STRUCTURE`. usual: an example of its trees, which shows
+    where every component belongs.
     """
 
     @property
     def owner(self) -> str:
-        """What messages call it."""
+        """The name of the target in messages."""
         ...
 
     @property
@@ -53,23 +53,24 @@ class Destination(Protocol):
     def usual(self) -> ModelSpec: ...
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """The tree that it reads where it has written this one, which has no component but of its `kinds`.
+        """Write a tree and return the tree that the target reads from the result. All components must be in `kinds`.
 
         Raises:
-            CannotExpress, ConfigError: it cannot write it, or refuses what it has written.
+            CannotExpress, ConfigError: the target cannot write the tree, or refuses to read the result.
         """
         ...
 
     def bind(self, spec: ModelSpec) -> Sequence[Any]:
-        """Its tensors for a tree that it holds. Raises CannotExpress: it has no name for one."""
+        """Return the target's tensors for a tree. Raises CannotExpress if it has no name for a tensor."""
         ...
 
 
 class Obstacle(NamedTuple):
-    """A field in which a target's tree differs: its path, what it is, what the target has there.
+    """A difference between a tree and the nearest tree of a target.
 
-    remedy: what clears it and changes nothing: "rounding", the target rounds there in its own way; "zeros", biases of
-    zeros that come or go. None where nothing does, or a swap.
+    path: the field that differs. ours: its value in the tree. theirs: its value in the target's tree. remedy: how to
+    remove the obstacle without changing the function: "rounding" lets the target round in its own way, "zeros" adds or
+    removes biases that are all zero. None if only a swap can remove it, or nothing.
     """
 
     path: str
@@ -79,11 +80,11 @@ class Obstacle(NamedTuple):
 
     @property
     def is_bias(self) -> bool:
-        """Whether it is a flag for biases."""
+        """Whether the field says that a component has biases."""
         return self.path.endswith("bias") and isinstance(self.ours, bool) and isinstance(self.theirs, bool)
 
     def told(self, owner: str) -> str:
-        """It in words."""
+        """Return a sentence about the obstacle; `owner` is the target's name."""
         if self.theirs is None or (self.is_bias and self.ours):
             return f"{owner} has no {self.path}{'' if self.is_bias else f' ({short(self.ours)})'}"
         ours = "none" if self.ours is None else short(self.ours)
@@ -92,11 +93,11 @@ class Obstacle(NamedTuple):
 
 @dataclass(frozen=True)
 class Expression:
-    """A tree in a target's terms.
+    """The result of `express`: how a target expresses a tree, or why it cannot.
 
-    found: the target's own tree that computes the same, None where something stands in the way. obstacles: every
-    difference of the nearest tree that it has, or the components of kinds that it has not where it has no such tree.
-    standing: those of them that are in the way. reason: why it has no tree like it at all.
+    found: the target's tree that computes the same function, or None. obstacles: all differences from the target's
+    nearest tree, or if it has none, the components of kinds that it does not know. standing: the obstacles that prevent
+    writing the tree. reason: why the target has no similar tree at all.
     """
 
     target: Destination
@@ -108,19 +109,19 @@ class Expression:
 
     @property
     def weight(self) -> int:
-        """How much is in the way. A component of another kind counts more than a number: it hides what differs in
-        it; what cannot be written down at all counts most.
+        """A number that grows with the obstacles. A component of another kind counts as 4 values, since it may hide
+        differences inside. A tree that the target cannot write at all counts most.
         """
         kinds = [isinstance(each.ours, Component) or isinstance(each.theirs, Component) for each in self.standing]
         return sum(4 if kind else 1 for kind in kinds) + (2**30 if self.reason else 0)
 
     @property
     def told(self) -> list[str]:
-        """What is in the way, in words, what is alike in several layers once."""
+        """The obstacles as sentences. One that occurs in several layers is listed once."""
         return [each.told(self.target.owner) for each in by_layers(self.standing, len(self.spec.blocks))]
 
     def refusal(self, hint: str = OWN_FORMAT) -> CannotExpress:
-        """The error that lists what is in the way."""
+        """Return an error that lists the obstacles."""
         owner, told = self.target.owner, self.told
         if not told:
             return CannotExpress(f"{owner} cannot express this model: {self.reason}", hint)
@@ -129,7 +130,7 @@ class Expression:
 
 
 def never(_name: str) -> bool:
-    """No bias is known to be zero."""
+    """Return False: without weights, no bias is known to be zero."""
     return False
 
 
@@ -141,15 +142,16 @@ def express(
     *,
     nearest: bool = True,
 ) -> Expression:
-    """The tree that a target has for this one's function, or what stands in the way of it.
+    """Return the target's tree for the same function, or the obstacles.
 
     Args:
         target: a family or a format.
         spec: the tree.
-        zero: whether every value of a bias is zero, by its shared name; asked only where nothing but biases is in the
-            way, or of those that are.
-        clear: what does not stand in the way, because it changes nothing and will be done.
-        nearest: whether to say what is in the way of a tree of other kinds too; else no more than that it is.
+        zero: returns whether all values of a bias are zero, given its shared name. It is only called if biases are
+            the only obstacles, and for biases that are obstacles.
+        clear: the remedies that the caller will apply. Obstacles with these remedies are not in the way.
+        nearest: list the obstacles even if the target lacks kinds of component, by comparing with its nearest tree.
+            Otherwise only the components of unknown kinds are listed.
     """
     reasons: list[str] = []
 
@@ -203,8 +205,9 @@ def first_of(
     *,
     nearest: bool = True,
 ) -> tuple[Expression | None, list[Expression]]:
-    """How the first of some targets that holds a tree does, None where none does; and why those before it do not. The
-    arguments are those of `express`.
+    """Return the expression of the first target that can express a tree, or None, and those of the targets before it.
+
+    The other arguments are those of `express`.
     """
     refused: list[Expression] = []
     for target in targets:
@@ -220,10 +223,10 @@ def of_kind(node: Any, kind: type[_Some]) -> _Some: ...
 @overload
 def of_kind(node: Any, kind: type[_Some], other: type[_Other]) -> _Some | _Other: ...
 def of_kind(node: Any, kind: type[Component], other: type[Component] | None = None) -> Any:
-    """The component, which a target's `write` wants to be of this kind, or of one of two.
+    """Return the component if it is of the given kind, or of one of the two given kinds.
 
     Raises:
-        CannotExpress: it is another, or there is none.
+        CannotExpress: the component is of another kind, or is None.
     """
     kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):
@@ -235,7 +238,7 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
 
 
 def _others(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
-    """The components of a tree that are of other kinds."""
+    """Yield the components of a tree that are not of these kinds."""
     if isinstance(node, tuple):
         for index, each in enumerate(node):
             yield from _others(kinds, each, f"{path}.{index}")
@@ -247,13 +250,13 @@ def _others(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
 
 
 def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacle]:
-    """Where a tree and what a target has for it differ, each with what clears it and changes nothing."""
+    """Yield the differences between a tree and the target's tree, with their remedies."""
     hard = [Obstacle(*each) for each in differences(without_rounding(spec), without_rounding(back))]
     paths = {each.path for each in hard}
     places: dict[str, list[tuple[str, Component]]] = {}
     if zero is not never and any(each.is_bias and each.ours for each in hard):
         for path, node in spec.nodes():
-            expert = path.rpartition(".")[0].removesuffix("s")  # a flag of an expert is that of all
+            expert = path.rpartition(".")[0].removesuffix("s")  # all experts share the flag
             for place in (path, expert):
                 places.setdefault(place, []).append((path, node))
     for each in hard:
@@ -265,7 +268,7 @@ def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacl
 
 
 def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstacle) -> Iterator[str]:
-    """The tensors that go with a flag for biases which is on, of the components at each place."""
+    """Yield the names of the bias tensors that exist because the flag is set."""
     place, _, name = flag.path.rpartition(".")
     for path, node in places[place]:
         if name in node.__struct_fields__:
@@ -274,7 +277,7 @@ def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstac
 
 
 def _stays(target: Destination, found: ModelSpec | None) -> bool:
-    """Whether a target reads its own tree as what it is."""
+    """Return whether the target reads its own tree back unchanged."""
     try:
         return found is not None and target.back(found) == found
     except _REFUSED:
@@ -282,7 +285,7 @@ def _stays(target: Destination, found: ModelSpec | None) -> bool:
 
 
 def _bound(expression: Expression) -> Expression:
-    """The same, where the target has names for all tensors: a config may say more than its checkpoints do."""
+    """Return the expression, or a refusal if the target has no name for a tensor. A config may describe such trees."""
     assert expression.found is not None
     try:
         expression.target.bind(expression.found)
@@ -291,13 +294,13 @@ def _bound(expression: Expression) -> Expression:
     return expression
 
 
-def without_biases(spec: ModelSpec, gone: Collection[str]) -> ModelSpec:
-    """The tree with every flag for biases off whose tensors are all among `gone` (shared names)."""
+def without_biases(spec: ModelSpec, dropped: Collection[str]) -> ModelSpec:
+    """Return the tree without the biases whose tensors are all in `dropped` (shared names)."""
 
     def bare(node: Component, path: str) -> Component:
         for flag in (name for name in node.__struct_fields__ if name.endswith("bias") and getattr(node, name) is True):
             less = msgspec.structs.replace(node, **{flag: False})
-            if {f"{path}.{name}" for name in node.shapes().keys() - less.shapes().keys()} <= set(gone):
+            if {f"{path}.{name}" for name in node.shapes().keys() - less.shapes().keys()} <= set(dropped):
                 node = less
         return node
 
@@ -309,14 +312,14 @@ def without_biases(spec: ModelSpec, gone: Collection[str]) -> ModelSpec:
 
 
 def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | None:
-    """A tree of a target's components with this one's sizes, as far as they have such; None where they do not fit.
+    """Return a tree of the target's components with the sizes of this tree, or None if the sizes are impossible.
 
-    Components are those of the target's usual tree; of others those of `kinds` stay as they are.
+    Components of `kinds` stay as they are. Others are replaced by those of the target's usual tree.
     """
-    instead: dict[type[Component], Component] = {}  # what the target has for a kind, where it has no component as usual
+    instead: dict[type[Component], Component] = {}  # replacements for fields that are None in the usual tree
 
     def like(node: Any, usual: Component, sizes: Mapping[str, Any]) -> Any:
-        """A component like `usual` with what `node` says of it, or else what `sizes` says."""
+        """Return a component like `usual`, with the values of `node`, or else of `sizes`."""
         if type(node) is not type(usual) and type(node) in kinds:
             return node
         if isinstance(node, Component):
@@ -356,7 +359,7 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
 
 
 def _nearest(block: Block, others: Sequence[Block]) -> Block:
-    """The first of the others that has most mixers in the places of this one's."""
+    """Return the first of the other blocks that has the most mixer slots in common with this one."""
     slots = {each.mixer.slot for each in block.sublayers}
     return max(dict.fromkeys(others), key=lambda other: len(slots & {each.mixer.slot for each in other.sublayers}))
 
@@ -365,7 +368,7 @@ def _nearest(block: Block, others: Sequence[Block]) -> Block:
 
 
 def by_layers(obstacles: Iterable[tuple[Any, ...]], layers: int) -> list[Obstacle]:
-    """The same difference in several layers told once: blocks.*.x, or blocks.0-2,5.x where it is not in all."""
+    """Merge obstacles that are equal in several layers: blocks.*.x for all layers, blocks.0-2,5.x for some."""
     told: dict[tuple[str, str, str], list[int]] = {}
     first: dict[tuple[str, str, str], Obstacle] = {}
     for each in obstacles:
@@ -384,7 +387,7 @@ def by_layers(obstacles: Iterable[tuple[Any, ...]], layers: int) -> list[Obstacl
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 -> 0-2,5."""
+    """Write sorted numbers as ranges: 0, 1, 2, 5 -> 0-2,5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -395,7 +398,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def short(value: Any) -> str:
-    """A component or field value in a few words."""
+    """Return the class name of a component, or a value as at most 60 characters of JSON."""
     if hasattr(value, "__struct_fields__"):
         return type(value).__name__
     text = json.dumps(value) if isinstance(value, str | int | float | bool) or value is None else repr(value)

@@ -1,9 +1,9 @@
-"""Self-attention: one module for MHA, GQA and MQA, one for latent attention (MLA), rotary, ALiBi or no
-positions, windows, two kernels.
+"""Self-attention: a module for MHA, GQA and MQA, and one for latent attention (MLA). Both support rotary positions,
+ALiBi or no positions, and windows.
 
-`kernel` chooses how scores become outputs: "eager" writes the formula out, "sdpa" calls torch's fused
-scaled_dot_product_attention (flash where the hardware has it). They differ in the last bits, as transformers' own two
-paths do, and each follows its counterpart there to the bit.
+`kernel` selects how outputs are computed from scores: "eager" writes the formula out, "sdpa" calls torch's fused
+scaled_dot_product_attention (flash attention if the hardware supports it). The two differ in the last bits. Each gives
+the same bits as the implementation of this name in transformers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ from .registry import build_module, computes, module_of
 
 
 class Mixing:
-    """softmax(q·kᵀ · scale + mask)·v. Of its record it asks nothing that says how q, k and v come about."""
+    """Compute softmax(q·kᵀ · scale + mask)·v. How q, k and v are projected does not matter here."""
 
     def __init__(self, spec: Attention, kernel: Kernel) -> None:
         self.spec = spec
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
         outside = isinstance(spec.position, Biasing) and not spec.position.fused
         self.viewed = isinstance(spec.position, Biasing) and not spec.position.apart
-        # Nor has any that caps scores, or knows sinks.
+        # The fused kernel supports neither capped scores nor sinks.
         written = outside or spec.cap is not None or spec.sinks or spec.kernel == "eager"
         self.kernel: Kernel = "eager" if written else kernel
-        # With a bias the scale is where the bias says.
+        # With a position bias, `spec.position.scaled` decides where the scale is applied.
         self.scale = spec.scale
         self.early = spec.scaling == "queries" and not isinstance(spec.position, Biasing)
         if self.early:
@@ -46,7 +46,8 @@ class Mixing:
             q = q * self.spec.scale
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
         mixed = mixed.transpose(1, 2)
-        # Heads of one element may be a view, which a product sums in another order: so they are in BLOOM and Falcon.
+        # With heads of one element the result may be a view, over which a product sums in another order. BLOOM and
+        # Falcon use such views in transformers, too.
         return (mixed if self.viewed else mixed.contiguous()).flatten(2)
 
     def _scaled(self, scores: Tensor) -> Tensor:
@@ -62,21 +63,21 @@ class Mixing:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
         if sinks is not None and spec.sunk == "behind it":
-            left = torch.logsumexp(scores, dim=-1) - sinks[:, None]  # (B, H, T)
-            left = left.to(torch.promote_types(left.dtype, torch.float32)).sigmoid()[..., None]
+            share = torch.logsumexp(scores, dim=-1) - sinks[:, None]  # (B, H, T)
+            share = share.to(torch.promote_types(share.dtype, torch.float32)).sigmoid()[..., None]
             mixed = F.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
-            return mixed * left.to(mixed.dtype)
+            return mixed * share.to(mixed.dtype)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
             if spec.sunk == "in float32":
                 return F.softmax(scores, dim=-1)[..., :-1].to(v.dtype) @ v
-            # As transformers' gpt-oss, before it is rounded; of `max` autograd keeps a number a row, of `amax` all.
+            # As in transformers' gpt-oss. Autograd stores one number per row for `max`, and all scores for `amax`.
             scores = scores - scores.max(dim=-1, keepdim=True).values
             return F.softmax(scores, dim=-1, dtype=wide)[..., :-1].to(v.dtype) @ v
         return F.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
     def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
-        """q·kᵀ · scale, with the ALiBi bias inside the scale or outside it: (B, H, T, S)."""
+        """Return q·kᵀ · scale (B, H, T, S). An ALiBi bias is added before or after scaling."""
         spec = self.spec
         if isinstance(spec.position, Biasing):
             bias = context.bias(spec.position, spec.heads, spec.held)  # (B, H, 1, S)
@@ -91,14 +92,14 @@ class Mixing:
         return self._product(q, k) if inside else self._scaled(q @ k.transpose(-1, -2))
 
     def _product(self, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The scale and the bias inside one matrix product, and rounded with it."""
+        """Compute q·kᵀ · scale + bias in one matrix product, which rounds once."""
         batch, heads, steps, head_dim = q.shape
         keys = k.shape[-2]
         start = q.new_empty(batch * heads, steps, keys) if bias is None else bias.flatten(0, 1)
         return start.baddbmm(
             q.reshape(-1, steps, head_dim),
             k.reshape(-1, keys, head_dim).transpose(-1, -2),
-            beta=0 if bias is None else 1,  # 0 never reads what it starts from
+            beta=0 if bias is None else 1,  # with 0, baddbmm does not read the uninitialised tensor
             alpha=self.scale,
         ).view(batch, heads, steps, keys)
 
@@ -112,14 +113,14 @@ class Mixing:
             allowed = context.allowed(spec.window, spec.held, spec.chunked, spec.causal)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
-            # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.
+            # The kernel's `is_causal` replaces a mask, unless the family's code in transformers always passes one.
             mask = context.sdpa_mask(spec.window, spec.held, spec.chunked, spec.causal)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:
                 grouped = True
             elif steps == 1 and (mask is None or mask.shape[1] == 1):
-                # One query: the group's heads are rows of one product, so keys need no copies.
+                # With one query, the heads of a group are rows of one product, and keys need not be copied.
                 q = q.reshape(batch, -1, group, q.shape[-1])
             else:
                 k, v = _repeat_heads(k, group), _repeat_heads(v, group)
@@ -132,7 +133,7 @@ class Mixing:
 
 @computes(Attention)
 class AttentionModule(nn.Module):
-    """q, k and v of heads that lie side by side, mixed, and the output projection."""
+    """Multi-head attention: the projections of q, k and v, their mixing, and the output projection."""
 
     q_proj: LinearModule
     k_proj: LinearModule
@@ -166,18 +167,18 @@ class AttentionModule(nn.Module):
 
     @staticmethod
     def cache(spec: Attention) -> LayerCache | None:
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding, or None if the layer needs none."""
         return LayerCache(spec.held) if spec.causal and spec.kv_from != "earlier" else None
 
     def _normed(self, parts: dict[str, Tensor], names: str) -> dict[str, Tensor]:
-        """Queries, keys and values, those named behind their norms: of each head, or of all heads at once."""
-        found = dict(parts)
+        """Apply the norms of the parts in `names`. A norm is over one head, or over all heads together."""
+        normed = dict(parts)
         for name, x in parts.items():
             norm = getattr(self, f"{name}_norm")
             if norm is not None and name in names:
                 whole = norm.spec.size != self.spec.head_dim
-                found[name] = norm(x.flatten(-2) if whole else x).reshape(x.shape)
-        return found
+                normed[name] = norm(x.flatten(-2) if whole else x).reshape(x.shape)
+        return normed
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
@@ -207,7 +208,7 @@ class AttentionModule(nn.Module):
             q, k = parts.pop("q"), parts.pop("k", None)
             q, k = turned(spec.position, q, q[:, :0] if k is None else k, tables)
             parts |= {"q": q, "k": k} if own else {"q": q}
-            del q, k  # names would hold what others let go
+            del q, k  # else these names would keep the memory alive
         if spec.norm_order == "after":
             parts = self._normed(parts, "qk")
         if spec.temperature is not None:
@@ -220,29 +221,29 @@ class AttentionModule(nn.Module):
         mixed = mixed if self.mixed_norm is None else self.mixed_norm(mixed)
         if self.gate_proj is not None:
             gate = self.gate_proj(x) if gate is None else gate.reshape(mixed.shape)
-            # Of rows with room between them torch rounds the last elements otherwise; a single head's have room.
+            # Torch rounds the last elements of strided rows differently. With one head, transformers' rows are strided.
             gate = torch.sigmoid(gate if spec.heads == 1 else gate.contiguous())
             mixed = mixed * gate
         out: Tensor = self.o_proj(mixed)
         return out
 
     def _kept(self, k: Tensor, v: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
-        """The keys and values (B, KV, S, hd) of all tokens in sight."""
+        """Return the keys and values (B, KV, S, hd) of all tokens that may be attended to, and update the cache."""
         spec = self.spec
         if cache is None:
-            # As after a cache, which is what transformers' products run on by default: they sum in memory's order. It
-            # is the order of inference alone, for the copies are some three hundredths of a small model's step.
+            # The order of sums follows memory order, and by default transformers multiplies tensors from its cache,
+            # which are contiguous. In training there is no copy, since it would take 3 % of a small model's step.
             return (k.contiguous(), v.contiguous()) if spec.lie == "as cached" and not self.training else (k, v)
         k, v = cache.append(k, v)
         if spec.kv_expansion == "projection":
-            # Of one key head the repeated ones are views; transformers' cache holds them all.
+            # Repeating a single key head gives views, but transformers' cache stores all repeated heads.
             k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
         return k, v
 
 
 @computes(LatentAttention)
 class _LatentAttentionModule(nn.Module):
-    """Keys and values of a latent that all heads share; see `components.LatentAttention`."""
+    """Attention whose keys and values are computed from a latent shared by all heads; see `LatentAttention`."""
 
     def __init__(self, spec: LatentAttention, kernel: Kernel = "sdpa") -> None:
         super().__init__()
@@ -261,11 +262,11 @@ class _LatentAttentionModule(nn.Module):
         self.k_up_proj = LinearModule(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
         self.v_up_proj = LinearModule(rank, spec.heads * spec.value_dim, False, arithmetic)
         self.o_proj = LinearModule(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
-        fused = spec.fused and arithmetic != "conv1d"  # whose memory has no groups of rows
+        fused = spec.fused and arithmetic != "conv1d"  # Conv1D memory has no groups of rows
         self.down = FusedLinears() if fused and self.k_rope_proj is not None else None
-        # Values are mixed as they lie, where a product sums them in the order of whole cache lines.
+        # Values keep the strides of the fused product, in which products sum by whole cache lines.
         self.up = FusedLinears(spec.heads, CACHE_LINE) if fused and self.k_up_proj is not None else None
-        # What is left to do once every head has a key and a value of its own, positions applied.
+        # This is called when every head has its own key and value, with positions applied.
         position = spec.position if isinstance(spec.position, Biasing) else None
         sizes = {"heads": spec.heads, "kv_heads": spec.heads, "head_dim": spec.query_dim, "scale": spec.scale}
         mixed: Any = {"hidden_size": hidden, **sizes, "position": position, "window": spec.window}
@@ -274,7 +275,7 @@ class _LatentAttentionModule(nn.Module):
 
     @staticmethod
     def cache(spec: LatentAttention) -> LayerCache:
-        """What a decode keeps of earlier tokens: the rotated keys and the latent."""
+        """Return an empty cache for decoding, of rotated keys and latents."""
         return LayerCache(spec.window)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
@@ -299,9 +300,9 @@ class _LatentAttentionModule(nn.Module):
                 turned = torch.unflatten(turned, 1, (heads, -1)).transpose(2, 3).flatten(-2)
             q = torch.cat((q[..., : spec.nope_dim], turned), dim=-1)
         if cache is not None:
-            rope, kept = cache.append(rope, latent[:, None])
-            # (B, S, rank), with the strides that it has in transformers' cache, even of a single row.
-            latent = torch.unflatten(kept.reshape(-1), 0, (batch, -1, spec.kv_rank))
+            rope, latents = cache.append(rope, latent[:, None])
+            # (B, S, rank), with the strides of transformers' cache, also for a single row.
+            latent = torch.unflatten(latents.reshape(-1), 0, (batch, -1, spec.kv_rank))
         shared = rope.transpose(1, 2).flatten(2)[:, None].expand(-1, heads, -1, -1)  # (B, H, S, R·dim)
         *own, v = self._up(latent)  # each (B, H, S, …)
         k = torch.cat((*own, shared), dim=-1)
@@ -309,14 +310,14 @@ class _LatentAttentionModule(nn.Module):
         return out
 
     def _queries(self, x: Tensor) -> Tensor:
-        """(B, T, hidden) -> (B, T, H·query_dim)."""
+        """Project the input (B, T, hidden) to queries (B, T, H·query_dim)."""
         if self.spec.q_rank is None:
             return self.q_proj(x)  # type: ignore[no-any-return]
         latent = self.q_down_proj(x)
         return self.q_up_proj(latent if self.q_norm is None else self.q_norm(latent))  # type: ignore[no-any-return]
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The latent and the rotary keys."""
+        """Return the latent (B, T, rank) and the keys to be rotated (B, T, R·dim), or None if there are none."""
         if self.k_rope_proj is None:
             return self.kv_down_proj(x), None
         linears = (self.kv_down_proj, self.k_rope_proj)
@@ -324,13 +325,13 @@ class _LatentAttentionModule(nn.Module):
         return latent, rope
 
     def _up(self, latent: Tensor) -> list[Tensor]:
-        """Keys, where the latent makes such, and values, of a latent (B, S, rank): by heads."""
+        """Return the keys (if there are unrotated ones) and values of a latent (B, S, rank), as (B, H, S, …)."""
         linears = [each for each in (self.k_up_proj, self.v_up_proj) if each is not None]
         found = self.up(linears, latent) if self.up else [each(latent) for each in linears]
         return [each.transpose(1, 2) if each.dim() == 4 else _heads(each, self.spec.heads) for each in found]
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """What has turned, (…, dim), as it is to lie."""
+        """Return rotated vectors (…, dim) with the elements in the family's order."""
         position = self.spec.position
         if not self.spec.gathered or getattr(position, "pairs", "") != "adjacent":
             return x
@@ -338,7 +339,7 @@ class _LatentAttentionModule(nn.Module):
 
 
 def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, hd) and k (B, KV, T, hd), turned by positions that turn: each, or as the positions' `both` says."""
+    """Rotate q (B, H, T, hd) and k (B, KV, T, hd), by the function `both` of the positions if they have one."""
     module = module_of(position)
     if hasattr(module, "both"):
         return module.both(position, q, k, tables)  # type: ignore[no-any-return]
@@ -348,11 +349,11 @@ def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Te
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H·d) -> (B, H, T, d)."""
+    """Split heads: (B, T, H·d) -> (B, H, T, d)."""
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def _repeat_heads(x: Tensor, times: int) -> Tensor:
-    """(B, KV, S, hd) -> (B, KV·times, S, hd), each head `times` times in a row."""
+    """Repeat every head `times` times in a row: (B, KV, S, hd) -> (B, KV·times, S, hd)."""
     batch, kv_heads, length, head_dim = x.shape
     return x[:, :, None].expand(batch, kv_heads, times, length, head_dim).reshape(batch, -1, length, head_dim)
