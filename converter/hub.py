@@ -82,7 +82,7 @@ class Repository:
     files: Mapping[str, _RemoteFile] | None = None
     """The files at the top level; None if the hub lists none. Offline, the files in the cache."""
     notes: list[str] = field(default_factory=list)
-    why_offline: str = "network access is turned off"
+    why_offline: str = "network access is off"
     nested: Mapping[str, _RemoteFile] = field(default_factory=dict)
     """The files in folders."""
 
