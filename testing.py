@@ -42,15 +42,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fields: Iterable[str]) -> None:
-    """Every one of the reference's config fields is read in one of the configs, or declared; none is both."""
+    """Assert that every config field of the reference is either read in some config or declared, but not both."""
     read: set[str] = set()
     for config in configs:
         reader = family.reader(config)
         family.read(reader)
         read |= reader.used
     irrelevant, refused = family.ignored, family.refusals
-    left = sorted(set(fields) - read - irrelevant.keys() - refused.keys())
-    assert not left, f"the family neither reads these fields nor declares them irrelevant or refused: {left}"
+    missing = sorted(set(fields) - read - irrelevant.keys() - refused.keys())
+    assert not missing, f"the family neither reads these fields nor declares them irrelevant or refused: {missing}"
     assert not read & irrelevant.keys(), (
         f"the family reads these fields, but declares them irrelevant: {sorted(read & irrelevant.keys())}"
     )
@@ -62,7 +62,7 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
 
 
 def elements_land_once(family: Architecture, config: Config) -> None:
-    """Every element of a checkpoint lands in one place of the tree, and comes back to the bit."""
+    """Assert that every element of a checkpoint is used exactly once in the tree, and is restored bit for bit."""
     spec = family.spec(config)
     landed: dict[str, np.ndarray[Any, Any]] = {}
     start = 0
@@ -84,8 +84,9 @@ def elements_land_once(family: Architecture, config: Config) -> None:
 
 
 def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes) -> None:
-    """The tree's checkpoint names and shapes of a config.json are `theirs`, those of the reference's checkpoint (a tied
-    head's may be among them), and the modules' those of the tree.
+    """Assert that a config's tree has the reference's tensor names and shapes, and the modules those of the tree.
+
+    `theirs` are the shapes in the reference's checkpoint by name, which may include a tied head.
     """
     spec = family.spec(config)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
@@ -97,7 +98,7 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
 
 
 def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, tuple[int, ...]]:
-    """What of a reference's checkpoint a tree has a place for: not what is tied again, nor what is carried along."""
+    """Return the shapes of the reference's tensors that belong to the tree, without tied and carried tensors."""
     drop = {*family.borrowed(spec), *((family.head,) if spec.tied else ())}
     own = {leaf.checkpoint for leaf in family.bind(spec)}
     carried = {name for name in theirs if name not in own and family.carries(name, len(spec.blocks))}
@@ -105,7 +106,7 @@ def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, t
 
 
 def probes(length: int, batch: int, paddings: tuple[str, ...], vocabulary: int) -> Iterator[Probe]:
-    """A batch of `length` tokens, plain and padded: the first row stays whole, later ones lose more and more."""
+    """Yield a batch of `length` tokens, without and with padding. Later rows have more padding."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
     yield Probe(f"T={length} B={batch}", ids)
@@ -120,14 +121,14 @@ def probes(length: int, batch: int, paddings: tuple[str, ...], vocabulary: int) 
 def reference(
     family: Architecture, config: Config, dtype: torch.dtype = torch.float32, attention: str = "eager"
 ) -> Any:
-    """The model that a family names as its own, its weights not filled."""
-    found = own_reference({**config, "model_type": family.model_types[0]}, dtype, attention)
-    assert found is not None, f"{family.name} does not define its own reference model (Architecture.model)"
-    return found.eval()
+    """Return the reference model that the family defines. Its weights are not set."""
+    model = own_reference({**config, "model_type": family.model_types[0]}, dtype, attention)
+    assert model is not None, f"{family.name} does not define its own reference model (Architecture.model)"
+    return model.eval()
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model with every parameter random: fresh initialisation hides whole tensors (norms at 1, biases at 0)."""
+    """Set all parameters to random values. The usual initialisation would hide tensors (norms are 1, biases 0)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -139,7 +140,7 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 def decoder_of(
     family: Architecture, config: Config, weights: Mapping[str, Tensor], attention: str = "eager"
 ) -> Decoder:
-    """gptkit's modules of a config, with the weights of a checkpoint and their dtype."""
+    """Return gptkit's model of a config, with the weights of a checkpoint in their dtype."""
     spec = family.spec(config)
     shared: dict[str, Tensor] = {}
     for leaf in family.bind(spec):
@@ -151,15 +152,15 @@ def decoder_of(
 
 
 def largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    """max |Δ|, and never zero where one side is not finite."""
-    assert theirs.dtype in (ours.dtype, torch.float32)  # Mamba's are widened in the end
+    """Return max |Δ|, or NaN if `ours` has one. All values of `theirs` must be finite."""
+    assert theirs.dtype in (ours.dtype, torch.float32)  # Mamba returns fp32 logits
     assert ours.shape == theirs.shape
     assert bool(theirs.isfinite().all())
     return (ours.double() - theirs.double()).abs().max().item()
 
 
 def logits_agree(model: Callable[..., Any], decoder: Decoder, batches: Iterable[Probe]) -> None:
-    """The decoder's logits of real tokens are the reference's, to the last bit."""
+    """Assert that the decoder's logits of real tokens equal the reference's to the last bit."""
     worst = {}
     with torch.inference_mode():
         for probe in batches:

@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share: position tables, biases and masks, each made once and on demand."""
+"""State that all layers of a forward pass share: position tables, biases and masks, computed once when needed."""
 
 from typing import Any, NamedTuple
 
@@ -11,26 +11,24 @@ from .registry import module_of
 
 
 class Encoded(NamedTuple):
-    """What an encoder makes of a source: states (B, U, hidden), and the mask (B, U) of its tokens, None where all are
-    real.
-    """
+    """The output of an encoder: hidden states (B, U, hidden), and a mask (B, U), or None without padding."""
 
     states: Tensor
     mask: Tensor | None = None
 
     def repeated(self, count: int) -> "Encoded":
-        """Each source so many times."""
+        """Return the output with every source repeated `count` times."""
         rows = torch.arange(len(self.states), device=self.states.device)
         return self.chosen(rows.repeat_interleave(count))
 
     def chosen(self, rows: Tensor) -> "Encoded":
-        """The sources of these numbers: (new sources,)."""
+        """Return the sources with these indices, (new sources,)."""
         mask = None if self.mask is None else self.mask.index_select(0, rows)
         return Encoded(self.states.index_select(0, rows), mask)
 
 
 class _Sight:
-    """What tokens see of the source: its real tokens, all of them alike. Stands in a `Context`'s place for kernels."""
+    """The masks of cross-attention, which hide only padding of the source. Kernels use it in place of a `Context`."""
 
     def __init__(self, mask: Tensor | None, dtype: torch.dtype) -> None:
         padded = mask is not None and not bool(mask.all())
@@ -41,18 +39,19 @@ class _Sight:
             self._additive = torch.where(self._allowed, zero, torch.finfo(dtype).min)
 
     def sdpa_mask(self, *_: Any) -> Tensor | None:
-        """(B, 1, 1, U), True where a token may be looked at; None where all may."""
+        """Return (B, 1, 1, U), True at visible tokens, or None if all are visible."""
         return self._allowed
 
     def additive_mask(self, *_: Any) -> Tensor | None:
-        """The same as 0, and the dtype's minimum where not."""
+        """Return the mask as numbers: 0 at visible tokens, and the dtype's minimum at others."""
         return self._additive
 
 
 class Context:
-    """One forward pass of T new tokens (`steps`) a row of a batch, after `past` earlier ones in the cache; position ids
-    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are. `documents` (B, T) are
-    the numbers of those that are packed into a row: a token looks at none of another. None where each row is one.
+    """A forward pass of T new tokens per row (`steps`), after `past` tokens in the cache.
+
+    position_ids: (1 or B, T). attention_mask: (B, past + T), 1 at real tokens, or None without padding. documents:
+    (B, T), the document of every token if a row contains several; tokens attend only to their own document.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class Context:
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.attention_mask, self.documents = attention_mask, documents
-        self.layer = 0  # which block runs
-        self.inputs: Tensor | None = None  # (B, T, layers, width): what each block reads beside the stream
-        self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
-        self.table: Tensor | None = None  # (buckets, heads): of biases of distances
-        self.encoded: Encoded | None = None  # the source, for cross-attention
-        self.first: Tensor | None = None  # what the first block reads, for shared blocks
-        self._lenders: dict[int, Any] = {}  # of shared blocks, by number: the module that has the weights
+        self.layer = 0  # the index of the block that runs
+        self.inputs: Tensor | None = None  # (B, T, layers, width): additional inputs of the blocks
+        self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks use
+        self.table: Tensor | None = None  # (buckets, heads): biases by distance
+        self.encoded: Encoded | None = None  # the encoder's output, for cross-attention
+        self.first: Tensor | None = None  # the input of the first block, for shared blocks
+        self._lenders: dict[int, Any] = {}  # the modules that have the weights of shared blocks, by number
         self.sight: Any = None
         self._tables: dict[int, tuple[Turning, Any]] = {}
         self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
@@ -84,17 +83,17 @@ class Context:
         self._additive: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
-        """What positions turn the new tokens by: of rotary ones cos and sin."""
+        """Return the tables for the positions of the new tokens, such as cos and sin of rotary positions."""
         if id(spec) not in self._tables:
             self._tables[id(spec)] = spec, module_of(spec).tables(spec, self.position_ids, self.dtype)
         return self._tables[id(spec)][1]
 
     def tempered(self, spec: Temperature, q: Tensor) -> Tensor:
-        """Queries (B, H, T, hd) times what each position says, which is computed in fp32."""
-        at = self.position_ids
+        """Return queries (B, H, T, hd) times a factor that depends on the position and is computed in fp32."""
+        positions = self.position_ids
         if spec.counts == "tokens":
-            at = torch.arange(self.past, self.past + self.steps, device=q.device)[None]
-        grown = torch.floor((at + spec.offset) / spec.original_context)
+            positions = torch.arange(self.past, self.past + self.steps, device=q.device)[None]
+        grown = torch.floor((positions + spec.offset) / spec.original_context)
         if spec.counts == "positions":
             factor = (1 + spec.growth * torch.log(1 + grown)).to(q.dtype)
         else:
@@ -102,7 +101,7 @@ class Context:
         return (q * factor[:, None, :, None]).to(q.dtype)
 
     def layer_input(self) -> Tensor:
-        """What the block that runs reads beside the stream, (B, T, width); raises MissingComponent: nothing made it."""
+        """Return the current block's additional input (B, T, width). Raises MissingComponent if there is none."""
         if self.inputs is None:
             raise MissingComponent(
                 "a layer with a layer_input ran outside of its model: only the model's own forward pass "
@@ -111,17 +110,17 @@ class Context:
         return self.inputs[:, :, self.layer]
 
     def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values that an earlier layer left for an attention; raises MissingComponent: none did."""
-        found = self.shared.get(spec.remembered)
-        if found is None:
+        """Return keys and values of an earlier layer. Raises MissingComponent if that layer has not run."""
+        shared = self.shared.get(spec.remembered)
+        if shared is None:
             raise MissingComponent(
                 "a layer with kv_from: earlier ran before the layer whose keys and values it uses: run the "
                 "layers in order"
             )
-        return found
+        return shared
 
     def first_stream(self) -> Tensor:
-        """What the first block reads, (B, T, hidden); raises MissingComponent: nothing left it."""
+        """Return the input of the first block (B, T, hidden). Raises MissingComponent if it was not stored."""
         if self.first is None:
             raise MissingComponent(
                 "a layer with a shared block ran outside of its model: only the model's own forward pass "
@@ -130,7 +129,7 @@ class Context:
         return self.first
 
     def lender(self, spec: SharedTransformer, module: Any) -> Any:
-        """The module that has the weights of a shared block; raises MissingComponent: it has not run in this pass."""
+        """Return the module with the weights of a shared block. Raises MissingComponent if it has not run yet."""
         if spec.weights_from == "own":
             self._lenders[spec.number] = module
         if spec.number not in self._lenders:
@@ -141,11 +140,11 @@ class Context:
         return self._lenders[spec.number]
 
     def see(self, encoded: Encoded) -> None:
-        """Let cross-attention look at a source, whose states may be gone where its keys are in a cache."""
+        """Set the source of cross-attention. Its states may be empty if its keys are in a cache."""
         self.encoded, self.sight = encoded, _Sight(encoded.mask, self.dtype)
 
     def source(self) -> Tensor:
-        """The encoder's output (B, U, hidden); raises MissingComponent: nothing made it."""
+        """Return the encoder's hidden states (B, U, hidden). Raises MissingComponent if there are none."""
         if self.encoded is None:
             raise MissingComponent(
                 "a layer has cross-attention, but there is no output of an encoder: pass "
@@ -154,15 +153,15 @@ class Context:
         return self.encoded.states
 
     def first_key(self, window: int | None) -> int:
-        """The position of the first key there: a windowed layer's cache forgets the ones before."""
+        """Return the position of the first key in the cache, which drops keys outside of the window."""
         return max(self.past - window + 1, 0) if window is not None and self.cached else 0
 
     def keys(self, window: int | None) -> int:
-        """S, the number of keys a layer sees."""
+        """Return S, the number of keys of a layer."""
         return self.past + self.steps - self.first_key(window)
 
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
-        """The bias (B, heads, 1, S), or of distances (1, heads, T, S); raises MissingComponent: these have no table."""
+        """Return the bias (B, heads, 1, S), or (1, heads, T, S) by distance. Raises MissingComponent: no table."""
         first = self.first_key(window)
         key = (id(spec), heads, first)
         if key not in self._biases and isinstance(spec, Buckets):
@@ -183,9 +182,13 @@ class Context:
     def allowed(
         self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window
-        of the cache, which may hold more than is seen. With `chunked` windows do not move: they lie side by side from
-        the first token on that is no padding. Without `causal` they reach as far forward as back.
+        """Return a mask (B or 1, 1, T, S), True if query t may attend to key s, or None if all may attend to all.
+
+        Args:
+            window: the number of tokens that a query sees, or None for all.
+            held: the window of the cache, which may be larger.
+            chunked: windows are consecutive chunks that start at the first real token, and do not move with the query.
+            causal: later keys are hidden. Otherwise a window extends equally far in both directions.
         """
         near = window is None or self.steps < window
         if not causal and near and not self.padded and self.documents is None:
@@ -208,7 +211,7 @@ class Context:
                 if self.attention_mask is not None:
                     first_token = (self.attention_mask.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)
                 start = first_token[:, None, None]  # (B or 1, 1, 1, 1)
-                if self.documents is not None:  # each begins its chunks anew
+                if self.documents is not None:  # chunks start at the first token of a document
                     keys, queries = self.position_ids[:, None, None, :], self.position_ids[:, None, :, None]
                 allowed = allowed & ((keys - start) // window == (queries - start) // window)
             if self.padded and self.attention_mask is not None:
@@ -221,7 +224,7 @@ class Context:
     def sdpa_mask(
         self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """`allowed`, or None where the kernel's own causal mask says the same."""
+        """Return `allowed`, or None if the kernel's `is_causal` has the same effect."""
         if not causal:
             return self.allowed(window, held, chunked, causal)
         first_pass = self.past == 0 and (window is None or self.steps < window)
@@ -231,7 +234,7 @@ class Context:
     def additive_mask(
         self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""
+        """Return `allowed` as numbers (B or 1, 1, T, S): 0 where it is True, and the dtype's minimum elsewhere."""
         allowed, key = self.allowed(window, held, chunked, causal), (window, held, chunked, causal)
         if allowed is None:
             return None

@@ -1,4 +1,4 @@
-"""The leaves of the module tree: linear maps, norms, activations. Each is built from its component's record."""
+"""Basic modules: linear maps, norms and activations, built from their components' records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
 VECTOR = 16
-"""Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
+"""Bytes. If rows do not start at multiples of it, a product may sum them in another order (odd heads in fp32)."""
 
 
 class LinearModule(nn.Module):
@@ -22,10 +22,10 @@ class LinearModule(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, arithmetic: Arithmetic = "linear") -> None:
         super().__init__()
-        # "conv1d": the shape is [out, in] as everywhere, but the memory lies [in, out], as GPT-2's addmm reads it:
-        # a matrix product over the other memory order sums in another order (3e-5 to 1.6e-4 in fp32 logits).
-        lies = arithmetic in ("conv1d", "conv1d_add")
-        weight = torch.empty(inputs, outputs).t() if lies else torch.empty(outputs, inputs)
+        # "conv1d": the shape is [out, in] as everywhere, but the memory order is [in, out], as for GPT-2's addmm. With
+        # the other memory order, a matrix product sums in another order (3e-5 to 1.6e-4 in fp32 logits).
+        transposed = arithmetic in ("conv1d", "conv1d_add")
+        weight = torch.empty(inputs, outputs).t() if transposed else torch.empty(outputs, inputs)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.arithmetic = arithmetic
@@ -35,7 +35,7 @@ class LinearModule(nn.Module):
 
 
 def kept_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What `nn.Module._apply` is given, for parameters that stay in fp32 where it would make them narrower."""
+    """Wrap a function for `nn.Module._apply`, so that parameters stay in fp32 if it would make them narrower."""
 
     def wide(parameter: Tensor) -> Tensor:
         moved = fn(parameter)
@@ -46,7 +46,7 @@ def kept_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class WideLinear(LinearModule):
-    """A linear whose parameters stay in fp32 in a model of any dtype, and are multiplied in fp32 at least."""
+    """A linear whose parameters stay in fp32 in a model of any dtype, and which multiplies in fp32 or wider."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -57,16 +57,16 @@ class WideLinear(LinearModule):
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return x (…, in) · weight [out, in] + bias, as `arithmetic` says.
+    """Return x (…, in) · weight [out, in] + bias, rounded according to `arithmetic`.
 
-    "conv1d" is the weight's memory order: over contiguous rows linear is GPT-2's addmm, on the matrix as it lies.
+    For "conv1d", the weight has the memory order [in, out], and F.linear on contiguous rows equals GPT-2's addmm.
     """
     if arithmetic in ("matmul_add", "conv1d_add") and bias is not None:
         return x @ weight.T + bias
     if arithmetic == "conv1d":
         x = x.contiguous()
         if 1 in weight.shape and weight.t().is_contiguous():
-            # A single row or column lies in either order, and the kernel is chosen by the strides that are told.
+            # A single row or column has both memory orders, and torch selects the kernel by the strides.
             weight = weight.as_strided(weight.shape, (1, weight.shape[0]))
     return F.linear(x, weight, bias)
 
@@ -74,16 +74,16 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithme
 class FusedLinears:
     """Several `LinearModule`s on one input as one matrix product, with their parameters as they are.
 
-    The parameters become views of one matrix, made again whenever they were replaced (another dtype or device, new
-    weights); in-place changes show through. Where gradients are needed, and in train mode, the matrix is concatenated
-    every time, since a view's gradient would not reach the parameter, and whoever trains holds on to its memory. A
-    linear that is no longer a plain one (an adapter in its place, a hook on it) is called for itself, and so are its
-    neighbours. Without gradients a compiled model calls each, too.
+    The parameters become views of one matrix. It is built again when parameters were replaced (another dtype or device,
+    new weights), and in-place changes are visible in it. With gradients and in train mode, the matrix is concatenated
+    in every call: the gradient of a view would not reach the parameter, and optimisers keep references to its memory.
+    If a linear is not plain any more (replaced by an adapter, or hooked), all linears are called one by one. A compiled
+    model without gradients calls them one by one, too.
 
-    `groups`: the linears' rows come in so many equal groups, and the family's own matrix has the first group's rows of
-    each linear, then the second's, and so on. Where a row lies shows only where a group's results are no whole
-    `line`s of bytes: there the matrix is made so, every time, since its rows are no views for parameters. Elsewhere (in
-    all models but odd ones) one linear's rows lie behind another's, as without groups.
+    groups: the number of groups in which the family orders the rows: the rows of the first group of every linear, then
+    those of the second, and so on. line: a number of bytes. The order of rows only changes bits if a group's result is
+    not a multiple of it. Only then (in few models) is the matrix built in this order, in every call, because
+    parameters cannot be views of it. Otherwise the linears are concatenated one after the other.
     """
 
     def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
@@ -92,7 +92,7 @@ class FusedLinears:
         self.bias: Tensor | None = None
 
     def __call__(self, linears: Sequence[nn.Module], x: Tensor, limit: float | None = None) -> tuple[Tensor, ...]:
-        """What each linear gives, `clipped`: (…, out), or (…, groups, out / groups) as it lies."""
+        """Return the outputs of the linears, `clipped`: (…, out), or (…, groups, out / groups) if ordered by group."""
         plain = [each for each in linears if type(each) is LinearModule and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
             return tuple(clipped(each(x), limit) for each in linears)
@@ -105,7 +105,7 @@ class FusedLinears:
         wanted = torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters())
         if wanted or plain[0].training:
             weight, bias = self._concatenated(plain)
-        elif torch.compiler.is_compiling():  # a graph does not know where a tensor lies
+        elif torch.compiler.is_compiling():  # a compiled graph cannot check memory addresses
             return tuple(clipped(each(x), limit) for each in linears)
         else:
             biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
@@ -118,7 +118,7 @@ class FusedLinears:
 
     @staticmethod
     def _concatenated(linears: Sequence[LinearModule], groups: int = 1) -> tuple[Tensor, Tensor | None]:
-        """All rows of each linear together, or of each group."""
+        """Concatenate the weights and the biases, ordered by linear, or by group if there are several."""
 
         def joined(parts: list[Tensor]) -> Tensor:
             if groups == 1:
@@ -133,8 +133,8 @@ class FusedLinears:
         return weight, joined(biases) if biases else None
 
     def _fuse(self, linears: Sequence[LinearModule]) -> None:
-        """Make the matrix and let the parameters be views of it, so that nothing is held twice."""
-        # Not as inference tensors, even when first used to generate: those could never be trained through again.
+        """Build the matrix and make the parameters views of it, so that no weight is stored twice."""
+        # Not in inference mode, since inference tensors could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             self.weight, self.bias = self._concatenated(linears)
             start = 0
@@ -147,16 +147,16 @@ class FusedLinears:
 
 
 class StackedLinears:
-    """Linears without biases, some side by side for each of several inputs, as one batched product.
+    """Linears without biases, one or more for each of several inputs, computed as one batched product.
 
-    As with `FusedLinears` their parameters become views of one tensor, [inputs, in, out], where no gradient is needed.
+    As in `FusedLinears`, the parameters become views of one tensor [inputs, in, out] if no gradient is needed.
     """
 
     def __init__(self) -> None:
         self.weight: Tensor | None = None
 
     def __call__(self, linears: Sequence[Sequence[nn.Module]], x: Tensor) -> Tensor:
-        """(inputs, N, in) -> (inputs, N, out), one linear's results beside the other's."""
+        """Map x (inputs, N, in) to the concatenated outputs (inputs, N, out) of the linears of every input."""
         rows = [[each.weight for each in row if type(each) is LinearModule] for row in linears]
         hooked = (each._forward_hooks or each._forward_pre_hooks for row in linears for each in row)
         if sum(map(len, rows)) < sum(map(len, linears)) or any(hooked):
@@ -181,14 +181,14 @@ class StackedLinears:
 
     @staticmethod
     def _views(rows: Sequence[Sequence[Tensor]], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part of the tensor, as a linear has it, beside that linear's weight."""
+        """Yield pairs of a part of the tensor, in the shape of a linear's weight, and that weight."""
         for row, one in zip(rows, whole, strict=True):
             parts = torch.split(one, [len(weight) for weight in row], dim=1)
             yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))
 
 
 def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
-    """Whether `parts` are views of the rows of `whole`, one after the other from its first; none of no tensor."""
+    """Return whether `parts` are views of consecutive rows of `whole` from the first on, or both are empty."""
     if whole is None or not parts:
         return whole is None and not parts
     pointer, row = whole.data_ptr(), whole.stride(0) * whole.element_size()
@@ -200,7 +200,7 @@ def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
 
 
 class _GroupWeight(nn.Module):
-    """The weight of one group of a norm."""
+    """A holder for the weight of one group of a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class _GroupWeight(nn.Module):
 
 @computes(LayerNorm)
 class LayerNormModule(nn.Module):
-    """Over the last dimension."""
+    """LayerNorm over the last dimension; see `components.LayerNorm`."""
 
     def __init__(self, spec: LayerNorm) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class LayerNormModule(nn.Module):
         spec = self.spec
         if spec.groups == 1:
             return F.layer_norm(x, (spec.size,), factor, bias, spec.eps)
-        # transformers has a norm for each head, and torch's kernel no two weights.
+        # transformers has one norm per head, and torch's kernel takes only one weight.
         width = spec.size // spec.groups
         none = (None,) * spec.groups
         parts = (none if each is None else torch.split(each, width) for each in (factor, bias))
@@ -243,7 +243,7 @@ class LayerNormModule(nn.Module):
         return torch.cat([F.layer_norm(row, (width,), gain, shift, spec.eps) for row, gain, shift in rows], dim=-1)
 
     def _written_out(self, x: Tensor, factor: Tensor | None) -> Tensor:
-        """As transformers' CohereLayerNorm."""
+        """Compute the norm as transformers' CohereLayerNorm does."""
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = torch.unflatten(x.to(wide), -1, (self.spec.groups, -1))
         rows = rows - rows.mean(-1, keepdim=True)
@@ -254,9 +254,9 @@ class LayerNormModule(nn.Module):
 
 @computes(RMSNorm)
 class RMSNormModule(nn.Module):
-    """Over the last dimension, in fp32 at least; see `components.RMSNorm` for `cast`.
+    """RMSNorm over the last dimension, in fp32 or wider; see `components.RMSNorm` for `cast`.
 
-    Not F.rms_norm: it keeps fp32 until after the weight, which is 0.17 to 1.0 off in bf16 logits for llama.
+    F.rms_norm is not used: it multiplies by the weight in fp32, which changes bf16 logits of llama by 0.17 to 1.0.
     """
 
     def __init__(self, spec: RMSNorm) -> None:
@@ -265,7 +265,7 @@ class RMSNormModule(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" else None
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Of x, and in its dtype; or in another, to which it returns where x is wider."""
+        """Return the norm of x, in the dtype of x or in the given one."""
         dtype = x.dtype if dtype is None else dtype
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide if self.spec.groups == 1 else torch.unflatten(wide, -1, (self.spec.groups, -1))
@@ -275,17 +275,17 @@ class RMSNormModule(nn.Module):
         normed = wide.to(dtype) if cast_first else wide
         if self.weight is None:
             return normed.to(dtype)
-        # 1 + weight is as wide as what it multiplies.
+        # 1 + weight has the dtype of the vectors that it multiplies.
         factor = self.weight if self.spec.gain == "weight" else self.spec.factor(self.weight.to(normed.dtype))
-        if not torch.is_grad_enabled():  # in place, which a gradient of the weight would not survive
+        if not torch.is_grad_enabled():  # in place, which is impossible if the weight needs a gradient
             return normed.mul_(factor).to(dtype)
         return (factor * normed).to(dtype)
 
 
 def capped(x: Tensor, limit: float | None) -> Tensor:
-    """limit · tanh(x / limit), as transformers' Gemma 2 writes it; x where there is no limit.
+    """Return limit · tanh(x / limit), as in transformers' Gemma 2, or x without a limit.
 
-    Where no gradient is wanted it is made in the place of x, which nobody else may hold.
+    Without gradients it overwrites x, so the caller must not use x afterwards.
     """
     if limit is None:
         return x
@@ -293,53 +293,53 @@ def capped(x: Tensor, limit: float | None) -> Tensor:
 
 
 def clipped(x: Tensor, limit: float | None) -> Tensor:
-    """x, no further than a limit from 0."""
+    """Return x clamped to [-limit, limit], or x without a limit."""
     return x if limit is None else x.clamp(-limit, limit)
 
 
 def _gelu_new(x: Tensor) -> Tensor:
-    """The tanh approximation as transformers' NewGELUActivation writes it; F.gelu rounds otherwise."""
-    # In place as far as a gradient allows: the same roundings, with four tensors fewer.
+    """Compute the tanh approximation as transformers' NewGELUActivation, which rounds differently from F.gelu."""
+    # In place where gradients allow it. This saves four tensors and rounds the same.
     return 0.5 * x * (1.0 + torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi)).tanh_())
 
 
 def _gelu_bloom(x: Tensor) -> Tensor:
-    """The tanh approximation as transformers' bloom_gelu_forward writes it."""
+    """Compute the tanh approximation as transformers' bloom_gelu_forward."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
 def _gelu_python(x: Tensor) -> Tensor:
-    """x·Φ(x) as transformers' GELUActivation writes it out for its old checkpoints."""
+    """Compute x·Φ(x) as transformers' GELUActivation does for old checkpoints."""
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
 
 def _gelu_fast(x: Tensor) -> Tensor:
-    """The tanh approximation as transformers' FastGELUActivation writes it."""
+    """Compute the tanh approximation as transformers' FastGELUActivation."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
 def _laplace(x: Tensor) -> Tensor:
-    """The normal distribution's Φ((x - μ) / σ), with which MEGA (2209.10655) comes near to the square of ReLU."""
+    """Compute the normal distribution's Φ((x - μ) / σ), MEGA's approximation (2209.10655) of squared ReLU."""
     return 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0))))
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """x·σ(1.702 x)."""
+    """Compute x·σ(1.702 x)."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def _gelu_10(x: Tensor) -> Tensor:
-    """x·Φ(x), no further than 10 from 0 (2004.09602)."""
+    """Compute x·Φ(x), clamped to [-10, 10] (2004.09602)."""
     return F.gelu(x).clip(-10, 10)
 
 
 def _relu2(x: Tensor) -> Tensor:
-    """max(0, x)² (Primer, 2109.08668)."""
+    """Compute max(0, x)² (Primer, 2109.08668)."""
     return F.relu(x).square()
 
 
 def _sqrtsoftplus(x: Tensor) -> Tensor:
-    """√log(1 + eˣ)."""
+    """Compute √log(1 + eˣ)."""
     return F.softplus(x).sqrt()
 
 
@@ -363,13 +363,13 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "laplace": _laplace,
     "sqrtsoftplus": _sqrtsoftplus,
-    "linear": torch.clone,  # a tensor of its own, since what comes after may write into it
+    "linear": torch.clone,  # a copy, since later operations may write into it
 }
 
 
 class _Xielu(nn.Module):
-    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010). Two of its
-    numbers are not trained.
+    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010). β
+    and eps are not trained.
     """
 
     def __init__(self) -> None:
@@ -385,5 +385,5 @@ class _Xielu(nn.Module):
 
 
 def activation_of(name: Activation) -> Callable[[Tensor], Tensor]:
-    """What computes an activation: a function, or a module with the parameters that it has."""
+    """Return a function for an activation, or a module if the activation has parameters."""
     return _Xielu() if name == "xielu" else ACTIVATIONS[name]

@@ -1,8 +1,8 @@
-"""Mamba, as transformers' own torch path computes it: one token behind the other.
+"""Mamba, computed token by token as in transformers' torch code.
 
-The steps stand as transformers' `mamba_selective_scan` and `mamba_selective_state_update` have them, in their order and
-over tensors that lie as theirs. Behind a state tokens go on from it, several of them too, of which transformers' path
-forgets it.
+The operations have the order and memory layout of transformers' `mamba_selective_scan` and
+`mamba_selective_state_update`. There is one difference: several tokens may continue from a cached state, which
+transformers forgets.
 """
 
 from typing import Any
@@ -41,13 +41,13 @@ class _MambaModule(nn.Module):
 
     @staticmethod
     def cache(spec: Mamba) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
         inputs, gate = self.read((self.x_proj, self.gate_proj), real(x, context))
         mixed = convolved(inputs.transpose(1, 2), self.x_conv.weight, self.x_conv.bias, cache, self.activation)
-        u = real(mixed.transpose(1, 2), context)  # of one sequence a view is multiplied, of several a copy
+        u = real(mixed.transpose(1, 2), context)  # for one sequence this is a view, for several a copy
         chosen = self.chosen((self.dt_in_proj, self.b_proj, self.c_proj), u.flatten(0, 1))
         parts = [torch.unflatten(each, 0, u.shape[:2]) for each in chosen]
         norms = (self.dt_norm, self.b_norm, self.c_norm)
@@ -63,22 +63,22 @@ class _MambaModule(nn.Module):
 
 
 def _tokens(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """y (B, inner, T) of many tokens, in fp32 at least, and the state that they leave."""
+    """Return y (B, inner, T) of many tokens, in fp32 or wider, and the new state."""
     x, dt, b, c, rates, passed, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = F.softplus(dt + shift.to(wide).to(dt.dtype)[..., None])
     decays = torch.exp(-rates.to(wide).exp()[None, :, None, :] * dt[:, :, :, None])
     brought = dt[:, :, :, None] * b[:, None].to(wide) * x[:, :, :, None].to(wide)
     state = brought.new_zeros(*x.shape[:2], b.shape[-1]) if state is None else state
-    found = []
-    for at in range(x.shape[-1]):
-        state = decays[:, :, at] * state + brought[:, :, at]
-        found.append(torch.matmul(state.to(x.dtype), c[:, at, :].unsqueeze(-1))[:, :, 0])
-    return torch.stack(found, dim=-1) + x * passed.to(wide)[None, :, None], state
+    outputs = []
+    for step in range(x.shape[-1]):
+        state = decays[:, :, step] * state + brought[:, :, step]
+        outputs.append(torch.matmul(state.to(x.dtype), c[:, step, :].unsqueeze(-1))[:, :, 0])
+    return torch.stack(outputs, dim=-1) + x * passed.to(wide)[None, :, None], state
 
 
 def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """y (B, inner, 1) of one token, and the state that it leaves."""
+    """Return y (B, inner, 1) of one token and the new state."""
     x, dt, b, c, rates, passed, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, b, c = x[..., 0], dt[..., 0], b[:, 0], c[:, 0]

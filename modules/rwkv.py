@@ -1,8 +1,7 @@
-"""RWKV's mixers, as transformers' torch path computes them: one token behind the other.
+"""RWKV's mixers, computed token by token as in transformers' torch code.
 
-The steps stand as transformers' `rwkv_linear_attention_cpu` has them, in their order. Padding is none of a text's
-tokens, which transformers takes for some; and one token of each of several texts is read as such, which transformers
-mixes with one another.
+The operations have the order of transformers' `rwkv_linear_attention_cpu`. There are two differences: padding does not
+change the state, and decoding one token of several texts at once does not mix the texts, as it does in transformers.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ from .registry import computes
 from .scan import State, made_again, real
 
 _NEVER = -1e38
-"""The exponent of what counts nothing."""
+"""The exponent of a token that has no weight."""
 
 
 def _mix(hidden: int) -> nn.Parameter:
@@ -26,13 +25,13 @@ def _mix(hidden: int) -> nn.Parameter:
 
 
 def _before(x: Tensor, cache: State | None) -> Tensor:
-    """The input of the token before each, zeros of the first; the cache then has the last one's."""
-    found = F.pad(x, (0, 0, 1, -1))
+    """Return for every token the input of the token before it, or zeros. The cache gets the last token's input."""
+    before = F.pad(x, (0, 0, 1, -1))
     if cache is not None:
         if cache.inputs is not None:
-            found[:, 0] = cache.inputs
+            before[:, 0] = cache.inputs
         cache.inputs = x[:, -1].clone()
-    return found
+    return before
 
 
 def _blend(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ class _TimeMixingModule(nn.Module):
 
 
 def _mean(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """What all tokens read (B, T, inner), and the state that they leave (B, inner, 3), in fp32 at least."""
+    """Return the weighted means (B, T, inner) and the new state (B, inner, 3), which is in fp32 or wider."""
     keys, values, decay, bonus, state = inputs
     wide = torch.promote_types(keys.dtype, torch.float32)
     if state is None:
@@ -80,16 +79,16 @@ def _mean(*inputs: Any) -> tuple[Tensor, Tensor]:
         most = above + _NEVER
     else:
         above, below, most = state.unbind(-1)
-    found, decay = torch.zeros_like(keys), -torch.exp(decay)
-    for at in range(keys.shape[1]):
-        k, v = keys[:, at].to(wide), values[:, at]
+    means, decay = torch.zeros_like(keys), -torch.exp(decay)
+    for step in range(keys.shape[1]):
+        k, v = keys[:, step].to(wide), values[:, step]
         largest = torch.maximum(most, k + bonus)
         old, new = torch.exp(most - largest), torch.exp(k + bonus - largest)
-        found[:, at] = ((old * above + new * v) / (old * below + new)).to(keys.dtype)
+        means[:, step] = ((old * above + new * v) / (old * below + new)).to(keys.dtype)
         largest = torch.maximum(most + decay, k)
         old, new = torch.exp(most + decay - largest), torch.exp(k - largest)
         above, below, most = old * above + new * v, old * below + new, largest
-    return found, torch.stack((above, below, most), dim=-1)
+    return means, torch.stack((above, below, most), dim=-1)
 
 
 @computes(ChannelMixing)

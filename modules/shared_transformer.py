@@ -1,4 +1,4 @@
-"""A transformer block that several layers run with the same weights, as transformers' modeling_zamba2.py has it."""
+"""A transformer block whose weights several layers share, as in transformers' modeling_zamba2.py."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from .registry import build_module, computes
 
 @computes(SharedTransformer)
 class _SharedTransformerModule(nn.Module):
-    """See `components.SharedTransformer`. What it does not store it takes of the module that does, in every pass."""
+    """See `components.SharedTransformer`. In a forward pass, weights come from the module that stores them."""
 
     if TYPE_CHECKING:
 
@@ -41,7 +41,7 @@ class _SharedTransformerModule(nn.Module):
 
     @staticmethod
     def cache(_: SharedTransformer) -> LayerCache:
-        """What a decode keeps of earlier tokens: keys and values are of each layer."""
+        """Return an empty cache for decoding. Keys and values differ by layer, although weights are shared."""
         return LayerCache(None)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
@@ -55,28 +55,28 @@ class _SharedTransformerModule(nn.Module):
             raised = raised + self._raised(self.adapters, adapters, self.adapter_down(read))
         del read
         gate, up = raised.chunk(2, dim=-1)
-        if not spec.fused:  # each of them lies by itself
+        if not spec.fused:  # transformers then computes them as two tensors
             gate, up = gate.contiguous(), up.contiguous()
         out: Tensor = self.stream_proj(lender.down_proj(self.activation(gate) * up))
         return out
 
     def _raised(self, fused: FusedLinears, linears: tuple[Any, Any], x: Tensor) -> Tensor:
-        """What two linears give side by side."""
+        """Return the concatenated outputs of two linears."""
         return torch.cat(fused(linears, x) if self.spec.fused else [each(x) for each in linears], dim=-1)
 
     def _attended(self, lender: Any, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        """Heads side by side, before the output projection, of what is normed."""
+        """Return the outputs of all heads, (B, T, H·d), for the normed input x."""
         spec, heads = self.spec, (*x.shape[:2], -1, self.spec.head_dim)
         parts = []
         for name in "qkv":
-            made = getattr(lender, f"{name}_proj")(x)
+            projected = getattr(lender, f"{name}_proj")(x)
             if spec.attention_rank is not None:
                 down, up = (getattr(self, f"{name}_adapter_{each}") for each in ("down", "up"))
-                made = made + up(down(x))
-            parts.append(made.view(heads).transpose(1, 2))  # (B, H, T, hd)
+                projected = projected + up(down(x))
+            parts.append(projected.view(heads).transpose(1, 2))  # (B, H, T, hd)
         q, k, v = parts
         if isinstance(spec.position, Turning):
             q, k = turned(spec.position, q, k, context.tables(spec.position))
-        # Without a cache keys and values lie as after one, by which products sum.
+        # Contiguous as from a cache, because memory order decides the order of sums.
         k, v = (k.contiguous(), v.contiguous()) if cache is None else cache.append(k, v)
         return self.mix(q, k, v, context)
