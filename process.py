@@ -1,4 +1,4 @@
-"""The process that a command runs in: its signals and streams. It imports next to nothing, to be there first."""
+"""Signals and streams of the process of a command. Imports little, so that it takes effect early."""
 
 import atexit
 import os
@@ -11,24 +11,24 @@ from typing import NoReturn
 INTERRUPTED = 130
 TERMINATED = 143
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-_AGAIN = 0.002  # seconds after which a signal that met an import is looked at again
+_AGAIN = 0.002  # seconds until a signal that arrived during an import is handled again
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C would do, with an exit code of its own."""
+    """An interruption by SIGTERM. It is handled like Ctrl-C, with another exit code."""
 
 
 def answer_signals() -> None:
-    """Turn SIGINT and SIGTERM into KeyboardInterrupt and Terminated, unless whoever started us decided on them."""
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt and Terminated, unless the parent process set other handlers."""
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if signal.getsignal(number) is default:
             signal.signal(number, _answer)
 
 
 def _answer(number: int, frame: FrameType | None) -> None:
-    """Raise, so that the command leaves in order; the same signal once more ends it at once.
+    """Raise an exception, so that the command can clean up. A second signal ends the process at once.
 
-    Within an import nothing is raised: libraries take it for a failure of their own. Its end is waited for.
+    During an import, the exception is delayed until the import ends, because libraries would treat it as their failure.
     """
     signal.signal(number, _leave)
 
@@ -36,7 +36,7 @@ def _answer(number: int, frame: FrameType | None) -> None:
         if _importing(at):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
             return
-        # While it leaves, once more means at once.
+        # A second signal during the clean-up ends the process.
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
@@ -59,7 +59,7 @@ def _leave(number: int, _: FrameType | None = None) -> NoReturn:
 
 
 def leave_at_signals() -> None:
-    """From here on signals end the process at once: nothing is under way that could be left in order."""
+    """Let signals end the process at once from now on, when nothing is left to clean up."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -67,36 +67,38 @@ def leave_at_signals() -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End the process as `sys.exit` does, but that the interpreter is not taken down: a thread of torch.distributed
-    that lets go of a tensor meanwhile would abort the process (pytorch/pytorch#190489).
+    """End the process like `sys.exit`, but without finalising the interpreter.
+
+    During finalisation, a thread of torch.distributed that frees a tensor would abort the process
+    (pytorch/pytorch#190489).
     """
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
-        code = code or 120  # as Python's own
+        code = code or 120  # the exit code that Python uses in this case
     os._exit(code)
 
 
 def leave_no_cache() -> None:
-    """At exit, remove the folder for compiled code that torch makes in TMPDIR, unless it holds something."""
+    """At exit, remove the folder for compiled code that torch creates in TMPDIR, if it is empty."""
     before = os.environ.get(_COMPILED)
 
     def remove() -> None:
-        if (path := os.environ.get(_COMPILED)) and path != before:  # torch notes there which one it made
+        if (path := os.environ.get(_COMPILED)) and path != before:  # torch stores the path in this variable
             with suppress(OSError):
-                os.rmdir(path)  # noqa: PTH106, as few imports as can be
+                os.rmdir(path)  # noqa: PTH106, to import as little as possible
 
     atexit.register(remove)
 
 
 def open_streams() -> None:
-    """Give what is written to a stream that was closed to nobody, and not to the next file that is opened."""
+    """Connect closed standard streams to /dev/null, so that output does not go into the next file that is opened."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free, this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `fd`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(fd, mode))

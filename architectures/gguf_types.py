@@ -1,8 +1,8 @@
-"""Which type llama.cpp gives each tensor when it quantises a model, and the bytes that this takes.
+"""The types and sizes that llama.cpp gives to tensors when it quantises a model.
 
 Source: llama.cpp, src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type_impl, tensor_type_fallback),
-as llama-quantize runs without an importance matrix and without options. A file has a header beside its tensors, with
-the vocabulary, which is not counted here.
+for llama-quantize without an importance matrix and without options. The header of a file, with its vocabulary, is not
+counted.
 """
 
 from ..components import ModelSpec, Parameter
@@ -11,22 +11,25 @@ from .ggml import TYPES
 from .gguf_table import GGUF
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
-"""llama-quantize's names, each with the type that most of its tensors have."""
+"""The names of llama-quantize, and the type that most tensors of such a file have."""
 
 BLOCKS = {each.name: (each.block, each.nbytes) for each in TYPES.values()}
-"""Weights of a block, which lie side by side in a row, and its bytes, scales and minima among them."""
+"""By type: the number of consecutive weights of a block, and its size in bytes with scales and minima."""
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
-"""The architectures whose types were compared with what llama-quantize makes."""
+"""The architectures whose types were compared with files written by llama-quantize."""
 
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What stands in where rows are no multiple of 256: types whose blocks have 32 weights."""
+"""Replacements for rows that are not multiples of 256: types whose blocks have 32 weights."""
 
 
 def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter, str]]:
-    """The type of each of a tree's parameters in a file of `FILE_TYPES`. Queries, keys and values are apart here, which
-    a file may hold in one tensor, of one type and as many bytes. Raises CannotExpress: llama.cpp has no architecture
-    for the family, or gives a tensor of such a shape no type.
+    """Return all parameters of a tree with their types in a file of `FILE_TYPES`.
+
+    Queries, keys and values are listed separately. A file may store them as one tensor, with the same type and size.
+
+    Raises:
+        CannotExpress: llama.cpp has no architecture for the family, or no type for the shape of a tensor.
     """
     name = next((each.name for each in GGUF.values() if family in each.written), "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())
@@ -40,8 +43,9 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
 
 
 def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
-    """The type of a parameter in a file of llama.cpp's architecture `name`. What tensor_allows_quantization leaves
-    alone is fp32 in the file that is quantised: what has one dimension, positions, routers.
+    """Return the type of a parameter in a file of llama.cpp's architecture `name`.
+
+    Tensors that tensor_allows_quantization excludes are fp32: those of one dimension, positions and routers.
     """
     if len(parameter.shape) < 2 or parameter.component in ("router", "positions"):
         return "F32"
@@ -50,7 +54,7 @@ def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
         return chosen
     if chosen in _NARROWER:
         return _NARROWER[chosen] if row % 32 == 0 else "F16"
-    if chosen == "Q8_0":  # as convert_hf_to_gguf.py writes it; llama-quantize gives up
+    if chosen == "Q8_0":  # as convert_hf_to_gguf.py does; llama-quantize fails
         return "F16"
     raise CannotExpress(
         f"llama.cpp cannot store {parameter.name} as {chosen}: its rows have {row:,} weights, not a multiple "
@@ -59,23 +63,23 @@ def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
 
 
 def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
-    """The type by what a tensor is for and the layer it is in."""
+    """Return the type that llama.cpp prefers for a parameter, given its role and its layer."""
     role = ".".join(parameter.name.split(".")[-2:])
     usual, medium, layers, layer = FILE_TYPES[kind], kind == "q4_k_m", len(spec.blocks), parameter.layer or 0
     if role == "head.weight" or (role == "embedding.weight" and spec.tied):
         if name == "falcon" or parameter.shape[-1] % BLOCKS[usual][0]:
             return "Q8_0"
         return usual if usual == "Q8_0" else "Q6_K"
-    eighth = layers // 8  # the first and the last one of the layers, and every third between, get more bits
+    eighth = layers // 8  # the first and last eighth of the layers, and every third layer between, get more bits
     more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
     eight = getattr(spec.blocks[layer].feed_forward, "experts", 1) == 8
     fused = any(leaf.checkpoint.endswith("attn_qkv.weight") for leaf in GGUF[name].leaves)
     if role == "v_proj.weight" or (fused and role in ("q_proj.weight", "k_proj.weight")):
-        found = "Q6_K" if medium and more else usual
-        # What it calls LLM_TYPE_70B, by the number of layers.
+        preferred = "Q6_K" if medium and more else usual
+        # llama.cpp's LLM_TYPE_70B, which it recognises by the number of layers.
         grouped = getattr(spec.blocks[0].attention, "group", 1) > 1
         large = layers == 80 and (name == "qwen2" or (name == "llama" and grouped))
-        return "Q8_0" if eight else "Q5_K" if found == "Q4_K" and large else found
+        return "Q8_0" if eight else "Q5_K" if preferred == "Q4_K" and large else preferred
     if role == "k_proj.weight" and eight:
         return "Q8_0"
     if role == "o_proj.weight" and eight and medium:

@@ -1,12 +1,11 @@
-"""Random weights for a tree, as training starts from them: a model of any tree without a checkpoint.
+"""Random initial weights for a model without a checkpoint.
 
-Every matrix and table is drawn from a normal distribution of deviation 0.02; what writes into the residual stream
-(o_proj, down_proj) from one that is 1/√(2 · layers) of it, so that the stream's variance does not grow with the depth.
-Norms are 1, biases 0. That is GPT-2 (Radford et al. 2019, section 2.3; transformers' modeling_gpt2._init_weights), and
-near to how the other families start (initializer_range is 0.02 in their configs).
+Matrices and tables are drawn from a normal distribution with standard deviation 0.02. Matrices that write into the
+residual stream (o_proj, down_proj) have a deviation smaller by 1/√(2 · layers), so that the variance of the stream does
+not grow with depth. Norms are 1, biases 0. This is the initialisation of GPT-2 (Radford et al. 2019, section 2.3;
+transformers' modeling_gpt2._init_weights). Other families are similar (initializer_range is 0.02 in their configs).
 
-A tensor's values depend on the seed, on its name and on its shape alone, and not on which others there are or in which
-order they are made; they are drawn in fp32 and rounded to the dtype.
+The values of a tensor depend only on the seed, its name and its shape. They are drawn in fp32 and rounded to the dtype.
 """
 
 import math
@@ -34,16 +33,16 @@ DEVIATION = 0.02
 TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
 """The initialisation in words."""
 
-_PROBED = 16  # tokens of the forward pass that shows that logits are numbers
+_PROBED = 16  # the number of tokens in the forward pass that checks for finite logits
 
 
 def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[tuple[str, Array, str]]:
-    """Every tensor of a tree, made one at a time: (shared name, array in its carrier dtype, dtype).
+    """Yield the tensors of a tree one at a time: (shared name, array in its carrier dtype, dtype).
 
     Args:
         spec: the tree.
         seed: a whole number from 0.
-        dtype: by safetensors' name.
+        dtype: a dtype name of safetensors, such as F32.
 
     Raises:
         UsageError: the seed is negative.
@@ -61,25 +60,25 @@ def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
     if parameter.initial is not None:
         return np.full(shape, parameter.initial, np.float32)
     generator = np.random.default_rng([seed, *name.encode()])
-    found: Array = generator.standard_normal(shape, np.float32)
-    found *= np.float32(DEVIATION / math.sqrt(2 * layers) if parameter.role == "writes" else DEVIATION)
-    return found
+    values: Array = generator.standard_normal(shape, np.float32)
+    values *= np.float32(DEVIATION / math.sqrt(2 * layers) if parameter.role == "writes" else DEVIATION)
+    return values
 
 
 def _available_memory() -> int | None:
-    """Bytes that this process may still take, by the kernel and by its control group; None where neither tells."""
-    found = []
+    """Return the bytes that the kernel and the control group still allow this process, or None if unknown."""
+    limits = []
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+            limits.append(int(line.split()[1]) * 1024)
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        told = [line for path in (limit, used) for line in _lines(Path(path))[:1]]
-        if len(told) == 2 and all(each.isdecimal() for each in told):
-            found.append(max(int(told[0]) - int(told[1]), 0))
-    return min(found, default=None)
+        lines = [line for path in (limit, used) for line in _lines(Path(path))[:1]]
+        if len(lines) == 2 and all(line.isdecimal() for line in lines):
+            limits.append(max(int(lines[0]) - int(lines[1]), 0))
+    return min(limits, default=None)
 
 
 def _lines(path: Path) -> list[str]:
@@ -90,15 +89,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None:
-    """Refuse a tree whose weights do not fit into memory.
+    """Raise an error if the weights of a tree do not fit into memory.
 
     Raises:
-        GptkitError: they do not; the message says how much they take, and how much there is.
+        GptkitError: the weights do not fit. The message gives their size and the available memory.
     """
     parameters = count(spec).total
     needed, free = parameters * DTYPES[dtype].itemsize, _available_memory()
     if free is not None and needed > free:
-        narrow = 2 * parameters < min(needed, free)  # else nothing is won by it
+        narrow = 2 * parameters < min(needed, free)  # else bfloat16 would not help
         half = f"--dtype bfloat16 takes {_size(2 * parameters)}; " if narrow else ""
         raise GptkitError(
             f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, but only {_size(free)} of"
@@ -112,7 +111,7 @@ def _size(nbytes: int) -> str:
 
 
 def finite_logits(model: Decoder) -> bool:
-    """Whether a forward pass over some tokens of the vocabulary gives logits that are numbers."""
+    """Return whether a forward pass over some tokens of the vocabulary gives finite logits."""
     spec = model.spec
     length = min(_PROBED, spec.context_length or _PROBED, spec.positions.length if spec.positions else _PROBED)
     ids = torch.linspace(0, spec.vocab_size - 1, length).long()[None]
@@ -123,18 +122,18 @@ def finite_logits(model: Decoder) -> bool:
 
 @dataclass(frozen=True)
 class _Written:
-    """A folder with random weights. nbytes: of its weight files."""
+    """A folder with random weights. nbytes: the size of its weight files."""
 
     folder: Path
     nbytes: int
 
 
 def drawn_from(tree: Outline, seed: int, dtype: str) -> Outline:
-    """What is to be said of a tree with random weights: where it comes from, how they were drawn, and the folder of its
-    tokenizer's files where there are such. `dtype` by safetensors' name.
+    """Return the outline of a tree with random weights: its origin, how the weights were drawn, and the folder of its
+    tokenizer, if it has one. `dtype` is a dtype name of safetensors.
     """
     record = {"random": TOLD, "seed": seed, "dtype": HF_NAMES[dtype], "gptkit": __version__}
-    # It is no checkpoint of the model that the tree comes from: only family and config go along.
+    # The weights are not those of the original model, so only its family and config are recorded.
     origin = replace(tree.origin, reference=None, revision=None, files={}, history=(*tree.origin.history, record))
     folder = tree.path if tree.path is not None and tree.path.is_dir() and token_files(tree.path) else None
     return replace(tree, origin=origin, path=folder, revision=None)
