@@ -220,10 +220,8 @@ def verify_port(
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
-                raise InvalidInput(
-                    f"{against} gives logits of shape {shapes}, for the input {batch.name}",
-                    "The expected shape is (number of tokens without padding, vocabulary size).",
-                )
+                hint = "The expected shape is (number of tokens without padding, vocabulary size)."
+                raise InvalidInput(f"{against} gives logits of shape {shapes}, for the input {batch.name}", hint)
         compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         functions, allowed = largest_gap(exact, candidate64), 2 * largest_gap(reference, exact)
         rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)

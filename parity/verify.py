@@ -209,14 +209,12 @@ def verify(
         CannotExpress: no transformers class computes the reference's tree.
     """
     if damaged and other is None:
-        raise UsageError(
-            "--damage compares two checkpoints, but only one was given", "Write gptkit verify ORIGINAL CHANGED --damage"
-        )
+        hint = "Write gptkit verify ORIGINAL CHANGED --damage"
+        raise UsageError("--damage compares two checkpoints, but only one was given", hint)
     say = progress or (lambda _: None)
     source, target = _open_both(model, other, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     path = _attention(source, attention)
-    wanted = torch_dtype(dtype)
-    dtype_name = str(wanted).removeprefix("torch.")
+    dtype_name = str(wanted := torch_dtype(dtype)).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
     if not batches:
         raise GptkitError("nothing was compared, because no prompt has a token")
