@@ -1,6 +1,6 @@
-"""How one of llama.cpp's architectures says the trees of one family: the mechanism behind the rows of `gguf_table`.
+"""Convert between trees of a family and GGUF files of an architecture of llama.cpp, by the rows of `gguf_table`.
 
-Source: llama.cpp, src/models/*.cpp and llama-model.cpp (what is read, and what is assumed where nothing is said).
+Source: llama.cpp, src/models/*.cpp and llama-model.cpp (which keys are read, and their defaults).
 """
 
 import math
@@ -20,12 +20,12 @@ from .layout import Shape
 from .obstacles import Kinds, of_kind
 from .rope import USUAL_ROTARY, RotaryKind, write_rotary
 
-Made = Callable[[GgufFacts], Any]  # what makes a field of config.json of a file, where no key says it
+Made = Callable[[GgufFacts], Any]  # computes a field of config.json that has no key
 
-_Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
+_Told = Callable[[Mapping[str, Any]], Value | None]  # computes the value of a key from a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
-"""How the names of matrices end that llama.cpp's converter writes as fp32, as everything of one dimension."""
+"""Suffixes of matrices that llama.cpp's converter writes as fp32, like all tensors of one dimension."""
 
 _ROPE_BUFFERS = (
     "blk.{layer}.attn_rot_embd.weight",
@@ -40,59 +40,66 @@ LOCAL_BASE = "rope.freq_base_swa"
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One of llama.cpp's architectures with the trees of one family, as what may hold a tree: see `obstacles.Target`.
+    """An architecture of llama.cpp, as the target (`obstacles.Destination`) for the trees of one family.
 
-    A file's metadata are the family's config.json under other names, and the family makes the tree of that.
-
-    name: general.architecture, the prefix of its keys. family: which it is read as, by default the one of its name.
-    leaves: its tensors. fields: keys -> fields of config.json, a dot going into an object.
-    absent: keys -> what llama.cpp assumes where a file lacks them; of any other it wants a value.
-    always: keys -> the value that they have, or what makes it of a config.json.
-    assumed: fields that no key says -> their value, or what makes it of a file.
-    biases: fields that say whether there are biases -> the tensor of the first layer that has one.
-    told: keys that a file has if it is of this family, and where it states a whole number of `always`, that one; such
-        rows stand before the others of their name.
-    rotary: how the family's config.json says positions; None where none turn. by_kind: whether layers with a window
-        turn by other numbers, as `rope_parameters` says: unscaled, and where `absent` has a base for them by that key.
-        divisors: the scalings of which llama.cpp reads a tensor.
-    windows: of the number of layers, that one of so many has no window, 0 where none has one, None where a file has to
-        say it of each; None for a family without such layers. unwindowed: whether a file may be without any window.
-    numbers: keys that have no prefix and hold a number of each layer; each is a tensor to a tree, of the key's name and
-        the layer's.
-    tied: whether the head is the token table, None where either may be.
-    square: llama.cpp wants its queries as wide as the model. latent: the widths of heads are in fields of their own,
-        and YaRN's factor of scores is in a key.
-    also: further families whose models it is written for.
+    The metadata of a file are the family's config.json under other names, and the family makes the tree from that.
     """
 
     name: str
+    """The value of general.architecture, and the prefix of the keys."""
     leaves: tuple[Leaf, ...]
+    """The tensors."""
     fields: Mapping[str, str]
+    """Keys -> fields of config.json. A dot leads into an object."""
     family: str = ""
+    """The family that files are read as, by default the one with the same name."""
     absent: Mapping[str, Any] = field(default_factory=dict)
+    """Keys -> the values that llama.cpp assumes if a file lacks them. All other keys are required."""
     always: Mapping[str, Value | _Told] = field(default_factory=dict)
+    """Keys -> their constant value, or a function that computes it from a config.json."""
     assumed: Mapping[str, Any | Made] = field(default_factory=dict)
+    """Fields without a key -> their value, or a function that computes it from a file."""
     biases: Mapping[str, str] = field(default_factory=dict)
+    """Fields that say whether there are biases -> the tensor of the first layer that then has one."""
     told: tuple[str, ...] = ()
+    """Keys that a file has only if it is of this family. Integers in `always` must agree, too. Rows with these keys
+    precede other rows of the same name.
+    """
     rotary: RotaryKind | None = USUAL_ROTARY
+    """How the family's config.json describes rotary positions. None if it has none."""
     by_kind: bool = False
+    """Whether layers with a window have their own entry in `rope_parameters`. It is unscaled, and its base is a key if
+    `absent` has that key.
+    """
     divisors: tuple[str, ...] = ()
+    """The rope scalings that llama.cpp reads from a tensor."""
     windows: Callable[[int], int | None] | None = None
+    """Returns for a number of layers the period of layers without a window: 0 if no layer has a window, None if a file
+    must list the layers. The field is None if the family has no such layers.
+    """
     unwindowed: bool = False
+    """Whether a file may have no window at all."""
     numbers: tuple[str, ...] = ()
+    """Keys without a prefix that have one number per layer. In the tree, every number is a tensor, named by the key and
+    the layer.
+    """
     tied: bool | None = None
+    """Whether the head is tied to the token embedding. None if both are possible."""
     square: bool = False
+    """Whether llama.cpp requires that the queries are as wide as the hidden states."""
     latent: bool = False
+    """Whether the widths of heads have their own fields, and YaRN's factor of scores has a key."""
     also: tuple[str, ...] = ()
+    """Further families whose models are written for this architecture."""
 
     @property
     def reads(self) -> str:
-        """The family that its files are read as."""
+        """The family that files are read as."""
         return self.family or self.name
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The families whose models it is written for."""
+        """The families whose models are written for this architecture."""
         return (self.reads, *self.also)
 
     @property
@@ -113,24 +120,24 @@ class GgufArchitecture:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Tensors that hold nothing the tree needs."""
+        """Tensors that the tree does not need."""
         return () if self.rotary is None else _ROPE_BUFFERS
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """The file's tensors for a tree. Raises CannotExpress: a shared tensor has no name here."""
+        """Return the file's tensors for a tree. Raises CannotExpress if a shared tensor has no name in GGUF."""
         return bind(self.owner, self.leaves, spec)
 
     # --- metadata -> config.json ---
 
     def fits(self, facts: GgufFacts) -> bool:
-        """Whether a file of this name is of this family."""
+        """Return whether a file of this architecture is of this family."""
         fixed = {key: value for key, value in self.always.items() if isinstance(value, int)}
         return all(facts.raw(key) is not None for key in self.told) and all(
             facts.raw(key) in (None, value) for key, value in fixed.items()
         )
 
     def read(self, facts: GgufFacts) -> dict[str, Any]:
-        """The fields of a config.json. Raises ConfigError: the metadata say what this family is not."""
+        """Return the fields of a config.json. Raises ConfigError if the metadata contradict the family."""
         if "expert_count" not in self.fields and facts.raw("expert_count") not in (None, 0):
             raise facts.fail(
                 "expert_count", facts.raw("expert_count"), "no such field: this architecture has no experts"
@@ -224,12 +231,13 @@ class GgufArchitecture:
         return {WINDOW: config["sliding_window"], PATTERN: None if usual else sliding}
 
     def extras(self, spec: ModelSpec) -> dict[str, tuple[float, ...]]:
-        """The tensors that stand for numbers of a tree."""
+        """Return tensors that encode numbers of the tree, such as rope factors."""
         return {} if self.rotary is None else rope_tensors(_turned(spec)[0], self.divisors)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """The tree of a file that this one was written to; what GGUF says in another way, or rounds to fp32, to the
-        same effect is as it was. Raises CannotExpress, ConfigError.
+        """Write a tree and return the tree that the file is read as. Raises CannotExpress, ConfigError.
+
+        Equivalent values (numbers rounded to fp32, or another notation) are returned as they were.
         """
         extras = self.extras(spec)
         shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
@@ -240,25 +248,23 @@ class GgufArchitecture:
         return back
 
     def spec_of(self, facts: GgufFacts) -> tuple[ModelSpec, dict[str, Any]]:
-        """The tree of a file of this family, and its config.json, in which no field of the tree is missing. Raises
-        ConfigError.
-        """
+        """Return the tree of a file of this family, and its complete config.json. Raises ConfigError."""
         family = self.architecture
         config = {"model_type": family.name, "architectures": [family.hf_class], **self.read(facts)}
         try:
             spec = family.spec(config)
             return _one_eps(spec) if self.latent else spec, _completed(config, family.write(spec))
         except ConfigError as error:
-            # The message speaks of a config.json, which lies nowhere.
+            # The message is about a config.json, which the user does not have.
             raise ConfigError(
                 f"the GGUF metadata is invalid. As a config.json, it would have this error: {error.message}", error.hint
             ) from error
 
 
 def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with what it lacks of these fields, and what the objects in it lack.
+    """Return a config.json completed by these fields, also inside of objects.
 
-    transformers builds some families from no less (DBRX's `attn_config.rope_theta`).
+    transformers requires them in some families (DBRX's `attn_config.rope_theta`).
     """
     both = {
         name: {**value, **config[name]}
@@ -269,13 +275,13 @@ def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str
 
 
 def _get(config: Mapping[str, Any], name: str) -> Any:
-    """What a config.json says in a field, a dot going into an object; None where it says nothing."""
+    """Return the value of a field of config.json, or None. A dot leads into an object."""
     outer, _, inner = name.rpartition(".")
     return (config[outer] if outer else config).get(inner)
 
 
 def _put(config: dict[str, Any], name: str, value: Any) -> None:
-    """Say it there."""
+    """Set a field of config.json. A dot leads into an object."""
     outer, _, inner = name.rpartition(".")
     if outer:
         config[outer] = config.get(outer) or {}
@@ -283,7 +289,7 @@ def _put(config: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _one_eps(spec: ModelSpec) -> ModelSpec:
-    """The tree with latents normed by the eps of other norms, as llama.cpp does; transformers has one of its own."""
+    """Return the tree with the eps of other norms for latents, as in llama.cpp. transformers has a separate eps."""
     blocks = []
     for block in spec.blocks:
         eps, attention = block.attention_norm.eps, block.attention
@@ -294,13 +300,13 @@ def _one_eps(spec: ModelSpec) -> ModelSpec:
 
 
 def shifted(spec: ModelSpec) -> set[str]:
-    """The weights of norms that multiply by 1 + weight, by shared names: GGUF has the factor."""
+    """Return the shared names of norm weights whose factor is 1 + weight. GGUF stores the factor."""
     nodes = spec.nodes()
     return {f"{path}.weight" for path, node in nodes if isinstance(node, Norm) and node.gain == "1 + weight"}
 
 
 def _turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
-    """The rotary positions of layers that see all tokens, or of any where these have none, and of those in windows."""
+    """Return the rotary positions of layers without a window (or else of those with one), and of layers with one."""
     found: dict[bool, Rotary] = {}
     for block in spec.blocks:
         if block.attention.position is not None:
@@ -310,7 +316,7 @@ def _turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
 
 
 def _as_before(spec: Any, stored: Any, found: Any) -> Any:
-    """A tree that was read, with the original's values where it says what `stored` does, but for rounding to fp32."""
+    """Return a tree that was read, with the values of the original where it equals `stored` up to fp32 rounding."""
     if isinstance(found, Component) and type(spec) is type(stored) is type(found):
         names = found.__struct_fields__
         fields = {name: _as_before(*(getattr(each, name) for each in (spec, stored, found))) for name in names}
@@ -321,12 +327,14 @@ def _as_before(spec: Any, stored: Any, found: Any) -> Any:
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:
-    """The tree with what GGUF says in another way, to the same effect, put as it comes back."""
-    context = spec.context_length or spec.hidden_size  # BLOOM may know none, and the converter takes its width
+    """Return the tree with equivalent values as GGUF returns them."""
+    context = (
+        spec.context_length or spec.hidden_size
+    )  # BLOOM may have none, and then the converter uses the hidden size
     blocks = []
     for block in spec.blocks:
         attention = block.attention
-        # A window that reaches over the whole context hides nothing.
+        # A window as long as the context has no effect.
         idle = attention.window is not None and attention.window >= context and not getattr(attention, "chunked", False)
         window = None if idle else attention.window
         attention = msgspec.structs.replace(attention, window=window, position=refitted(attention.position))
@@ -335,6 +343,6 @@ def _as_stored(spec: ModelSpec) -> ModelSpec:
 
 
 def _is_close(a: Any, b: Any) -> bool:
-    """Whether two values are one number, but for its rounding to fp32."""
+    """Return whether two values are the same number up to rounding to fp32."""
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
     return numbers and (math.isclose(a, b, rel_tol=2e-7) if isinstance(a, float) or isinstance(b, float) else a == b)

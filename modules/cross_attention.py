@@ -1,4 +1,4 @@
-"""Attention over what an encoder made of the source."""
+"""Cross-attention to the output of an encoder."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from .registry import computes
 
 
 class SourceCache:
-    """Keys and values of one layer's source, made at the first step, for all that follow."""
+    """The keys and values of the source in one layer, computed at the first step and used by all later ones."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -21,7 +21,7 @@ class SourceCache:
 
 @computes(CrossAttention)
 class CrossAttentionModule(nn.Module):
-    """Queries of the stream over keys and values of the encoder's output."""
+    """Attention with queries from the hidden states, and keys and values from the encoder's output."""
 
     def __init__(self, spec: CrossAttention, kernel: Kernel = "sdpa") -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class CrossAttentionModule(nn.Module):
 
     @staticmethod
     def cache(_: CrossAttention) -> SourceCache:
-        """What a decode keeps of the source."""
+        """Return an empty cache for decoding."""
         return SourceCache()
 
     def forward(self, x: Tensor, context: Context, cache: SourceCache | None = None) -> Tensor:  # (B, T, hidden)
         q = self._heads(self.q_proj(x))
         if cache is None or cache.keys is None or cache.values is None:
             source = self.source(x, context)
-            # As they lie in transformers' cache, head by head, whether or not there is one here.
+            # Contiguous by head, as in transformers' cache, also without a cache.
             k, v = (self._heads(each(source)).contiguous() for each in (self.k_proj, self.v_proj))
             if cache is not None:
                 cache.keys, cache.values = k, v
@@ -52,9 +52,9 @@ class CrossAttentionModule(nn.Module):
         return out
 
     def source(self, x: Tensor, context: Context) -> Tensor:  # noqa: ARG002
-        """What keys and values are made of."""
+        """Return the encoder's output, from which keys and values are computed."""
         return context.source()
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, H·d) -> (B, H, T, d)."""
+        """Split heads: (B, T, H·d) -> (B, H, T, d)."""
         return torch.unflatten(x, -1, (self.spec.heads, -1)).transpose(1, 2)

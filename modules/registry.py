@@ -1,4 +1,4 @@
-"""Which module computes which kind of component: each registers itself beside its class, plugins' too."""
+"""The registry of torch modules by kind of component. Modules register themselves, also those of plugins."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -12,7 +12,7 @@ _Made = TypeVar("_Made", bound=type[Any])
 
 
 def computes(kind: type[Component]) -> Callable[[_Made], _Made]:
-    """Register the decorated class as what computes components of a kind.
+    """Register the decorated class as the module for a kind of component.
 
     A norm's and a mixer's is a module, which is made of the record: a norm of it alone, for x; a mixer of it and a
     kernel, for x, a `Context` and a cache. What keeps something of earlier tokens has a static `cache(record)`.
@@ -29,7 +29,7 @@ def computes(kind: type[Component]) -> Callable[[_Made], _Made]:
 
 
 def module_of(node: Component) -> Any:
-    """The class that computes a component; raises MissingComponent where there is none for its kind."""
+    """Return the module class for a component. Raises MissingComponent if its kind has none."""
     if type(node) not in _MODULES and node.computed_in:
         import_module(node.computed_in)
     found = _MODULES.get(type(node))
@@ -42,5 +42,5 @@ def module_of(node: Component) -> Any:
 
 
 def build_module(node: Any, *options: Any) -> Any:
-    """The module of a component's record, by its kind. Raises MissingComponent as `module_of`."""
+    """Build the module for a component. Raises MissingComponent like `module_of`."""
     return module_of(node)(node, *options)

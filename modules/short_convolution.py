@@ -1,4 +1,4 @@
-"""Short convolutions between two gates."""
+"""Gated short convolutions."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ class _ShortConvolutionModule(nn.Module):
 
     @staticmethod
     def cache(spec: ShortConvolution) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
