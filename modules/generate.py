@@ -19,7 +19,7 @@ from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
 
-_NEVER = -1e9  # added to what is not to be chosen, in log-probabilities
+_NEVER = -1e9  # added to the log-probabilities of tokens that must not be chosen
 _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
 
 
@@ -63,21 +63,24 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken every time."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """The logits (B, vocabulary) in fp32 after a temperature above 0, top-k and top-p: -inf for tokens left out."""
+        """Return the logits (B, vocabulary) in fp32 after temperature, top-k and top-p: -inf for excluded tokens.
+
+        The temperature must be above 0.
+        """
         scores = logits.float() / self.temperature
         if self.top_k is not None:
             smallest = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
             scores = scores.masked_fill(scores < smallest, -math.inf)
         if self.top_p is not None and self.top_p < 1:
-            # Ascending, as transformers does: which of two equal tokens goes first is the sort's choice.
+            # Ascending as in transformers, since the sort decides the order of equal tokens.
             ordered, places = scores.sort(descending=False)
-            left_out = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
-            left_out[..., -1] = False
-            scores = scores.masked_fill(left_out.scatter(-1, places, left_out), -math.inf)
+            excluded = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+            excluded[..., -1] = False
+            scores = scores.masked_fill(excluded.scatter(-1, places, excluded), -math.inf)
         return scores
 
 
@@ -111,7 +114,7 @@ _GREEDY = Sampling()
 
 
 def warn(line: str, stacklevel: int = 3) -> None:
-    """A limit as a warning of the code that asks for the next token."""
+    """Issue a warning that points to the code which asks for the next token."""
     warnings.warn(line, UserWarning, stacklevel=stacklevel)
 
 
@@ -187,7 +190,7 @@ def generate(
 
 @torch.inference_mode()
 def _begun(model: Decoder, source: Tensor | None, rows: int = 1) -> Cache:
-    """An empty cache for so many continuations, of a model with an encoder with what that makes of the source."""
+    """Return an empty cache for `rows` continuations, with the encoder's output if there is a source."""
     cache = Cache(model.spec)
     if source is not None:
         cache.encoded = model.encode(source).repeated(rows)
@@ -195,7 +198,7 @@ def _begun(model: Decoder, source: Tensor | None, rows: int = 1) -> Cache:
 
 
 def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
-    """The prompt as a checked tensor (1, T) of int64 on the model's device."""
+    """Check the prompt, and return it as a tensor (1, T) of int64 on the model's device."""
     ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(_integers(input_ids), dtype=torch.long)
     if ids.dim() == 1:
         ids = ids[None]
@@ -215,7 +218,7 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
 
 
 def _integers(ids: Sequence[int]) -> list[int]:
-    """Python integers that fit a tensor; raises UsageError for what is no integer, or no token of any vocabulary."""
+    """Return the ids as Python integers. Raises UsageError for a value that is not an integer of 64 bits."""
     for each in ids:
         if isinstance(each, bool) or not hasattr(each, "__index__"):
             raise UsageError(f"{each!r:.60} is not a token id", "Give integers.")
@@ -225,14 +228,14 @@ def _integers(ids: Sequence[int]) -> list[int]:
 
 
 def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:
-    """The error for ids that the model has no row for, to be raised by the caller."""
+    """Return the error for ids outside the vocabulary. The caller raises it."""
     return UsageError(
         f"the prompt has token ids outside the vocabulary of {vocab_size:,} tokens: {some_of(ids, 5)}", hint
     )
 
 
 class _Limits:
-    """What a model says of how long a text may be, in a line where it is so long, as it grows."""
+    """The limits of a model on the length of a text, and the messages for texts that reach them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
@@ -242,20 +245,19 @@ class _Limits:
         self.renewing = {each.original_context for each in scalings if each.renewed}
 
     def full(self, read: int) -> str:
-        """Of a text of so many tokens that is too long to be read."""
+        """Return a message if `read` tokens are more than the model has positions, else an empty string."""
         if self.table is None or read <= self.table.length:
             return ""
         return f"generation stopped: the model has {self.table.length:,} positions, and all are used"
 
     def passed(self, read: int, first: bool) -> str:
-        """Of a text of so many tokens that is the first beyond the context."""
+        """Return a message when a text of `read` tokens first exceeds the context, else an empty string."""
         if self.context is None or read <= self.context or not (first or read == self.context + 1):
             return ""
-        told = f"the text is longer than the model's context of {self.context:,} tokens"
-        return f"{told}, so the rest may be nonsense"
+        return f"the text is longer than the model's context of {self.context:,} tokens, so the rest may be nonsense"
 
     def renewed(self, read: int) -> bool:
-        """Whether what tokens before the last left was turned by other angles than a text of so many tokens is."""
+        """Return whether cached keys were rotated by other angles than a text of `read` tokens requires."""
         return read - 1 in self.renewing
 
 
