@@ -64,7 +64,7 @@ def test_a_flag_and_a_choice_are_written_as_they_are_read() -> None:
     kind = choice("activation", "a", {"a": 1, "b": 2, "c": 1})
     for name, back in (("a", "a"), ("b", "b"), ("c", "a")):
         assert kind.write(kind.value(ConfigReader({"kind": name}), "kind")) == back
-    with pytest.raises(CannotExpress, match="no name for 3"):
+    with pytest.raises(CannotExpress, match="no value for 3"):
         kind.write(3)
 
 

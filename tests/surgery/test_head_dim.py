@@ -56,7 +56,7 @@ def test_rotary_over_whole_heads_is_what_families_export(folder: Path, tmp_path:
 
 def test_part_of_the_head_keeps_every_bit(folder: Path, tmp_path: Path) -> None:
     result = exactly(saved("falcon-rw", folder), tmp_path / "wide", head_dim="11")
-    assert any("the scale stays" in note for note in result.chain.notes)
+    assert any("the attention scale stays" in note for note in result.chain.notes)
     exactly(tmp_path / "wide", tmp_path / "back", head_dim="8")
     assert same_values(saved("falcon-rw", folder), tmp_path / "back")
 

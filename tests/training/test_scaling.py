@@ -119,7 +119,7 @@ def test_runs_that_are_of_no_one_law_are_refused_by_name(tmp_path: Path) -> None
     for head, why in (
         ({**about, "data": "b" * 64}, "one and in .*other have different texts"),
         ({**about, "held_out": 0.1}, "one and in .*other have different held-out texts"),
-        ({**about, "how": "heal"}, "the runs in .*other healed"),
+        ({**about, "how": "heal"}, "the runs in .*other start from changed models"),
         ({"how": "train"}, "other/ablation.json does not record on which text"),
     ):
         told = call("fit-scaling", one, table(tmp_path / "other", SIZES[3:], **head), "--draws", "0")
