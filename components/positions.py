@@ -58,8 +58,8 @@ class LearnedPositions(Component, frozen=True):
     def __post_init__(self) -> None:
         if self.padding is not None and (not self.offset or self.counts != "tokens"):
             raise ConfigError(
-                "a position table with padding needs offset of at least 1 and counts: tokens, because "
-                "padding tokens use the row before the first position"
+                'a position table with a padding token needs "offset" of at least 1 and "counts": "tokens", because '
+                "padding tokens use the row before the first position and are not counted"
             )
 
     def weights(self) -> dict[str, Weight]:

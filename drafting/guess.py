@@ -33,7 +33,7 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
     if not names.layers:
         raise CheckpointError(
             f"none of the {len(shapes)} tensors has a layer number in its name",
-            "gptkit can draft only checkpoints of decoders with numbered layers.",
+            "gptkit draft supports only decoders whose layers are numbered in the tensor names.",
         )
     donors = _ranked(config, names, words)
     skeleton = donors[0]
