@@ -145,7 +145,9 @@ def read_rotaries(
             before.used |= {before.place + field for field in before.data}  # read under the kind's name
         if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it beside the kinds
             raise rope.fail(
-                "truncate", False, "true: with RoPE parameters per layer type, transformers always truncates"
+                "truncate",
+                False,
+                "true: with RoPE parameters per layer type, transformers always rounds YaRN's correction range",
             )
         old = config.number(kind.theta, kind.base) if kind.theta else kind.base
         base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")

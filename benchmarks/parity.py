@@ -92,7 +92,7 @@ parameters into memory of their own first.
 
 ## All figures
 
-The last column has the largest difference of a logit, and the first variants that have one.
+The last column has the largest difference between two logits, and names some of the variants that differ.
 
 """
 

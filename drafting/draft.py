@@ -161,7 +161,8 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]
         raise GptkitError(
-            f"gptkit could not make a draft: {reason:.200}", "gptkit params can still count the tensors by their names."
+            f"gptkit draft could not write a definition of this family: {reason:.200}",
+            "gptkit params works without a definition: it lists the tensors by their names.",
         )
     answer: dict[str, Any] = reply["answer"]
     if "refused" in answer:
