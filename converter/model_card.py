@@ -64,7 +64,7 @@ def _healing_of(record: Any) -> _Healing:
         return msgspec.convert(record, _Healing)
     except (msgspec.ValidationError, OverflowError) as error:
         message = f"{LOCAL_CONFIG}: a healing in its history does not have the form that gptkit writes: {error!s:.200}"
-        raise ConfigError(message, "Remove the record from its history.") from error
+        raise ConfigError(message, f"Remove the healing from the history in {LOCAL_CONFIG}.") from error
 
 
 def model_card(origin: Origin) -> bytes | None:
