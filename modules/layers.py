@@ -93,11 +93,11 @@ class FusedLinears:
 
     def __call__(self, linears: Sequence[nn.Module], x: Tensor, limit: float | None = None) -> tuple[Tensor, ...]:
         """Return the outputs of the linears, `clipped`: (…, out), or (…, groups, out / groups) if ordered by group."""
-        plain = [each for each in linears if type(each) is LinearModule and not each._forward_hooks]
-        if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
-            return tuple(clipped(each(x), limit) for each in linears)
-        wide = [each.weight.shape[0] // self.groups * each.weight.element_size() for each in plain]
-        if self.groups > 1 and any(each % self.line for each in wide):
+        plain = [linear for linear in linears if type(linear) is LinearModule and not linear._forward_hooks]
+        if len(plain) < len(linears) or any(linear._forward_pre_hooks for linear in plain):
+            return tuple(clipped(linear(x), limit) for linear in linears)
+        sizes = [linear.weight.shape[0] // self.groups * linear.weight.element_size() for linear in plain]
+        if self.groups > 1 and any(size % self.line for size in sizes):
             rows = [linear.weight.shape[0] // self.groups for linear in plain]
             weight, bias = self._concatenated(plain, self.groups)
             out = clipped(multiply(x, weight, bias, plain[0].arithmetic), limit)

@@ -340,10 +340,10 @@ def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) 
     threads = torch.get_num_threads()
     if about is None:
         return Run(), threads
-    kept = progress_of(about, metrics, settings.steps, settings.windows * settings.context, keep_best)
-    if threads != kept.threads:
-        torch.set_num_threads(kept.threads)
-    return Run(kept.step, kept.seconds, msgspec.to_builtins(kept.curve)), kept.threads
+    progress = progress_of(about, metrics, settings.steps, settings.windows * settings.context, keep_best)
+    if threads != progress.threads:
+        torch.set_num_threads(progress.threads)
+    return Run(progress.step, progress.seconds, msgspec.to_builtins(progress.curve)), progress.threads
 
 
 class _Rhythm:
