@@ -32,8 +32,9 @@ from gptkit.modules.cache import Cache
 from gptkit.training.data import Stretch, Windows, open_tokens
 from gptkit.training.heal import heal
 from gptkit.training.loop import TrainingStep
+from gptkit.training.options import HELD_OUT
 from gptkit.training.parallel import Group
-from gptkit.training.train import HELD_OUT, split
+from gptkit.training.train import TextReader, split
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 STORIES = "stories260K-llama"
@@ -106,13 +107,9 @@ class Text:
 
     @classmethod
     def of(cls, folder: Path, length: int) -> "Text":
-        """Open a folder of tokens, and hold out what `heal` does."""
-
-        def never(*_: object, **__: object) -> Any:
-            raise AssertionError("a share is held out")
-
-        alone = Group(0, 1, torch.device("cpu"))
-        return cls(folder, *split(open_tokens(folder), HELD_OUT, never, alone, length, 1, True))
+        """Open a folder of tokens, and hold out the same share as `heal`."""
+        reader = TextReader(folder, False, Group(0, 1, torch.device("cpu")), None, 0, None, True)
+        return cls(folder, *split(open_tokens(folder), HELD_OUT, reader, length, 1, True))
 
     def divergence(self, teacher: Decoder, model: Decoder) -> float:
         """Return the KL divergence of a model from the teacher on all that is held out."""

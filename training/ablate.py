@@ -36,7 +36,7 @@ from .loop import TrainingStep, usual_rate
 from .parallel import group
 from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
 from .state import METRICS, put, remove_empty
-from .train import CONTEXT, folder_of, longest, require_trainable, size_of, split, tokens_of, train, tree_of
+from .train import CONTEXT, TextReader, folder_of, longest, require_trainable, size_of, split, train, tree_of
 
 _RESULT = "ablation.json"
 _OWN = ("data", "held-out", "trees", "changed", "runs")  # what an ablation writes beside its table
@@ -188,13 +188,9 @@ def ablate(
     def prepared(folder: Path) -> tuple[_Runs, dict[str, Path | str]]:
         """The runs with their tokens and models in a folder, once nothing but a run itself can go wrong."""
         held = asked.held_out
-        made: Any = {"vocabulary": base.spec.vocab_size, "progress": progress, "offline": offline}
         with group(device) as us:
-
-            def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
-                return tokens_of(paths, folder / name, True, us, tokenizer=tokenizer, **made)
-
-            found = take(texts, "data", named if trained else None)
+            reader = TextReader(folder, True, us, named if trained else None, base.spec.vocab_size, progress, offline)
+            found = reader(texts, "data")
             if found.vocabulary > base.spec.vocab_size:
                 raise UsageError(
                     f"the texts have {found.vocabulary:,} different tokens, but the plan's models only"
@@ -204,7 +200,7 @@ def ablate(
             for each in variants:
                 with in_messages(called(each)):
                     require_trainable(each.spec, found.documents > 1, False)
-            split(found, held, take, us, length, asked.windows(length), True)
+            split(found, held, reader, length, asked.windows(length), True)
         held = str(folder_of([held], folder / "held-out")) if isinstance(held, str) else held
         runs = _Runs(asked, folder, texts, found, {**settings, "held_out": held}, opening, tell)
         return runs, {each.name: runs.model(each) for each in variants}

@@ -12,50 +12,46 @@ model; the *floor* is the changed tree from random weights, trained as the chang
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..architectures import expressed
-from ..converter.files import locked
+from ..components import ModelSpec
 from ..converter.manifest import MANIFEST
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
-from ..errors import InvalidInput, UsageError, shown
+from ..errors import InvalidInput, UsageError
 from ..modules import Decoder
 from ..modules.load import load
 from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import SAMPLE, Progress, TokenFile, paths_of, require_tokenizer
+from .data import SAMPLE, Progress, Stretch, TokenFile, Windows, paths_of, require_tokenizer
 from .loop import Settings, TrainingStep, usual_rate
-from .parallel import group
+from .options import FURTHER, HealOptions, takes, windows_of
+from .parallel import Group, group
 from .rates import FILE
 from .runs import Held, Outcome, Runs, stores_in
 from .state import beside as beside_of
-from .state import make, remove_empty, remove_unbegun, require_free
+from .state import claim
 from .train import (
     CONTEXT,
-    FURTHER,
-    HELD_OUT,
+    TextReader,
     carries,
     digest_of,
     family_of,
     gathered,
     longest,
     require_trainable,
-    settings_of,
     size_of,
     split,
-    tokens_of,
-    windows_of,
 )
 from .trainable import changed_layers, chosen, matrices, rank_of, touched
 
@@ -106,88 +102,33 @@ class Healed(Record, Shown):
         return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
 
 
-# Complex: still to be split.
-def heal(  # noqa: C901
+@takes(HealOptions)
+def heal(
     changed: str | Path,
     teacher: str | Path,
     data: str | Path | Sequence[str | Path],
     out: str | Path,
+    options: HealOptions | None = None,
     *,
-    tokens: int | None = None,
-    seconds: float | None = None,
-    trained: str = "all",
-    local: float = 0.0,
-    hidden: float = 0.0,
-    seeds: int = 1,
-    beside: bool | str = True,
-    batch: int | None = None,
-    context: int | None = None,
-    rate: float | None = None,
-    warmup: float = 0.05,
-    decay: float = 0.0,
-    clip: float = 1.0,
-    accumulate: int = 1,
-    every: int | None = None,
-    patience: int = 0,
-    held_out: float | str | Path = HELD_OUT,
-    seed: int = 0,
-    dtype: str | None = None,
-    compiled: bool = False,
-    device: str | None = None,
-    to: str | None = None,
-    resume: bool = False,
-    force: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
     on_start: Callable[[str, Held, Held], None] = lambda trained, original, start: None,
     tell: Callable[[str, TrainingStep], None] = lambda what, step: None,
     progress: Progress | None = None,
+    **fields: Any,
 ) -> Healed:
     """Train a changed model to answer as the original does, and write it as a checkpoint.
 
-    For comparison, also train a control and a floor (see `beside`).
+    For comparison, also train a control and a floor (see `HealOptions.beside`).
 
     Args:
         changed: a checkpoint that a swap wrote.
         teacher: the checkpoint that the changed model was made from. It must have the same tokens.
         data: text files, or one folder that `tokenize` wrote with the teacher's tokenizer.
         out: the folder to make. The checkpoints and measurements of the runs are in the folder `out`.healing.
-        tokens: the number of training tokens of a run; by default the tokens of the text, within `BUDGET`.
-        seconds: the training time of a run, instead of `tokens`.
-        trained: the parameters to train: "all", "changed" (new parameters and changed components), "norms", or
-            "lora:RANK" (an update of this rank for every matrix).
-        local: the share of the budget in which every changed layer is first trained alone, on the same layer of the
-            teacher. It needs models with the same number of layers and the same hidden size.
-        hidden: the weight of the hidden-state loss, the distance to the teacher's hidden states after every layer. It
-            needs models with the same number of layers and the same hidden size.
-        seeds: the number of runs of each kind, which differ in the order of the windows.
-        beside: whether to also train the control (the teacher, on the same tokens) and the floor (the changed
-            architecture from random weights), or "control" or "floor" for only one of them.
-        patience: end a run after this number of evaluations without a better one; 0 never ends it early.
-        batch: tokens per step. This and the following arguments are as in `train`.
-        context: tokens per window.
-        rate: AdamW's highest learning rate for the healed model; by default, short trials choose it. The control's rate
-            is chosen in the same way, and the floor has the rate of `train` for random weights.
-        warmup: the share of a run in which the learning rate rises to `rate`.
-        decay: the weight decay; by default none.
-        clip: the largest norm of a gradient.
-        accumulate: the number of parts into which a step is split.
-        every: steps between two evaluations and checkpoints; by default evaluations take about a twentieth of the
-            time.
-        held_out: the share of the text that is held out, or the path of a separate text.
-        seed: the seed of the first run's order of windows. The other runs have the seeds that follow.
-        dtype: the dtype of matrix products.
-        compiled: whether to compile both models with torch.compile.
-        device: by default a GPU if there is one.
-        to: the format of the result, as in `save`; by default the files of the family that has this architecture, or
-            "local" if there is no such family.
-        resume: continue from the last checkpoints.
-        force: replace `out`, and discard unfinished runs.
-        offline: use local files and the hub's cache only.
-        allow_pickle: also read .bin files (weights only).
+        options: how to train; see `HealOptions`.
         on_start: called with `trained` and the results of the teacher and of the changed model on the held-out text.
         tell: called after every step, with the name of the run and the step.
         progress: progress of tokenising, as in `tokenize`.
+        fields: fields of `HealOptions`, which take precedence over `options`.
 
     Raises:
         UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as in `train`; also if the vocabularies
@@ -195,162 +136,219 @@ def heal(  # noqa: C901
         NoNumber: as in `train`, except that the run cannot continue at another rate, because its layers were trained at
             this one.
     """
+    how = replace(options or HealOptions(), **fields)
     target, paths = Path(out).expanduser(), paths_of(data)
-    rank = rank_of(trained)
-    if seeds < 1 or not 0 <= local < 1:
-        raise UsageError(
-            f"--seeds must be 1 or more (it is {seeds}), and --local at least 0 and less than 1 (it is {local:g})"
-        )
-    if beside not in (True, False, "control", "floor"):
-        raise UsageError(f"beside must be True, False, 'control' or 'floor', not {shown(beside, 40)}")
-    if not 0 <= hidden < math.inf:
-        raise UsageError(f"--hidden, the weight of the hidden-state loss, must be 0 or more, not {hidden:g}")
     with ExitStack() as stack:
-        us = stack.enter_context(group(device))
+        us = stack.enter_context(group(how.device))
         folder = beside_of(target, "healing")
+        us.lead(lambda: claim(stack, target, folder, lambda: stores_in(folder, us), how.resume, how.force))
+        going_on = any(run.goes_on(how.resume, how.force) for run in stores_in(folder, us))
+        if not going_on:
+            us.lead(lambda: (folder / FILE).unlink(missing_ok=True))
+        models = _Models.load(changed, teacher, how, us)
+        form = models.require_trainable(how, us)
+        length = models.context if how.context is None else how.context
+        models.require_layers(how)
+        settings = _settings(how, models, length, us)  # refuse wrong options before reading a text
+        reader = TextReader(
+            folder, going_on, us, models.tokenizer_source, models.teacher.spec.vocab_size, progress, how.offline
+        )
+        found = models.read_texts(reader, paths, how)
+        if how.tokens is None and how.seconds is None:
+            how = replace(how, tokens=min(max(found.tokens, BUDGET[0]), BUDGET[1]))
+            settings = _settings(how, models, length, us)
+        apart = not any(carries(model.spec) for model in models.both)  # no mask keeps states within a document
+        evaluated = _most_evaluated(how, models.model.spec)
+        training, held = split(found, how.held_out, reader, length, settings.windows, apart, evaluated)
+        settings = msgspec.structs.replace(settings, every=how.every or _rhythm(settings, held.ids.size))
+        runs = models.runs(how, settings, found, training, held, folder, us, tell)
+        result, finished = models.trained(runs, how, target, on_start)
+        record, recipe = _records(result, how, settings, found, models, paths)
+        whole = gathered(finished.eval(), us)
+        whole.source = replace(models.model.source, path=found.folder, texts={}) if models.model.source else None
+        us.lead(lambda: save(whole, target, form, dtype="float32", force=how.force, record=record, about=recipe))
+        us.lead(runs.done)
+        return result
 
-        def claim() -> None:
-            require_free(target, resume, force, stores_in(folder, us))
-            stack.enter_context(locked(folder))  # first: whoever has it not cleans nothing up
-            make(folder)
-            stack.callback(remove_empty, folder)
-            stack.callback(remove_unbegun, folder)
-            runs = stores_in(folder, us)
-            if not any(each.goes_on(resume, force) for each in runs):
-                for each in runs:  # now, for their tokens may be written over: half of a run is none to resume
-                    each.forget()
-                (folder / FILE).unlink(missing_ok=True)
 
-        us.lead(claim)
-        going_on = any(each.goes_on(resume, force) for each in stores_in(folder, us))
-        opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
-        original, model = (load(each, "float32", **opening) for each in (teacher, changed))
-        sizes = original.spec.vocab_size, model.spec.vocab_size
-        coder, coded = _tokenizer_of((original, teacher), (model, changed))
-        for each in (original, model):
-            require_trainable(each.spec, False, not us.alone)
+@dataclass(frozen=True)
+class _Models:
+    """The changed model and its teacher, with the tokenizer of both."""
+
+    changed: str
+    """The reference of the changed model."""
+    reference: str
+    """The reference of the teacher."""
+    model: Decoder
+    teacher: Decoder
+    tokenizer: Tokenizer | None
+    tokenizer_source: str
+    """The reference of the one of the two that has the tokenizer."""
+
+    @classmethod
+    def load(cls, changed: str | Path, teacher: str | Path, how: HealOptions, us: Group) -> _Models:
+        """Load both models. Raise UsageError if their tokenizers encode the same text differently."""
+        teacher_model, model = (load(each, "float32", device=us.device, **how.opening) for each in (teacher, changed))
+        tokenizer = _tokenizer_of((teacher_model, teacher), (model, changed))
+        return cls(str(changed), str(teacher), model, teacher_model, *tokenizer)
+
+    @property
+    def both(self) -> tuple[Decoder, Decoder]:
+        return self.teacher, self.model
+
+    @property
+    def context(self) -> int:
+        """The default number of tokens per window."""
+        return min(CONTEXT, *(longest(model.spec) for model in self.both))
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that differ, which are none if the layers of the models do not correspond."""
+        return changed_layers(self.teacher, self.model)
+
+    def require_trainable(self, how: HealOptions, us: Group) -> str:
+        """Return the format of the result. Raise UsageError if the models or the parameters cannot be trained."""
+        for model in self.both:
+            require_trainable(model.spec, False, not us.alone)
+        rank, spec = rank_of(how.trained), self.model.spec
         if rank and not us.alone:
             raise UsageError(
                 "--train lora:RANK does not work with several processes (torchrun)",
                 "Run gptkit heal without torchrun, or choose --train all.",
             )
-        if rank > model.spec.hidden_size:
+        if rank > spec.hidden_size:
             raise UsageError(
-                f"--train lora:{rank}: the rank must not be larger than the model's hidden size, "
-                f"{model.spec.hidden_size:,}"
+                f"--train lora:{rank}: the rank must not be larger than the model's hidden size, {spec.hidden_size:,}"
             )
-        declared = list(model.spec.parameters())
-        names = set(matrices(declared)) if rank else chosen(trained, declared, lambda: touched(original, model))
+        declared = list(spec.parameters())
+        names = {*matrices(declared)} if rank else chosen(how.trained, declared, lambda: touched(*self.both))
         if not names:
             raise UsageError(
-                f"--train {trained} selects no parameter of the changed model, so there is nothing to train"
+                f"--train {how.trained} selects no parameter of the changed model, so there is nothing to train"
             )
-        family, _ = expressed(model.spec)
-        tree = model.source
-        form = to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
-        with _moved(model, names):
-            require_form(model, form, "float32")
+        family, _ = expressed(spec)
+        tree = self.model.source
+        form = how.to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
+        with _moved(self.model, names):
+            require_form(self.model, form, "float32")
+        return form
 
-        length = min(CONTEXT, longest(original.spec), longest(model.spec)) if context is None else context
-        layers = changed_layers(original, model)
-        if local and not layers:
+    def require_layers(self, how: HealOptions) -> None:
+        """Raise UsageError if `local` or `hidden` needs layers that correspond and there are none."""
+        if how.local and not self.layers:
             raise UsageError(
                 "--local trains each changed layer on the same layer of the teacher, but the models have no "
                 "such layers: they must have equal numbers of layers, equal hidden sizes and a changed "
                 "layer",
                 "Leave out --local.",
             )
-        if hidden and not layers:
+        if how.hidden and not self.layers:
             raise UsageError(
                 "--hidden compares the hidden states of CHANGED and of the teacher after each layer. It needs equal "
                 "numbers of layers, equal hidden sizes, and at least one layer that differs",
                 "Leave out --hidden.",
             )
 
-        def settings_for(tokens: int | None) -> Settings:
-            windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
-            return settings_of(
-                windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, averaged=True,
-                decay=decay, clip=clip, seed=seed, compiled=compiled, patience=patience,
-                rate=usual_rate(size_of(model.spec)) if rate is None else rate,
-                dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
-            )  # fmt: skip
-
-        by_text = tokens is None and seconds is None
-        settings = settings_for(BUDGET[0] if by_text else tokens)  # what is wrong is refused before a text is read
-
-        made = {"tokenizer": coded, "vocabulary": sizes[0], "progress": progress, "offline": offline}
-
-        def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
-            return tokens_of(paths, folder / name, going_on, us, **{**made, **another})
-
-        found = take(paths, "data")
-        if found.folder != folder / "data":
-            require_tokenizer(found, coded, coder, offline=offline, allow_pickle=allow_pickle)
+    def read_texts(self, reader: TextReader, paths: Sequence[str | Path], how: HealOptions) -> TokenFile:
+        """Return the tokens of the texts. Raise UsageError if they do not fit the models."""
+        found, sizes = reader(paths, "data"), [model.spec.vocab_size for model in self.both]
+        if found.folder != reader.folder / "data":
+            require_tokenizer(found, self.tokenizer_source, self.tokenizer, **how.opening)
         if found.vocabulary > min(sizes):
-            rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
-            message = (
-                f"the texts have token ids up to {found.vocabulary - 1:,}, but the models have embeddings of {rows}"
-            )
             raise UsageError(
-                message,
+                f"the texts have token ids up to {found.vocabulary - 1:,}, but the models have embeddings of "
+                f"{sizes[0]:,} and {sizes[1]:,} rows",
                 "Give the text files instead of a folder of tokens, or tokenise them again with the "
                 "tokenizer of the teacher.",
             )
-        if by_text:
-            tokens = min(max(found.tokens, BUDGET[0]), BUDGET[1])
-            settings = settings_for(tokens)
-        # Held out is what the budget can afford to evaluate.
-        pace = _PACE / (8 * size_of(model.spec))
-        budget = int((seconds or 0) * pace) if tokens is None else tokens
-        most = min(max(budget // _HELD, _LEAST_HELD), _MOST_HELD)
-        windows = settings.windows
-        apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
-        training, held = split(found, held_out, take, us, length, windows, apart, most)
-        settings = msgspec.structs.replace(settings, every=every or _rhythm(settings, held.ids.size))
-        texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
+        return found
+
+    def runs(
+        self,
+        how: HealOptions,
+        settings: Settings,
+        found: TokenFile,
+        training: Stretch,
+        held: Windows,
+        folder: Path,
+        us: Group,
+        tell: Callable[[str, TrainingStep], None],
+    ) -> Runs:
+        """Return the runs of this healing, none of which has begun."""
         about = {
-            "teacher": digest_of(original), "changed": digest_of(model), "texts": texts, "tokens": found.digest,
-            "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(), "processes": us.size, "train": trained,
-            "local": local, "hidden": hidden,
+            "teacher": digest_of(self.teacher), "changed": digest_of(self.model), "texts": _hashes(found),
+            "tokens": found.digest, "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(), "processes": us.size,
+            "train": how.trained, "local": how.local, "hidden": how.hidden,
         }  # fmt: skip
-        suit(model.spec)
-        original.requires_grad_(False).eval()
-        usual = msgspec.structs.replace(settings, rate=usual_rate(size_of(model.spec)))
-        runs = Runs(
-            original, held, usual, rate, local, layers, hidden, found, training, us, folder, about, resume, force, tell
-        )
-        unchanged, start = runs.held(original), runs.held(model)
-        on_start(trained, unchanged, start)
-        finished, outcome, steps, count = runs.healed(model, start, trained, seeds)
-        control = floor = None
-        if beside in (True, "control"):
-            control = runs.control(unchanged, seeds)
-        if beside in (True, "floor"):
-            floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
-        result = Healed(
-            target, str(teacher), steps * windows * length, steps, seeds, count,
-            layers if local and settings.steps != 1 else (), unchanged, start, outcome, control, floor,
+        suit(self.model.spec)
+        self.teacher.requires_grad_(False).eval()
+        usual = msgspec.structs.replace(settings, rate=usual_rate(size_of(self.model.spec)))
+        return Runs(
+            self.teacher, held, usual, how.rate, how.local, self.layers, how.hidden, found, training, us, folder,
+            about, how.resume, how.force, tell,
         )  # fmt: skip
-        settings = msgspec.structs.replace(settings, rate=outcome.rate)
-        record = {**msgspec.to_builtins(settings), "train": trained, "share": local, "hidden": hidden, "texts": texts}
-        record |= _timeless({name: value for name, value in result.as_json().items() if name != "folder"})
-        given = {
-            "tokens": tokens, "seconds": seconds, "train": trained, "local": local, "hidden": hidden, "seeds": seeds,
-            "beside": beside is True, "rate": outcome.rate, "warmup": warmup, "decay": decay, "clip": clip,
-            "batch": windows * length, "context": length, "accumulate": accumulate, "every": settings.every or None,
-            "held_out": held_out if isinstance(held_out, int | float) else str(held_out), "patience": patience,
-            "seed": seed, "dtype": settings.dtype, "compile": compiled,
-        }  # fmt: skip
-        before = tree is not None and any("healed" in each for each in tree.origin.history)
-        known = {name: value for name, value in given.items() if value is not None}
-        manifest = _recipe(changed, before, paths, known, to)
-        whole = gathered(finished.eval(), us)
-        whole.source = replace(model.source, path=found.folder, texts={}) if model.source else None
-        healed = {"healed": record}
-        us.lead(lambda: save(whole, target, form, dtype="float32", force=force, record=healed, about=manifest))
-        us.lead(runs.done)
-        return result
+
+    def trained(
+        self, runs: Runs, how: HealOptions, target: Path, on_start: Callable[[str, Held, Held], None]
+    ) -> tuple[Healed, Decoder]:
+        """Make the runs. Return the result, and the healed model of the first seed."""
+        original, start, settings = runs.held(self.teacher), runs.held(self.model), runs.settings
+        on_start(how.trained, original, start)
+        finished, outcome, steps, count = runs.healed(self.model, start, how.trained, how.seeds)
+        control = floor = None
+        if how.beside in (True, "control"):
+            control = runs.control(original, how.seeds)
+        if how.beside in (True, "floor"):
+            anew = partial(load, self.changed, "float32", random=True, device=runs.group.device, **how.opening)
+            floor = runs.floor(anew, how.seeds)
+        layers = self.layers if how.local and settings.steps != 1 else ()
+        tokens = steps * settings.windows * settings.context
+        result = Healed(
+            target, self.reference, tokens, steps, how.seeds, count, layers, original, start, outcome, control, floor
+        )
+        return result, finished
+
+
+def _settings(how: HealOptions, models: _Models, length: int, us: Group) -> Settings:
+    """Return the settings of a run. Where a budget follows from the text, which is not read yet, take the least."""
+    by_text = how.tokens is None and how.seconds is None
+    tokens = BUDGET[0] if by_text else how.tokens
+    windows = windows_of(how.batch, length, tokens, us.size * how.accumulate, FURTHER)
+    rate = usual_rate(size_of(models.model.spec))
+    return how.settings(windows, length, tokens, rate, us, averaged=True, patience=how.patience)
+
+
+def _most_evaluated(how: HealOptions, spec: ModelSpec) -> int:
+    """Return the number of held-out tokens that the budget can afford to evaluate."""
+    pace = _PACE / (8 * size_of(spec))
+    budget = int((how.seconds or 0) * pace) if how.tokens is None else how.tokens
+    return min(max(budget // _HELD, _LEAST_HELD), _MOST_HELD)
+
+
+def _hashes(found: TokenFile) -> list[dict[str, Any]]:
+    return [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
+
+
+def _records(
+    result: Healed, how: HealOptions, settings: Settings, found: TokenFile, models: _Models, paths: Sequence[str | Path]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the manifest says of the healing, and its entry for the recipe."""
+    settings = msgspec.structs.replace(settings, rate=result.healed.rate)
+    record = {**msgspec.to_builtins(settings), "train": how.trained, "share": how.local, "hidden": how.hidden}
+    record |= {"texts": _hashes(found)}
+    record |= _timeless({name: value for name, value in result.as_json().items() if name != "folder"})
+    given = {
+        "tokens": how.tokens, "seconds": how.seconds, "train": how.trained, "local": how.local, "hidden": how.hidden,
+        "seeds": how.seeds, "beside": how.beside is True, "rate": settings.rate, "warmup": how.warmup,
+        "decay": how.decay, "clip": how.clip, "batch": settings.windows * settings.context,
+        "context": settings.context, "accumulate": how.accumulate, "every": settings.every or None,
+        "held_out": how.held_out if isinstance(how.held_out, int | float) else str(how.held_out),
+        "patience": how.patience, "seed": how.seed, "dtype": settings.dtype, "compile": how.compiled,
+    }  # fmt: skip
+    tree = models.model.source
+    before = tree is not None and any("healed" in each for each in tree.origin.history)
+    known = {name: value for name, value in given.items() if value is not None}
+    return {"healed": record}, _recipe(models.changed, before, paths, known, how.to)
 
 
 def _rhythm(settings: Settings, held: int) -> int:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -192,8 +191,7 @@ class _Interrupt:
             signal.signal(number, was)
 
 
-# Complex: one loop of steps, evaluations, checkpoints and interrupts, which share the state of the run.
-def fit(  # noqa: C901
+def fit(
     model: Decoder,
     batches: Callable[[int], Windows],
     held_out: Windows | None,
@@ -238,82 +236,127 @@ def fit(  # noqa: C901
     _require_windows(settings, held_out, group)
     group.share_out(model)
     model.train()
-    optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
     keep_best = held_out is not None and (keep_best or settings.patience > 0)
-    average = Average(model, group) if settings.averaged and keep_best else None
-    beside = {} if average is None else average.tensors
-    metrics = store.folder / METRICS
-    run, threads = _run_so_far(store.read(model, optimiser, beside=beside), metrics, settings, keep_best)
-    engine = _Engine(model, loss, optimiser, settings, group)
-    group.lead(lambda: cut(metrics, run.step))
-    before, began = run.seconds, time.monotonic()
-    rhythm = _Rhythm(settings)
-
-    def keep() -> None:
-        group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a kept step has its line
-        best = run.best() if keep_best else None
-        store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, best, beside)
-
-    def evaluate() -> float | None:
-        start = time.monotonic()
-        found = None if held_out is None else engine.evaluate(run.step, held_out)
-        rhythm.evaluated(time.monotonic() - start)
-        return found
-
-    def note(told: TrainingStep) -> None:  # what tells may write too, and fail in the first process alone
-        append(metrics, json.dumps(told.as_json()) + "\n")
-        tell(told)
-
+    course = _Course(model, held_out, settings, group, store, loss, trained, keep_best, sample, tell)
+    run = course.run
     with _Interrupt() as interrupt:
-        if keep_best and not run.curve:  # a better one than the beginning
-            first_loss = evaluate() if begun is None else begun
-            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss, "averaged": None})
-            keep()
+        course.begin(begun)
         while run.done(settings) < 1:
             if not goes_on(run):
                 if any(group.total(float(interrupt.number))):
-                    keep()
+                    course.keep()
                     raise interrupt.error(run.step, store)
                 raise Abandoned
-            rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.averaged)
-            start = time.monotonic()
-            windows = batches(run.step)
-            value, norm = engine.step(run.step, windows, rate)
-            run.step, took = run.step + 1, time.monotonic() - start
-            first = group.rank == 0
-            run.seconds, stopped, due = group.total(
-                (before + time.monotonic() - began) if first else 0.0,
-                float(interrupt.number),
-                float(first and rhythm.due(run.step)),
-            )
-            over = run.done(settings) >= 1
-            # One that is stopped too: what a run measures, and where it ends, must not hang on where it was.
-            evaluated = over or due > 0
-            if average is not None:
-                average.add(run.step)
-            lost, averaged = evaluate() if evaluated else None, None
-            if average is not None and over:
-                with average.used():
-                    averaged = evaluate()
-            text = sample(model) if sample is not None and evaluated else None
-            tokens = run.step * settings.windows * settings.context
-            told = TrainingStep(run.step, tokens, run.seconds, took, value, rate, norm, lost, averaged, text)
-            run.add(told)
-            group.lead(partial(note, told))
-            if group.rank:
-                tell(told)
-            if stopped or evaluated:
-                keep()
-            if stopped:
+            if course.step(batches, interrupt):
                 raise interrupt.error(run.step, store)
         # A signal that came while the last step was evaluated and kept.
         if any(group.total(float(interrupt.number))):
             raise interrupt.error(run.step, store)
-    if average is not None and run.ends_averaged:
-        average.exchange()
-    elif keep_best and (best := run.best()) != run.step:
-        store.read(model, optimiser, best)
+    course.end()
     return run
+
+
+class _Course:
+    """A run in progress: the model, its optimiser and average, and the measurements and checkpoints so far."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        held_out: Windows | None,
+        settings: Settings,
+        group: Group,
+        store: Store,
+        loss: Loss,
+        trained: Container[str] | None,
+        keep_best: bool,
+        sample: Callable[[Decoder], str] | None,
+        tell: Callable[[TrainingStep], None],
+    ) -> None:
+        """Start a run, or continue from the last checkpoint in `store`. The arguments are those of `fit`."""
+        self.model, self.held_out, self.settings, self.group, self.store = model, held_out, settings, group, store
+        self.keep_best, self.sample, self.tell = keep_best, sample, tell
+        self.optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
+        self.average = Average(model, group) if settings.averaged and keep_best else None
+        self.averages = {} if self.average is None else self.average.tensors
+        self.metrics = store.folder / METRICS
+        progress = store.read(model, self.optimiser, beside=self.averages)
+        self.run, self.threads = _run_so_far(progress, self.metrics, settings, keep_best)
+        self.engine = _Engine(model, loss, self.optimiser, settings, group)
+        group.lead(lambda: cut(self.metrics, self.run.step))
+        self.seconds_before, self.began = self.run.seconds, time.monotonic()
+        self.rhythm = _Rhythm(settings)
+
+    def begin(self, loss: float | None) -> None:
+        """Keep the beginning, if the best evaluation counts and may be that one. Its `loss` is measured if None."""
+        if self.keep_best and not self.run.curve:
+            first_loss = self.evaluate() if loss is None else loss
+            self.run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss, "averaged": None})
+            self.keep()
+
+    def keep(self) -> None:
+        """Write a checkpoint."""
+        metrics, run = self.metrics, self.run
+        self.group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a kept step has its line
+        best = run.best() if self.keep_best else None
+        self.store.write(
+            run.step, {**vars(run), "threads": self.threads}, self.model, self.optimiser, best, self.averages
+        )
+
+    def evaluate(self) -> float | None:
+        """Return the loss on the held-out windows, or None without any."""
+        start = time.monotonic()
+        loss = None if self.held_out is None else self.engine.evaluate(self.run.step, self.held_out)
+        self.rhythm.evaluated(time.monotonic() - start)
+        return loss
+
+    def step(self, batches: Callable[[int], Windows], interrupt: _Interrupt) -> bool:
+        """Make a step, and evaluate and keep the model if that is due. Return whether to stop."""
+        run, settings, group = self.run, self.settings, self.group
+        rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.averaged)
+        start = time.monotonic()
+        value, norm = self.engine.step(run.step, batches(run.step), rate)
+        run.step, took = run.step + 1, time.monotonic() - start
+        first = group.rank == 0
+        run.seconds, stopped, due = group.total(
+            (self.seconds_before + time.monotonic() - self.began) if first else 0.0,
+            float(interrupt.number),
+            float(first and self.rhythm.due(run.step)),
+        )
+        over = run.done(settings) >= 1
+        # A step after which the run is stopped is evaluated by the same rule, so that measurements do not depend on
+        # where a run was interrupted.
+        evaluated = over or due > 0
+        if self.average is not None:
+            self.average.add(run.step)
+        loss, averaged = self.evaluate() if evaluated else None, None
+        if self.average is not None and over:
+            with self.average.used():
+                averaged = self.evaluate()
+        text = self.sample(self.model) if self.sample is not None and evaluated else None
+        tokens = run.step * settings.windows * settings.context
+        self._note(TrainingStep(run.step, tokens, run.seconds, took, value, rate, norm, loss, averaged, text))
+        if stopped or evaluated:
+            self.keep()
+        return bool(stopped)
+
+    def _note(self, step: TrainingStep) -> None:
+        """Add a step to the measurements, and tell every process of it."""
+        self.run.add(step)
+
+        def write() -> None:  # `tell` may write files too, which may fail in the first process alone
+            append(self.metrics, json.dumps(step.as_json()) + "\n")
+            self.tell(step)
+
+        self.group.lead(write)
+        if self.group.rank:
+            self.tell(step)
+
+    def end(self) -> None:
+        """Leave the model as `fit` promises: the average, the best evaluation, or the last step."""
+        if self.average is not None and self.run.ends_averaged:
+            self.average.exchange()
+        elif self.keep_best and (best := self.run.best()) != self.run.step:
+            self.store.read(self.model, self.optimiser, best)
 
 
 def _require_windows(settings: Settings, held_out: Windows | None, group: Group) -> None:

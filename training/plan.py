@@ -39,7 +39,8 @@ from ..errors import ConfigError, InvalidInput, UsageError
 from ..surgery.recipe import MOST_BYTES, in_messages, read_recipe
 from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
-from .train import FURTHER, HELD_OUT, STEPS, longest, settings_of, size_of, tree_of, windows_of
+from .options import FURTHER, HELD_OUT, STEPS, settings_of, windows_of
+from .train import longest, size_of, tree_of
 
 _FOLDER = Path(__file__).parent / "plans"  # those that come along
 _WIDTHS = 17, 31  # by which it is seen what a unit of a feed-forward takes

@@ -14,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..converter.files import failed, fsync, read_own
+from ..converter.files import failed, fsync, locked, read_own
 from ..converter.names import json_bytes
 from ..converter.publish import Staging
 from ..errors import InvalidInput, UsageError, shown
@@ -61,7 +62,7 @@ class Store:
         last = self.last()
         if last is not None and not resume and not force:
             raise UsageError(
-                f"{self.folder} already contains an unfinished run, at step {self._number(last):,}",
+                f"{self.folder} already contains an unfinished run, at step {self.step_of(last):,}",
                 "Continue it with --resume, or start again with --force.",
             )
         return last is not None and resume
@@ -82,7 +83,7 @@ class Store:
                 before = json.loads(read_own(path, 2**26))
                 changes, broke = before.pop("changes", []), before.pop("broke", False)
                 other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
-                require_changes(changes, before, self._number(self.last()))
+                require_changes(changes, before, self.step_of(self.last()))
             except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
                 raise InvalidInput(f"{path} cannot be read: {error!s:.200}", "Start again with --force.") from error
             # With `force` as well, a program resumes any run in the folder, and no user has chosen another rate.
@@ -90,7 +91,7 @@ class Store:
             if other := other - free:
                 raise another(self.folder, before, kept, other)
             if free:
-                changes.append({"behind": self._number(self.last()), **{name: kept[name] for name in sorted(free)}})
+                changes.append({"behind": self.step_of(self.last()), **{name: kept[name] for name in sorted(free)}})
                 put(path, json_bytes({**kept, "changes": changes}))
             return list(changes)
         self.forget()
@@ -105,7 +106,7 @@ class Store:
     def last(self) -> Path | None:
         """Return the folder of the last checkpoint, or None."""
         found = [each for each in self._ours() if _STEP.fullmatch(each.name) and (each / _STATE).is_file()]
-        return max(found, key=self._number, default=None)
+        return max(found, key=self.step_of, default=None)
 
     def _of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -113,7 +114,8 @@ class Store:
     def _ours(self) -> list[Path]:
         return [each for each in self.folder.glob("step-*") if each.is_dir()] if self.folder.is_dir() else []
 
-    def _number(self, path: Path | None) -> int:
+    def step_of(self, path: Path | None) -> int:
+        """Return the step of a checkpoint, and -1 if it is none."""
         match = None if path is None else _STEP.fullmatch(path.name)
         return -1 if match is None else int(match[1])
 
@@ -142,7 +144,7 @@ class Store:
         def publish() -> None:
             _write(partial / _STATE, json_bytes(dict(about)))
             fsync(partial)
-            before = [each for each in self._ours() if each != partial and self._number(each) != best]
+            before = [each for each in self._ours() if each != partial and self.step_of(each) != best]
             partial.rename(path)
             fsync(self.folder)
             for each in before:
@@ -204,10 +206,10 @@ class Store:
                 from torch.distributed.checkpoint.state_dict_loader import load
 
                 load(tensors, checkpoint_id=path)
-            if not isinstance(about, dict) or about.get("step") != self._number(path):
+            if not isinstance(about, dict) or about.get("step") != self.step_of(path):
                 raise ValueError(f"its {_STATE} belongs to another step")
             held = {name: self.group.local(each) for name, each in tensors.items()}
-            if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self._number(path))))):
+            if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self.step_of(path))))):
                 raise ValueError("its parameters and optimizer moments do not belong to this step")
         except Exception as error:  # safetensors and torch have exception classes of their own
             raise InvalidInput(
@@ -266,6 +268,26 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
             f"Give --resume and --force to continue the run; gptkit then replaces {target} at the end of the run.",
         )
     Staging(target, force).check()
+
+
+def claim(
+    stack: ExitStack, target: Path, folder: Path, runs: Callable[[], list[Store]], resume: bool, force: bool
+) -> None:
+    """Lock the folder of some runs until the stack closes, which also removes what no run has begun.
+
+    Without a run to resume, the runs that are there are removed now, because new tokens may take the place of theirs.
+
+    Raises:
+        UsageError: the result may not be written to `target`; a run is unfinished and neither option was given.
+    """
+    require_free(target, resume, force, runs())
+    stack.enter_context(locked(folder))  # first, so that a call without the lock removes nothing
+    make(folder)
+    stack.callback(remove_empty, folder)
+    stack.callback(remove_unbegun, folder)
+    if not any(run.goes_on(resume, force) for run in runs()):
+        for run in runs():
+            run.forget()
 
 
 def make(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """train: a tree from random weights, or a checkpoint further, on texts; the result is a checkpoint like any other."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 import time
@@ -18,14 +20,14 @@ from ..analysis.costs import training_flops
 from ..architectures import expressed
 from ..components import ModelSpec, to_json
 from ..components import operations as ops
-from ..converter.files import locked, sha256_file
+from ..converter.files import sha256_file
 from ..converter.names import json_bytes
 from ..converter.outline import Outline, outline
 from ..converter.resolve import identify
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer
 from ..display import Record
-from ..errors import InvalidInput, NoNumber, UsageError, shown
+from ..errors import InvalidInput, NoNumber, UsageError
 from ..modules import Decoder
 from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
@@ -44,17 +46,11 @@ from .data import (
     require_tokenizer,
     tokenize,
 )
-from .loop import Settings, TrainingStep, fit, usual_rate
+from .loop import Run, Settings, TrainingStep, fit, usual_rate
+from .options import FURTHER, STEPS, TrainOptions, takes, windows_of
 from .parallel import Group, group
-from .state import Store, beside, make, remove_empty, remove_unbegun, require_free
+from .state import Store, beside, claim
 
-HELD_OUT = 0.05
-"""The share of the text that is held out where nobody says how much."""
-WINDOWS = 16  # a step, by default, where that leaves steps enough
-STEPS, FURTHER = 1000, 250
-"""About so many steps a small budget in tokens has by default, from random weights and from a checkpoint's: on few
-tokens many small steps teach far more than few large ones.
-"""
 CONTEXT = 1024  # tokens at most, by default
 _EVALUATED = 2**16  # tokens that an evaluation looks at, at the most
 _SAMPLED = 48  # tokens of a sample
@@ -114,184 +110,154 @@ class Trained(Record):
         return float(self.curve[-1]["held_out"])
 
 
+@takes(TrainOptions)
 def train(
     model: str | Path,
     data: str | Path | Sequence[str | Path],
     out: str | Path,
+    options: TrainOptions | None = None,
     *,
-    tokens: int | None = None,
-    seconds: float | None = None,
-    batch: int | None = None,
-    context: int | None = None,
-    rate: float | None = None,
-    warmup: float = 0.05,
-    decay: float = 0.1,
-    clip: float = 1.0,
-    accumulate: int = 1,
-    every: int | None = None,
-    held_out: float | str | Path = HELD_OUT,
-    tokenizer: str | Path | None = None,
-    documents_apart: bool = True,
-    random: bool = False,
-    seed: int = 0,
-    dtype: str | None = None,
-    compiled: bool = False,
-    device: str | None = None,
-    sample: str | None = None,
-    resume: bool = False,
-    force: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
     on_start: Callable[[Prepared], None] = lambda prepared: None,
     tell: Callable[[TrainingStep], None] = lambda step: None,
     progress: Progress | None = None,
+    **fields: Any,
 ) -> Trained:
-    """Train a model and write it as a checkpoint folder: Hugging Face files of the family that has its tree, else
-    gptkit's own format, in float32, with the tokenizer.
+    """Train a model and write it as a checkpoint folder, in float32 and with the tokenizer.
+
+    The folder has Hugging Face files if a family has the model's architecture, and otherwise gptkit's own format.
 
     Args:
         model: a tree (a preset, a config.json, a spec), which gets random weights, or a checkpoint.
-        data: a text or several, or one folder that `tokenize` wrote.
-        out: the folder to make. Beside it, in `out`.training, are the run's checkpoints and measurements.
-        tokens: how many to train on; rounded up to whole steps.
-        seconds: how long to train instead; such a run is not the same twice.
-        batch: tokens a step, over all processes; by default those of `windows_of`.
-        context: tokens a window; by default the model's context, 1,024 at most.
-        rate: AdamW's highest; by default by the number of parameters, and a tenth of that for a checkpoint.
-        warmup: the share of the budget within which the rate is reached.
-        decay: decoupled weight decay of the matrices.
-        clip: what the norm of a step's gradient is cut to; 0 leaves it.
-        accumulate: compute a step in so many parts, one after the other, for less memory.
-        every: evaluate and keep a checkpoint every so many steps; by default ten times, or each 500.
-        held_out: the share of the text that is held out, from its end; or a text or folder of tokens by itself.
-        tokenizer: for texts, as `tokenize` has it; by default the checkpoint's own, or a new one of the tree's size.
-        documents_apart: no token looks at another document's, or is predicted from it.
-        random: draw random weights for a checkpoint's tree too.
-        seed: of the random weights and of the order of the windows.
-        dtype: what is multiplied in: by default bfloat16 on a GPU, float32 elsewhere.
-        compiled: by torch.compile.
-        device: by default a GPU where there is one.
-        sample: a prompt that is continued at every evaluation.
-        resume: go on from the last checkpoint, to the bits that a run without a pause has; where the loss or a gradient
-            was no number, at another rate or clip.
-        force: replace `out`, and forget a run that has not ended.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
-        on_start: given what is about to be trained.
-        tell: given every step.
-        progress: of tokenising, as in `tokenize`.
+        data: text files, or one folder that `tokenize` wrote.
+        out: the folder to make. The checkpoints and measurements of the run are in the folder `out`.training.
+        options: how to train; see `TrainOptions`.
+        on_start: called with a description of the run before its first step.
+        tell: called after every step.
+        progress: progress of tokenising, as in `tokenize`.
+        fields: fields of `TrainOptions`, which take precedence over `options`.
 
     Raises:
-        UsageError: `out` exists; a budget, a size or a rate that is none; a text too short for one step; a tokenizer
-            with more tokens than the model; tokens of another tokenizer than the checkpoint's; another run than the one
-            to resume.
-        InvalidInput, Offline: as `load` and `tokenize`; a text or a token file that changed.
-        NoNumber: the loss or a gradient is none. The last checkpoint stays, and here too:
-        GptkitError: the disk is full.
-        KeyboardInterrupt: once a checkpoint is written.
+        UsageError: `out` exists; a budget, size or rate makes no sense; the text is too short for one step; the
+            tokenizer has more tokens than the model; the tokens are not of the checkpoint's tokenizer; the run to
+            resume had other options.
+        InvalidInput, Offline: as in `load` and `tokenize`; also if a text or a token file changed during the run.
+        NoNumber: the loss or a gradient is NaN or infinite. The last checkpoint stays. A resumed run may have another
+            `rate` and `clip`.
+        GptkitError: the disk is full. The last checkpoint stays.
+        KeyboardInterrupt: after a checkpoint is written.
     """
-    target, texts = Path(out).expanduser(), paths_of(data)
+    how, target, texts = replace(options or TrainOptions(), **fields), Path(out).expanduser(), paths_of(data)
     with ExitStack() as stack:
-        us = stack.enter_context(group(device))
+        us = stack.enter_context(group(how.device))
         store = Store(beside(target, "training"), us)
-
-        def claim() -> None:
-            require_free(target, resume, force, [store])
-            stack.enter_context(locked(store.folder))  # first: whoever has it not cleans nothing up
-            make(store.folder)
-            stack.callback(remove_empty, store.folder)
-            stack.callback(remove_unbegun, store.folder)
-            if not store.goes_on(resume, force):
-                store.forget()  # now, for its tokens may be written over: half of a run is none to resume
-
-        us.lead(claim)
-        going_on = store.goes_on(resume, force)
-        tree, scratch = tree_of(str(model), random, offline, allow_pickle)
-        made = {
-            "tokenizer": tokenizer or (None if scratch else str(model)),
-            "vocabulary": tree.spec.vocab_size,
-            "progress": progress,
-            "offline": offline,
-        }
-
-        length = min(CONTEXT, longest(tree.spec)) if context is None else context
-        windows = windows_of(batch, length, tokens, us.size * accumulate, STEPS if scratch else FURTHER)
-        usual = usual_rate(size_of(tree.spec)) / (1 if scratch else 10)
-        settings = settings_of(
-            windows, length, tokens, seconds, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip, seed=seed,
-            every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
-            rate=usual if rate is None else rate,
+        us.lead(lambda: claim(stack, target, store.folder, lambda: [store], how.resume, how.force))
+        source = tree_of(str(model), how.random, **how.opening)
+        tree, scratch = source
+        length = min(CONTEXT, longest(tree.spec)) if how.context is None else how.context
+        steps = STEPS if scratch else FURTHER
+        windows = windows_of(how.batch, length, how.tokens, us.size * how.accumulate, steps)
+        usual_rate_here = usual_rate(size_of(tree.spec)) / (1 if scratch else 10)
+        settings = how.settings(windows, length, how.tokens, usual_rate_here, us)
+        reader = TextReader(
+            store.folder, store.goes_on(how.resume, how.force), us,
+            how.tokenizer or (None if scratch else str(model)), tree.spec.vocab_size, progress, how.offline,
         )  # fmt: skip
-
-        def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
-            return tokens_of(paths, store.folder / name, going_on, us, **{**made, **another})
-
-        found = take(texts, "data")
-        if found.folder != store.folder / "data":
-            if tokenizer is not None:
-                raise UsageError(
-                    f"--tokenizer does not work with {found.folder}, a folder of tokens that already has a tokenizer",
-                    "Give the text files themselves, or leave out --tokenizer.",
-                )
-            if not scratch:  # what such weights have learnt of ids is of their own tokenizer's
-                require_tokenizer(found, model, offline=offline, allow_pickle=allow_pickle)
-        if found.vocabulary > tree.spec.vocab_size:
-            size = tree.spec.vocab_size
-            message = f"the tokenizer has {found.vocabulary:,} tokens, but {model} has a vocabulary of {size:,}"
-            raise UsageError(
-                message,
-                f"Train one that fits: gptkit tokenize FILE OUT --vocabulary {size}"
-                if size >= SMALLEST
-                else f"Choose a model with at least {SMALLEST} tokens.",
-            )
-        require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
-        training, held = split(found, held_out, take, us, length, windows, documents_apart)
+        found = _read_texts(reader, texts, str(model), source, how)
+        require_trainable(tree.spec, how.documents_apart and found.documents > 1, not us.alone)
+        training, held = split(found, how.held_out, reader, length, windows, how.documents_apart)
         family, _ = expressed(tree.spec)
         to = "local" if family is None else f"hf:{family_of(tree, family)}"
         suit(tree.spec)
-        decoder = load(
-            model, "float32", random=scratch, seed=seed, device=us.device, offline=offline, allow_pickle=allow_pickle
-        )
-        about = _about(decoder, scratch, found, held, settings, us, documents_apart)
+        decoder = load(model, "float32", random=scratch, seed=how.seed, device=us.device, **how.opening)
+        about = _about(decoder, scratch, found, held, settings, us, how.documents_apart)
         changes: list[dict[str, Any]] = []
-        us.lead(lambda: changes.extend(store.begin(about, resume, force)))
-        last = store.last()
-        flops = training_flops(tree.spec, length, windows).dense
-        peak, by = peak_flops(us.device, settings.dtype)
-        on_start(
-            Prepared(
-                str(model), size_of(tree.spec), scratch, to, len(training) * length, len(held.ids) * length, flops,
-                peak * us.size, by, msgspec.to_builtins(settings), 0 if last is None else int(last.name[5:]),
-            )
-        )  # fmt: skip
-
-        def step_of(number: int) -> Windows:
-            if number % settings.every == 0:
-                found.require_unchanged()
-            return training.step(number, windows, seed)
-
-        text = None
-        if sample is not None:
-            coder = found.load_tokenizer()
-            generate_tokens(decoder, coder.encode(sample), 0)  # a prompt that it cannot read is refused now
-            text = partial(_sampled, coder=coder, prompt=sample, seed=seed)
-        try:
-            run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
-        except NoNumber as error:
-            us.lead(store.broke)
-            if (kept := store.last()) is None:
-                raise
-            raise NoNumber(
-                error.message, f"Continue from step {int(kept.name[5:]):,} with --resume and a smaller --lr or --clip."
-            ) from error
+        us.lead(lambda: changes.extend(store.begin(about, how.resume, how.force)))
+        on_start(_prepared(str(model), source, to, training, held, settings, store))
+        run = _fitted(decoder, found, training, held, settings, store, how.sample, tell)
         whole = gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
-        # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
+        # The tokenizer of the training goes along, and not the one next to the files that the tree came from.
         whole.source = replace(decoder.source or tree, path=found.folder, texts={})
         record = {"trained": {**about, **({"changes": changes} if changes else {}), "curve": run.curve}}
-        us.lead(lambda: save(whole, target, to, dtype="float32", force=force, record=record))
+        us.lead(lambda: save(whole, target, to, dtype="float32", force=how.force, record=record))
         us.lead(store.done)
         return done
+
+
+def _read_texts(
+    reader: TextReader, texts: Sequence[str | Path], model: str, source: tuple[Outline, bool], how: TrainOptions
+) -> TokenFile:
+    """Return the tokens of the texts. Raise UsageError if they do not fit the model or its weights."""
+    found, (tree, scratch) = reader(texts, "data"), source
+    if found.folder != reader.folder / "data":
+        if how.tokenizer is not None:
+            raise UsageError(
+                f"--tokenizer does not work with {found.folder}, a folder of tokens that already has a tokenizer",
+                "Give the text files themselves, or leave out --tokenizer.",
+            )
+        if not scratch:  # such weights know the ids of their own tokenizer
+            require_tokenizer(found, model, **how.opening)
+    size = tree.spec.vocab_size
+    if found.vocabulary > size:
+        raise UsageError(
+            f"the tokenizer has {found.vocabulary:,} tokens, but {model} has a vocabulary of {size:,}",
+            f"Train one that fits: gptkit tokenize FILE OUT --vocabulary {size}"
+            if size >= SMALLEST
+            else f"Choose a model with at least {SMALLEST} tokens.",
+        )
+    return found
+
+
+def _prepared(
+    model: str,
+    source: tuple[Outline, bool],
+    to: str,
+    training: Stretch,
+    held: Windows,
+    settings: Settings,
+    store: Store,
+) -> Prepared:
+    """Return the description of a run that is about to begin or to go on."""
+    (tree, scratch), length, us, last = source, settings.context, store.group, store.last()
+    flops = training_flops(tree.spec, length, settings.windows).dense
+    peak, peak_by = peak_flops(us.device, settings.dtype)
+    return Prepared(
+        model, size_of(tree.spec), scratch, to, len(training) * length, len(held.ids) * length, flops, peak * us.size,
+        peak_by, msgspec.to_builtins(settings), max(store.step_of(last), 0),
+    )  # fmt: skip
+
+
+def _fitted(
+    decoder: Decoder,
+    found: TokenFile,
+    training: Stretch,
+    held: Windows,
+    settings: Settings,
+    store: Store,
+    prompt: str | None,
+    tell: Callable[[TrainingStep], None],
+) -> Run:
+    """Train a model in place, with a sample of text after the prompt at every evaluation. Raise NoNumber as `train`."""
+
+    def step_of(number: int) -> Windows:
+        if number % settings.every == 0:
+            found.require_unchanged()
+        return training.step(number, settings.windows, settings.seed)
+
+    sample = None
+    if prompt is not None:
+        coder = found.load_tokenizer()
+        generate_tokens(decoder, coder.encode(prompt), 0)  # refuse a prompt that the model cannot read, before training
+        sample = partial(_sampled, coder=coder, prompt=prompt, seed=settings.seed)
+    try:
+        return fit(decoder, step_of, held, settings, group=store.group, store=store, sample=sample, tell=tell)
+    except NoNumber as error:
+        store.group.lead(store.broke)
+        if (last := store.last()) is None:
+            raise
+        raise NoNumber(
+            error.message, f"Continue from step {store.step_of(last):,} with --resume and a smaller --lr or --clip."
+        ) from error
 
 
 def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
@@ -339,28 +305,34 @@ def folder_of(data: Sequence[str | Path], own: Path) -> Path:
     return named[0] if named else own
 
 
-def tokens_of(
-    texts: Sequence[str | Path],
-    own: Path,
-    going_on: bool,
-    us: Group,
-    *,
-    tokenizer: str | Path | None,
-    vocabulary: int,
-    progress: Progress | None,
-    offline: bool,
-) -> TokenFile:
-    """The tokens that are read: a folder of them that is named, or texts as one in `own`, by the tokenizer that is
-    named or by one of so many tokens made of them; where a run is gone on with, what it left there.
-    """
-    where = folder_of(texts, own)
-    if where == own and going_on and is_tokens(own):
-        us.lead(lambda: _require_texts(texts, own))
-    elif where == own:
-        new = vocabulary if tokenizer is None else None
-        told: Any = {"tokenizer": tokenizer, "vocabulary": new, "offline": offline, "progress": progress}
-        us.lead(lambda: tokenize(texts, own, force=True, **told))
-    return open_tokens(where)
+@dataclass(frozen=True)
+class TextReader:
+    """Reads texts as tokens, and keeps the tokens in the folder of a run."""
+
+    folder: Path
+    going_on: bool
+    """Whether an earlier call of the same run left its tokens in the folder."""
+    group: Group
+    tokenizer: str | Path | None
+    """The tokenizer, as in `tokenize`; None makes a new one of `vocabulary` tokens from the texts."""
+    vocabulary: int
+    progress: Progress | None
+    offline: bool
+
+    def __call__(self, texts: Sequence[str | Path], name: str, tokenizer: str | Path | None = None) -> TokenFile:
+        """Return the tokens of a folder that `tokenize` wrote, or of texts, which are kept in the folder `name`.
+
+        A `tokenizer` takes precedence over the usual one.
+        """
+        own, tokenizer = self.folder / name, tokenizer or self.tokenizer
+        where = folder_of(texts, own)
+        if where == own and self.going_on and is_tokens(own):
+            self.group.lead(lambda: _require_texts(texts, own))
+        elif where == own:
+            new = self.vocabulary if tokenizer is None else None
+            given: Any = {"tokenizer": tokenizer, "vocabulary": new, "offline": self.offline, "progress": self.progress}
+            self.group.lead(lambda: tokenize(texts, own, force=True, **given))
+        return open_tokens(where)
 
 
 def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
@@ -381,46 +353,6 @@ def _hashed(path: Path) -> str:
         return sha256_file(path)
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
-
-
-def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, steps: int) -> int:
-    """How many sequences of a length a step has: as `batch` tokens are, or by default `WINDOWS`, or fewer, that a
-    budget in tokens has about so many steps, but one for each part in which it is computed. Raises UsageError for a
-    length below 1.
-    """
-    if length < 1:
-        raise UsageError(f"--context must be 1 or more, not {length:,}")
-    if batch is not None:
-        return batch // length
-    return max(1, parts, WINDOWS if tokens is None else min(WINDOWS, -(-tokens // (steps * length))))
-
-
-def settings_of(
-    windows: int, length: int, tokens: int | None, seconds: float | None, *, every: int | None, **others: Any
-) -> Settings:
-    """Settings of a budget, and of the `others` in ranges that make sense. Raises UsageError."""
-    if (tokens is None) == (seconds is None):
-        raise UsageError("training needs exactly one of --tokens and --time", "For example: --tokens 1M, or --time 10m")
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(f"--time must be more than 0 seconds, not {seconds:g}", "For example: --time 10m")
-    if windows < 1:
-        raise UsageError(
-            f"--batch is smaller than one window (--context) of {length:,} tokens",
-            "Choose a larger --batch, or a smaller --context.",
-        )
-    if not 0 < others["rate"] <= 10:
-        raise UsageError(f"--lr, the learning rate, must be more than 0 and at most 10, not {others['rate']:g}")
-    if (dtype := others.get("dtype", "float32")) not in ("float32", "bfloat16"):
-        raise UsageError(f"dtype must be float32 or bfloat16, not {shown(dtype, 40)}")
-    ranges = {"warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
-    for name, (least, most) in ranges.items():
-        if not least <= others[name] <= most:
-            raise UsageError(f"{name} must be from {least:g} to {most:g}, not {others[name]:g}")
-    if others["seed"] < 0 or others["accumulate"] < 1 or (every is not None and every < 1) or (tokens or 1) < 1:
-        raise UsageError("--seed must be 0 or more, and --tokens, --accumulate and --every must be 1 or more")
-    steps = None if tokens is None else -(-tokens // (windows * length))
-    often = every or (100 if steps is None else min(500, max(1, steps // 10)))
-    return Settings(windows, length, steps, seconds, every=often, **others)
 
 
 def carries(spec: ModelSpec) -> str:
@@ -461,8 +393,7 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
 def split(
     found: TokenFile,
     held_out: float | str | Path,
-    take: Callable[..., TokenFile],
-    us: Group,
+    reader: TextReader,
     length: int,
     windows: int,
     apart: bool,
@@ -471,7 +402,7 @@ def split(
     """What is trained on, and the windows of `length` tokens that are evaluated, `evaluated` tokens at most. Raises
     UsageError where there is none to evaluate, or less to train on than the `windows` of a step.
     """
-    most = max(us.size, evaluated // length)
+    most = max(reader.group.size, evaluated // length)
     if isinstance(held_out, int | float):
         if not 0 < held_out < 1:
             raise UsageError(
@@ -484,7 +415,7 @@ def split(
             Stretch(found, max(cut, 0), found.tokens, length, apart),
         )
     else:
-        other = take([held_out], "held-out", tokenizer=found.folder / "tokenizer.json")
+        other = reader([held_out], "held-out", found.folder / "tokenizer.json")
         if other.tokenizer != found.tokenizer and not alike(other.load_tokenizer(), found.load_tokenizer()):
             raise UsageError(
                 f"the text of --held-out, {held_out}, was tokenised with another tokenizer than the training text",

@@ -38,8 +38,9 @@ from gptkit.training import loop, state
 from gptkit.training.ablate import ablate
 from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
 from gptkit.training.heal import heal
+from gptkit.training.options import FURTHER, STEPS, WINDOWS, windows_of
 from gptkit.training.parallel import Group
-from gptkit.training.train import FURTHER, STEPS, WINDOWS, peak_flops, require_trainable, windows_of
+from gptkit.training.train import peak_flops, require_trainable
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,218 @@
+"""The options of training as values: records that the commands, the Python functions and recipes share."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import UsageError, shown
+from .loop import Settings
+from .parallel import Group
+from .trainable import rank_of
+
+HELD_OUT = 0.05
+"""The default share of the text that is held out."""
+WINDOWS = 16
+"""The default number of windows per step, if that leaves enough steps."""
+STEPS, FURTHER = 1000, 250
+"""The approximate number of steps that a small budget in tokens has by default, from random weights and from a
+checkpoint. With few tokens, many small steps teach far more than few large ones.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options that `train` and `heal` have in common."""
+
+    tokens: int | None = None
+    """The number of training tokens, rounded up to whole steps."""
+    seconds: float | None = None
+    """The training time, instead of `tokens`. Two such runs are not the same."""
+    batch: int | None = None
+    """Tokens per step, over all processes; by default those of `windows_of`."""
+    context: int | None = None
+    """Tokens per window; by default the model's context, and at most 1,024."""
+    rate: float | None = None
+    """AdamW's highest learning rate; by default by the number of parameters, and a tenth of that for a checkpoint."""
+    warmup: float = 0.05
+    """The share of the budget in which the learning rate rises to `rate`."""
+    decay: float = 0.1
+    """The decoupled weight decay of matrices."""
+    clip: float = 1.0
+    """The largest norm of a step's gradient; 0 clips nothing."""
+    accumulate: int = 1
+    """The number of parts of a step, which are computed one after the other to save memory."""
+    every: int | None = None
+    """Steps between two evaluations and checkpoints; by default a tenth of the run, and at most 500."""
+    held_out: float | str | Path = HELD_OUT
+    """The share of the text that is held out, from its end; or another text or folder of tokens."""
+    seed: int = 0
+    """The seed of the random weights and of the order of the windows."""
+    dtype: str | None = None
+    """The dtype of matrix products; by default bfloat16 on a GPU and float32 elsewhere."""
+    compiled: bool = False
+    """Whether to use torch.compile."""
+    device: str | None = None
+    """By default a GPU if there is one."""
+    resume: bool = False
+    """Continue from the last checkpoint, with the same bits as a run without a pause."""
+    force: bool = False
+    """Replace the result's folder, and discard an unfinished run."""
+    offline: bool = False
+    """Use local files and the hub's cache only."""
+    allow_pickle: bool = False
+    """Also read .bin files (weights only)."""
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """How checkpoints are opened, as keyword arguments."""
+        return {"offline": self.offline, "allow_pickle": self.allow_pickle}
+
+    def settings(
+        self, windows: int, length: int, tokens: int | None, usual_rate: float, us: Group, **more: Any
+    ) -> Settings:
+        """Return the settings of a run in steps of `windows` windows of `length` tokens. Raise UsageError."""
+        return settings_of(
+            windows, length, tokens, self.seconds, every=self.every, accumulate=self.accumulate, warmup=self.warmup,
+            decay=self.decay, clip=self.clip, seed=self.seed, compiled=self.compiled,
+            rate=usual_rate if self.rate is None else self.rate,
+            dtype=self.dtype or ("bfloat16" if us.device.type == "cuda" else "float32"), **more,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """The options of `train`."""
+
+    tokenizer: str | Path | None = None
+    """The tokenizer for texts, as in `tokenize`; by default the checkpoint's own, or a new one of the tree's size."""
+    documents_apart: bool = True
+    """Whether a token neither attends to another document's tokens nor is predicted from them."""
+    random: bool = False
+    """Draw random weights for a checkpoint's tree, too."""
+    sample: str | None = None
+    """A prompt that the model continues at every evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealOptions(RunOptions):
+    """The options of `heal`. By default a run has the tokens of the text, but at least 20,000 and at most 400,000."""
+
+    rate: float | None = None
+    """AdamW's highest learning rate for the healed model; by default, short trials choose it. The control's rate is
+    chosen in the same way, and the floor has the rate of `train` for random weights.
+    """
+    decay: float = 0.0
+    every: int | None = None
+    """Steps between two evaluations and checkpoints; by default evaluations take about a twentieth of the time."""
+    seed: int = 0
+    """The seed of the first run's order of windows. The other runs have the seeds that follow."""
+    trained: str = "all"
+    """The parameters to train: "all", "changed" (new parameters and changed components), "norms", or "lora:RANK" (an
+    update of this rank for every matrix).
+    """
+    local: float = 0.0
+    """The share of the budget in which every changed layer is first trained alone, on the same layer of the teacher.
+    It needs models with the same number of layers and the same hidden size.
+    """
+    hidden: float = 0.0
+    """The weight of the hidden-state loss, the distance to the teacher's hidden states after every layer. It needs
+    models with the same number of layers and the same hidden size.
+    """
+    seeds: int = 1
+    """The number of runs of each kind, which differ in the order of the windows."""
+    beside: bool | str = True
+    """Whether to also train the control (the teacher, on the same tokens) and the floor (the changed architecture from
+    random weights), or "control" or "floor" for only one of them.
+    """
+    patience: int = 0
+    """End a run after this number of evaluations without a better one; 0 never ends it early."""
+    to: str | None = None
+    """The format of the result, as in `save`; by default the files of the family that has this architecture, or
+    "local" if there is no such family.
+    """
+
+    def __post_init__(self) -> None:
+        rank_of(self.trained)
+        if self.seeds < 1 or not 0 <= self.local < 1:
+            raise UsageError(
+                f"--seeds must be 1 or more (it is {self.seeds}), and --local at least 0 and less than 1 "
+                f"(it is {self.local:g})"
+            )
+        if self.beside not in (True, False, "control", "floor"):
+            raise UsageError(f"beside must be True, False, 'control' or 'floor', not {shown(self.beside, 40)}")
+        if not 0 <= self.hidden < math.inf:
+            raise UsageError(f"--hidden, the weight of the hidden-state loss, must be 0 or more, not {self.hidden:g}")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes(options: type[RunOptions]) -> Callable[[_Function], _Function]:
+    """Return the decorator of a function that takes a record's fields as `**fields`: its signature then lists them."""
+
+    def decorate(function: _Function) -> _Function:
+        named = inspect.signature(function)
+        own = [each for each in named.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        listed = [
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for each in fields(options)
+        ]
+        function.__signature__ = named.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, steps: int) -> int:
+    """Return the number of windows of `length` tokens per step.
+
+    Args:
+        batch: tokens per step, or None for the default: `WINDOWS`, or fewer to give a small budget about `steps` steps.
+        length: tokens per window.
+        tokens: the budget in tokens, if it is in tokens.
+        parts: the number of parts in which a step is computed, each of which has at least one window by default.
+        steps: see `batch`.
+
+    Raises:
+        UsageError: `length` is below 1.
+    """
+    if length < 1:
+        raise UsageError(f"--context must be 1 or more, not {length:,}")
+    if batch is not None:
+        return batch // length
+    return max(1, parts, WINDOWS if tokens is None else min(WINDOWS, -(-tokens // (steps * length))))
+
+
+def settings_of(
+    windows: int, length: int, tokens: int | None, seconds: float | None, *, every: int | None, **others: Any
+) -> Settings:
+    """Return the settings of a budget in tokens or seconds, and of `others`, which are fields of `Settings`.
+
+    Raises:
+        UsageError: there are two budgets or none, or a number is out of the range that makes sense.
+    """
+    if (tokens is None) == (seconds is None):
+        raise UsageError("training needs exactly one of --tokens and --time", "For example: --tokens 1M, or --time 10m")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"--time must be more than 0 seconds, not {seconds:g}", "For example: --time 10m")
+    if windows < 1:
+        raise UsageError(
+            f"--batch is smaller than one window (--context) of {length:,} tokens",
+            "Choose a larger --batch, or a smaller --context.",
+        )
+    if not 0 < others["rate"] <= 10:
+        raise UsageError(f"--lr, the learning rate, must be more than 0 and at most 10, not {others['rate']:g}")
+    if (dtype := others.get("dtype", "float32")) not in ("float32", "bfloat16"):
+        raise UsageError(f"dtype must be float32 or bfloat16, not {shown(dtype, 40)}")
+    ranges = {"warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
+    for name, (least, most) in ranges.items():
+        if not least <= others[name] <= most:
+            raise UsageError(f"{name} must be from {least:g} to {most:g}, not {others[name]:g}")
+    if others["seed"] < 0 or others["accumulate"] < 1 or (every is not None and every < 1) or (tokens or 1) < 1:
+        raise UsageError("--seed must be 0 or more, and --tokens, --accumulate and --every must be 1 or more")
+    steps = None if tokens is None else -(-tokens // (windows * length))
+    often = every or (100 if steps is None else min(500, max(1, steps // 10)))
+    return Settings(windows, length, steps, seconds, every=often, **others)
