@@ -365,7 +365,7 @@ class SavedForBackward:
             self.by_row["embedding"] += (self.run.tokens if alike else self.run.rows) * _LONG
         self.looked_up.append(ids)
 
-    def _norm(self, operation: ops.Norm, _: _View) -> None:
+    def _norm(self, operation: ops.NormOperation, _: _View) -> None:
         run, numbers = self.run, self._numbers(operation)
         width, fused = int(operation.shape[-1]), operation.lies == "kernel"
         narrowed = operation.narrowed and run.size < run.wide
@@ -496,7 +496,7 @@ class SavedForBackward:
                 self.by_row[operation.row] += sum(stream.size + lengths for stream in streams) + lengths
         return None
 
-    def _cache(self, operation: ops.Cache, result: _View) -> _View:
+    def _cache(self, operation: ops.CacheOperation, result: _View) -> _View:
         """Return keys or values as a cache stores them, head by head, also when no cache is used."""
         before, repeats = self._input(operation), operation.repeats
         if operation.as_given:
@@ -568,7 +568,7 @@ _RULES: dict[type, _Rule] = {
     ops.Activation: SavedForBackward._activation,
     ops.AltUp: SavedForBackward._altup,
     ops.Blend: SavedForBackward._blend,
-    ops.Cache: SavedForBackward._cache,
+    ops.CacheOperation: SavedForBackward._cache,
     ops.Cap: SavedForBackward._cap,
     ops.Choose: SavedForBackward._choose,
     ops.Combine: SavedForBackward._combine,
@@ -578,7 +578,7 @@ _RULES: dict[type, _Rule] = {
     ops.Given: SavedForBackward._given,
     ops.Linear: SavedForBackward._linear,
     ops.Mix: SavedForBackward._mix,
-    ops.Norm: SavedForBackward._norm,
+    ops.NormOperation: SavedForBackward._norm,
     ops.Pairs: SavedForBackward._pairs,
     ops.Product: SavedForBackward._inputs,
     ops.Rotate: SavedForBackward._rotate,

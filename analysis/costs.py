@@ -79,7 +79,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work(0, operation.heads * operation.query_dim, window, chunked, causal)
         case ops.Mix(window=window, chunked=chunked, causal=causal):
             return Work(0, operation.numbers(B=1, T=1), window, chunked, causal)
-        case ops.Cache(window=window, repeats=repeats, ours=ours):
+        case ops.CacheOperation(window=window, repeats=repeats, ours=ours):
             left = operation.numbers(B=1, S=1)
             return Work(window=window, left=left, repeats=None if ours else repeats, once=operation.once)
         case ops.Scan(state=state, theirs=theirs):
@@ -101,7 +101,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work(int(streams) ** 2 * int(width))
         case ops.AltUp() | ops.Sparse() | ops.Blend():
             return Work()
-        case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
+        case ops.NormOperation() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
             return Work()  # element by element, here and below
         case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine() | ops.Temper():
             return Work()

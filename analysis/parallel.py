@@ -163,7 +163,9 @@ def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
         notes.append(
             f"A layer has {' or '.join(map(str, repeated))} key-value heads, so several GPUs have the same one."
         )
-    if tp > 1 and any(isinstance(operation, ops.Cache) and len(operation.shape) == 3 for operation in operations):
+    if tp > 1 and any(
+        isinstance(operation, ops.CacheOperation) and len(operation.shape) == 3 for operation in operations
+    ):
         notes.append("Every GPU has the whole latent and its cache.")
     if spec.tied and pp > 1:
         notes.append("The last stage has a copy of the embedding, because the head is tied to it.")

@@ -146,7 +146,7 @@ class PrefillMemory:
                 return _Step(size, size * len(operation.inputs))
         return _Step(size, size)  # the factor of a product, or the streams before they are concatenated
 
-    def _norm(self, operation: ops.Norm, size: int) -> _Step:
+    def _norm(self, operation: ops.NormOperation, size: int) -> _Step:
         run, numbers = self.run, self._numbers(operation)
         if operation.lies == "kernel":
             return _Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
@@ -171,7 +171,7 @@ class PrefillMemory:
         named = operation.start or operation.parts > 1  # a Python name refers to a part until the end
         return _Step(size + part if named else size, temporary)
 
-    def _cache(self, operation: ops.Cache, size: int) -> _Step:
+    def _cache(self, operation: ops.CacheOperation, size: int) -> _Step:
         return _Step(operation.repeats * size if operation.repeats > 1 else 0, cached=size)
 
     def _cap(self, operation: ops.Cap, _: int) -> _Step:
@@ -216,7 +216,7 @@ class PrefillMemory:
         q = run.rows * heads * query_dim * run.size
         # Keys and values are copied for all query heads, unless a view or the kernel repeats them.
         key = self.operations[mixing.scores.inputs[1]]
-        kv_heads = int(key.shape[2]) * (key.repeats if isinstance(key, ops.Cache) else 1)
+        kv_heads = int(key.shape[2]) * (key.repeats if isinstance(key, ops.CacheOperation) else 1)
         kv_heads = heads if mixing.scores.broadcast else kv_heads
         repeated = 2 * q if 1 < kv_heads < heads == mixing.key_heads(kv_heads, run) else 0
         match mixing.way(run.kernel):
@@ -253,7 +253,7 @@ _RULES: dict[type, _Rule] = {
     ops.Activation: PrefillMemory._activation,
     ops.AltUp: PrefillMemory._altup,
     ops.Blend: PrefillMemory._blend,
-    ops.Cache: PrefillMemory._cache,
+    ops.CacheOperation: PrefillMemory._cache,
     ops.Cap: PrefillMemory._cap,
     ops.Choose: PrefillMemory._choose,
     ops.Combine: PrefillMemory._combine,
@@ -261,7 +261,7 @@ _RULES: dict[type, _Rule] = {
     ops.Gather: PrefillMemory._gather,
     ops.Linear: PrefillMemory._linear,
     ops.Mix: PrefillMemory._mix,
-    ops.Norm: PrefillMemory._norm,
+    ops.NormOperation: PrefillMemory._norm,
     ops.Pairs: PrefillMemory._pairs,
     ops.Product: PrefillMemory._product,
     ops.Rotate: PrefillMemory._rotate,

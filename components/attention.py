@@ -12,7 +12,7 @@ from .norms import Norm, inside
 from .operations import (
     Activation,
     AnyOperation,
-    Cache,
+    CacheOperation,
     Cap,
     Given,
     Product,
@@ -471,7 +471,7 @@ class Attention(Mixer, Component, frozen=True):
             else:
                 fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
                 fields["as_given"] = self.lie == "as projected"
-                found.append(Cache(f"{path}.{part}_cached", (last,), seen, row, **fields))
+                found.append(CacheOperation(f"{path}.{part}_cached", (last,), seen, row, **fields))
                 last = found[-1].id
             inputs[part] = last
         scores = {

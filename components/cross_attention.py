@@ -6,7 +6,7 @@ import msgspec
 
 from .attention import plain_scale, scale_words
 from .base import Component, Mixer, Scale, Size, Weight, bias, divided
-from .operations import Cache, Given, Program, Sizes, attend, linear
+from .operations import CacheOperation, Given, Program, Sizes, attend, linear
 from .words import Words
 
 __all__ = ["CrossAttention"]
@@ -81,7 +81,7 @@ class CrossAttention(Mixer, Component, frozen=True):
         q = linear(self, "q_proj", path, source, heads, row, end)
         keys = [linear(self, f"{part}_proj", path, read.id, seen, row, end) for part in "kv"]
         kept = [
-            Cache(f"{path}.{part}_cached", (each.id,), seen, row, held=end, as_given=True, once=True)
+            CacheOperation(f"{path}.{part}_cached", (each.id,), seen, row, held=end, as_given=True, once=True)
             for part, each in zip("kv", keys, strict=True)
         ]
         scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.heads}

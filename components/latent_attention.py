@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from .attention import few_biased, plain_scale, scale_words, shared_words
 from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
-from .operations import AnyOperation, Cache, Concat, Program, Rotate, Sizes, attend, linear, out_of
+from .operations import AnyOperation, CacheOperation, Concat, Program, Rotate, Sizes, attend, linear, out_of
 from .positions import ALL_OF_IT, ALiBi, Position, Rotary, Turning
 from .words import Words
 
@@ -237,7 +237,7 @@ class LatentAttention(Mixer, Component, frozen=True):
         def cache(name: str) -> None:
             seen: Sizes = ("B", "S", *found[-1].shape[2:])
             kept: dict[str, Any] = {"window": self.window, "ours": self.rope_heads != 1, "as_given": True, "held": end}
-            found.append(Cache(name, (found[-1].id,), seen, row, **kept))
+            found.append(CacheOperation(name, (found[-1].id,), seen, row, **kept))
 
         whole: Sizes = ("B", "T", heads, self.query_dim)
         down: dict[str, Any] = {"together": f"{path}.kv_down", "fused": self.fused and self.rope_dim > 0}

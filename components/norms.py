@@ -7,8 +7,7 @@ import msgspec
 
 from ..errors import ConfigError
 from .base import Component, Open, Positive, Size, Weight, bias
-from .operations import Norm as NormOperation
-from .operations import Program, Sizes
+from .operations import NormOperation, Program, Sizes
 from .words import Words
 
 __all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm", "inside"]

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Blend", "Cache", "Cap", "Choose", "Combine", "Concat",
-    "Convolve", "Embed", "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Pairs", "Positions", "Product",
-    "Program", "Rotate", "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse", "Stream", "Temper", "Tokens",
-    "attend", "linear", "out_of", "unknown",
+    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Blend", "CacheOperation", "Cap", "Choose", "Combine",
+    "Concat", "Convolve", "Embed", "Gather", "Given", "Linear", "Mix", "NormOperation", "Operation", "Pairs",
+    "Positions", "Product", "Program", "Rotate", "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse",
+    "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
@@ -103,7 +103,7 @@ class Positions(Operation, frozen=True, kw_only=True):
     padding: int | None = None
 
 
-class Norm(Operation, frozen=True, kw_only=True):
+class NormOperation(Operation, frozen=True, kw_only=True):
     """Rows divided by a statistic of theirs, and multiplied by a gain.
 
     kind, formula: what its component says it is. lies: where rows are before the gain: inside a "kernel", or, as steps
@@ -176,7 +176,7 @@ class Temper(Operation, frozen=True, kw_only=True):
     temperature: Temperature
 
 
-class Cache(Operation, frozen=True, kw_only=True):
+class CacheOperation(Operation, frozen=True, kw_only=True):
     """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
 
     repeats: how often a head is there behind the cache, and in the cache of transformers. ours: no family of
@@ -417,7 +417,7 @@ class AltUp(Operation, frozen=True, kw_only=True):
 
 # fmt: off
 AnyOperation = (
-    Tokens | Stream | Given | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap
+    Tokens | Stream | Given | Embed | Positions | NormOperation | Linear | Rotate | CacheOperation | Concat | Scores | Alibi | Cap
     | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
     | Sparse | AltUp | Pairs | Blend
 )

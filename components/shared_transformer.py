@@ -10,7 +10,20 @@ from .attention import plain_scale, scale_words, shared_words
 from .base import Component, Misread, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import Activation as ActivationOperation
-from .operations import Add, AnyOperation, Cache, Concat, Given, Product, Program, Rotate, Sizes, attend, linear, out_of
+from .operations import (
+    Add,
+    AnyOperation,
+    CacheOperation,
+    Concat,
+    Given,
+    Product,
+    Program,
+    Rotate,
+    Sizes,
+    attend,
+    linear,
+    out_of,
+)
 from .positions import ALL_OF_IT, Position, Rotary, Turning
 from .words import Words
 
@@ -259,7 +272,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
                 inputs[name] = found[-1].id
         for name in "kv":
             seen: Sizes = ("B", "S", self.kv_heads, self.head_dim)
-            found.append(Cache(f"{path}.{name}_cached", (inputs[name],), seen, row, held=end))
+            found.append(CacheOperation(f"{path}.{name}_cached", (inputs[name],), seen, row, held=end))
             inputs[name] = found[-1].id
         scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.kv_heads}
         found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim)

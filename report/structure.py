@@ -182,7 +182,13 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
         caption = _caption(operation, operations)
         if isinstance(operation, ops.Rotate):
             caption = caption._replace(formula=positions)
-        start = (operation.id, type(operation).__name__.lower(), inputs, operation.shape, operation)
+        start = (
+            operation.id,
+            type(operation).__name__.removesuffix("Operation").lower(),
+            inputs,
+            operation.shape,
+            operation,
+        )
         nodes.append(Node(*start, *caption, operation.weights, operation.copies, residual, choice, operation.tied))
     return tuple(nodes)
 
@@ -197,8 +203,8 @@ class _Caption(NamedTuple):
 
 _Others = Mapping[str, ops.AnyOperation]  # the operations of the same program, by id
 _Source = ops.Tokens | ops.Stream | ops.Given | ops.Embed | ops.Positions
-_Linear = ops.Norm | ops.Linear | ops.Scan | ops.Pairs | ops.Blend | ops.Convolve
-_Attention = ops.Rotate | ops.Temper | ops.Cache | ops.Concat | ops.Scores | ops.Alibi | ops.Softmax | ops.Mix
+_Linear = ops.NormOperation | ops.Linear | ops.Scan | ops.Pairs | ops.Blend | ops.Convolve
+_Attention = ops.Rotate | ops.Temper | ops.CacheOperation | ops.Concat | ops.Scores | ops.Alibi | ops.Softmax | ops.Mix
 _Experts = ops.Choose | ops.Combine | ops.Gather
 _Elementwise = ops.Activation | ops.Cap | ops.Sparse | ops.AltUp | ops.Product | ops.Scale | ops.Shift
 
@@ -259,7 +265,7 @@ def _source_caption(operation: _Source, others: _Others) -> _Caption:
 def _linear_caption(operation: _Linear, others: _Others) -> _Caption:
     name, matrix = _name(operation), _matrix(operation)
     match operation:
-        case ops.Norm(kind=kind, formula=formula):
+        case ops.NormOperation(kind=kind, formula=formula):
             return _Caption("embedding norm" if operation.id == "embedding.norm" else name, kind, formula)
         case ops.Linear(tied=tied):
             bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
@@ -291,9 +297,9 @@ def _attention_caption(operation: _Attention, others: _Others) -> _Caption:
             growth, length = temperature.growth, temperature.original_context
             at = f"(t + {temperature.offset})" if temperature.offset else "t"
             return _Caption("temperature", f"from {length:,}", f"x · (1 + {growth:g} · log(1 + ⌊{at} / {length}⌋))")
-        case ops.Cache(once=True, shape=shape):
+        case ops.CacheOperation(once=True, shape=shape):
             return _Caption("cache", "of the source, once", f"all tokens of the source, {dimensions(shape[2:])} each")
-        case ops.Cache(window=window, shape=shape):
+        case ops.CacheOperation(window=window, shape=shape):
             tokens = "all tokens so far" if window is None else f"the last {window:,} tokens"
             detail = "" if window is None else f"last {window:,}"
             return _Caption("cache", detail, f"{tokens}, {dimensions(shape[2:])} each")
@@ -388,7 +394,7 @@ def _sum_caption(operation: ops.Add, others: _Others) -> _Caption:
         return _Caption("+", "positions added")
     if isinstance(others.get(branch), ops.Embed):
         return _Caption("+", "token types added")
-    stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
+    stream = "the norm's output" if isinstance(others.get(past), ops.NormOperation) else "the stream"
     return _Caption("+", stream, f"{stream} + {branch}")
 
 

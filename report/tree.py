@@ -10,7 +10,7 @@ from rich.text import Text
 from ..analysis.aspects import describe
 from ..analysis.named import Named
 from ..components import ModelSpec, Parameter, Shape
-from ..components.operations import Norm
+from ..components.operations import NormOperation
 from ..components.ranges import range_label, some_of
 from ..display import Record
 from .pages import Table
@@ -129,7 +129,7 @@ def _numbered(numbers: Sequence[int]) -> str:
 def _row(node: Node, depth: int = 0, name: str = "") -> _TreeRow:
     weights = dict(node.weights)
     what = f"the {node.tied}'s" if node.tied else f"[{dimensions(next(iter(weights.values())))}]"
-    if isinstance(node.operation, Norm):
+    if isinstance(node.operation, NormOperation):
         what = f"{node.operation.kind.partition(',')[0]} {what}"
     bias = " + bias" if "bias" in weights else ""
     return _TreeRow(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)

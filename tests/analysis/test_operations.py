@@ -297,7 +297,7 @@ def reads_stream(program: ops.Program) -> set[str]:
     found = set()
     for each in program:
         same = isinstance(each, ops.Stream) or (isinstance(each, ops.Add) and each.residual is not None)
-        if same or (isinstance(each, ops.Norm | ops.Gather | ops.Scale) and each.inputs[0] in streams):
+        if same or (isinstance(each, ops.NormOperation | ops.Gather | ops.Scale) and each.inputs[0] in streams):
             streams.add(each.id)
         elif isinstance(each, ops.Linear) and each.inputs[0] in streams:
             found.add(each.id)
@@ -310,7 +310,7 @@ def writes_stream(program: ops.Program) -> set[str]:
     branches = {name for each in sums for name in each.inputs if name != each.residual}
     found = set()
     for each in reversed(program):
-        if each.id in branches and isinstance(each, ops.Norm | ops.Scale | ops.Combine):
+        if each.id in branches and isinstance(each, ops.NormOperation | ops.Scale | ops.Combine):
             branches.update(each.inputs)
         elif each.id in branches and isinstance(each, ops.Linear):
             found.add(each.id)
