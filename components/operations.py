@@ -417,9 +417,9 @@ class AltUp(Operation, frozen=True, kw_only=True):
 
 # fmt: off
 AnyOperation = (
-    Tokens | Stream | Given | Embed | Positions | NormOperation | Linear | Rotate | CacheOperation | Concat | Scores | Alibi | Cap
-    | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
-    | Sparse | AltUp | Pairs | Blend
+    Tokens | Stream | Given | Embed | Positions | NormOperation | Linear | Rotate | CacheOperation | Concat | Scores
+    | Alibi | Cap | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather
+    | Combine | Temper | Sparse | AltUp | Pairs | Blend
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""
