@@ -29,9 +29,9 @@ difference from the loss of the unchanged GPT-2 (*base*) with the same seed, fol
 
 {comments}
 
-Such short runs show which variant learns fast, and not which is best after long training. Of 95 % confidence intervals,
-one in twenty excludes 0 by chance, and the table has seven. Tokens per second are those of the median training step, on
-a processor that other programs used as well.
+Such short runs show which variant learns fast, and not which is best after long training. The table has seven 95 %
+confidence intervals. About one in twenty such intervals excludes 0 by chance. Tokens per second are those of the median
+training step, on a processor that other programs used as well.
 
 `make ablation` writes this page. `gptkit ablate gpt2-to-llama OUT --data TEXT` makes the same training runs
 ([how](howto/ablate.md)).

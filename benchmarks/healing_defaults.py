@@ -73,14 +73,18 @@ COLUMNS = ("model", "change", "KL before", "healed", "rate", "plain loop", "its 
 PAGE = """
 ## At the default settings
 
-This table compares `gptkit heal`, with no option but the teacher and the text, with a plain AdamW loop. The plain loop
-has the same loss as `heal` and reads the same windows of the text in the same order. The plain loop gets the same
+This table compares `gptkit heal` with a plain AdamW loop. `heal` gets no option but the teacher and the text. The plain
+loop minimises the same loss as `heal` and reads the same windows of the text in the same order. It gets the same
 processor time as `heal`, including the trials and evaluations of `heal`. The plain loop takes its turn after every step
-of `heal`, so that other work on the machine slows both equally. The plain loop runs at a constant learning rate of 3e-4
-and of 1e-4, and the better result is in the table. KL is the KL divergence from the original model, in nats per token
-on all of the held-out text. The models gpt2 and llama, small trained models that come with gptkit, read {bytes:,} bytes
-of a play. stories260K reads {bytes:,} bytes of text that it generated itself. Each run has {least:,} to {most:,}
-tokens.
+of `heal`, so that other work on the machine slows both equally. It runs twice, at constant learning rates of 3e-4 and
+1e-4, and the better result is in the table.
+
+*KL before*, *healed* and *plain loop* are KL divergences from the original model, in nats per token on all of the
+held-out text: before training, after `heal` and after the plain loop. *Rate* is the learning rate that `heal` chose,
+and *its rate* that of the plain loop. *Processor* is the processor time of one of these trainings.
+
+The models gpt2 and llama, small trained models that come with gptkit, read {bytes:,} bytes of a play. stories260K reads
+{bytes:,} bytes of text that it generated itself. A run has {least:,} to {most:,} tokens.
 
 {table}
 
@@ -93,7 +97,7 @@ control's perplexity on the held-out text, and the perplexity of the original be
 
 {controls}
 
-`make healing-defaults` writes this section; these figures are of one thread with torch {version}.
+`make healing-defaults` writes this section. The figures were measured on one thread with torch {version}.
 """
 
 

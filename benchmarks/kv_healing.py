@@ -34,9 +34,10 @@ PAGE = """{begin}
 ## SmolLM2-135M
 
 In this experiment, SmolLM2-135M-Instruct gets one key-value head instead of three in all 30 layers. The training text
-consists of README files of Python packages, and the README files of other packages are held out. Healing trains only
-the tensors that the swap changed, in steps of 256 tokens, at a learning rate of {rate:g}, in bfloat16, with one seed.
-The first table compares the five closed forms for the new head, before and after healing with {short:,} tokens:
+consists of README files of Python packages. The KL and the perplexity are measured on README files of other packages.
+Healing trains only the tensors that the swap changed, in steps of 256 tokens, at a learning rate of {rate:g}, in
+bfloat16, with one seed. The first table compares the five closed forms for the new head, before and after healing with
+{short:,} tokens:
 
 | start | KL before | perplexity | healed | perplexity |
 | --- | --- | --- | --- | --- |

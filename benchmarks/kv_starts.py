@@ -36,8 +36,8 @@ PAGE = """{begin}
 The table compares five closed forms, that is, formulas that compute the new key-value head from the old weights
 without training. The model is `sample:{model}`, a small trained model that comes with gptkit, with one key-value
 head for all query heads. Healing then trains it to predict what the original predicts, with {tokens:,} tokens per
-run, {seeds} seeds, and two learning rates. KL is the KL divergence from the original. ± is the largest minus the
-smallest over seeds.
+run, {seeds} seeds, and two learning rates. The columns "healed at" name the learning rate and have the KL after
+healing. KL is the KL divergence from the original. ± is the largest minus the smallest KL over seeds.
 
 {table}
 

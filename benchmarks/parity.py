@@ -46,10 +46,10 @@ logits for every family with those of transformers, bit by bit.
 {families} families, {variants} variants: {exact:,} of {cases:,} cases are exact.
 
 A case is one call of gptkit's model and of transformers' model with the same weights and input. *Exact* means that all
-logits have the same bits. All parameters are random, including norms and biases. Each variant (one configuration of a
+logits have the same bits. All parameters are random, including norms and biases. Every variant (one configuration of a
 family) has these cases:
 
-- texts of 1, 7, 64 and 200 tokens (the windows and original contexts of the variants are shorter than 200),
+- texts of 1, 7, 64 and 200 tokens (longer than the attention windows, and than the original contexts of scaled RoPE),
 - batches of 1 and 3 texts, without padding, with left padding and with right padding (the logits of padding tokens are
   not compared),
 - {steps} steps of cached greedy decoding, all of them compared.
@@ -75,20 +75,20 @@ which cases are left out.
 
 ## Cases that are left out
 
-- **bloom with sdpa.** transformers has no sdpa path for BLOOM. gptkit uses its eager arithmetic under either name,
-  because a fused kernel rounds a float bias differently (by 2.7 logits in bf16).
+- **bloom with sdpa.** transformers has no sdpa path for BLOOM. gptkit computes eager attention for BLOOM even if sdpa
+  is chosen, because a fused kernel rounds the ALiBi bias differently (logits change by up to 2.7 in bf16).
 - **falcon-rw with eager attention.** transformers' eager path of Falcon with ALiBi adds the bias twice (transformers
   issues 29067 and 29946), so falcon-rw is compared on sdpa alone.
-- **RecurrentGemma and RWKV with padding.** transformers' classes read padding before a text as tokens, so a padded row
-  does not equal the text alone. In gptkit it does.
+- **RecurrentGemma and RWKV with padding.** transformers' classes read padding before a text as tokens, so the logits of
+  a padded text differ from those of the text alone. In gptkit they are equal.
 - **RWKV with several texts of one token.** transformers' class mixes such texts with one another.
 
 ## Differences within transformers
 
-transformers itself gives other last bits with another attention path, and for GPT-2 with eager attention also with and
-without its cache. The place of a tensor in its file matters too: from_pretrained leaves parameters in the mapped file,
-at multiples of 8 bytes, and fp32 products sum in another order there. `verify` therefore copies the reference's
-parameters into memory of their own first.
+The last bits of transformers' own logits depend on the attention path. For GPT-2 with eager attention, they also depend
+on whether the cache is used. The place of a tensor in its file matters too: from_pretrained maps the file into memory,
+so a parameter may start at any multiple of 8 bytes, and this alignment changes the order of sums in fp32 products.
+`verify` therefore first copies the parameters of the transformers model into newly allocated memory.
 
 ## All figures
 

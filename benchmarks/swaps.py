@@ -43,13 +43,13 @@ This page is for you if you want to know how much a swap changes a model before 
 swap on four small trained models that come with gptkit.
 
 `make swaps` writes this page; these figures are of torch {torch} on a CPU, with one thread. Every swap was tried on
-four small trained models, `sample:gpt2`, `sample:llama`, `sample:bloom` and `sample:falcon`. Each has more than half a
-million parameters and a vocabulary of 512 tokens, and was trained on plays. `gptkit swap` wrote the changed model,
+four small trained models, `sample:gpt2`, `sample:llama`, `sample:bloom` and `sample:falcon`. They have more than half a
+million parameters and a vocabulary of 512 tokens, and were trained on plays. `gptkit swap` wrote the changed model,
 which was then opened again and compared with the original.
 
 - *guarantee*: the guarantee of the swap on this sample: exact, approximate or needs training. A row with "exact" has a
   relative logit error of at most {fp64:.0e} in fp64 and {fp32:.0e} in fp32; otherwise this page is not written. "Up to
-  128 tokens" or "for the 448 tokens kept" are limits of the guarantee.
+  128 tokens" means that the guarantee covers only sequences of at most 128 tokens.
 - *fp32*, *fp64*: the largest difference of a logit between the original and the changed model on test tokens, relative
   to the largest logit, with both models in that dtype.
 - *KL*, *top-1*, *perplexity*: figures on {positions:,} tokens of a play. The samples were not trained on these tokens,
