@@ -92,8 +92,8 @@ The models gpt2 and llama, small trained models that come with gptkit, read {byt
 KL after `heal` by the KL after the plain loop. {within} of {rows} ratios are {bound:.2f} or less, and the largest is
 {worst:.2f}.
 
-The control is the original model, trained on the same text at the learning rate that is best for it. The list has the
-control's perplexity on the held-out text, and the perplexity of the original before this training:
+The control is the original model, trained on the same text at the learning rate that is best for it. This training
+changes the perplexity of the original on the held-out text as follows:
 
 {controls}
 
@@ -297,7 +297,9 @@ def main() -> None:
         del models[STORIES]
     rows = measured(models, options.bytes, options.notes)
     controls = [
-        f"- {row.model}: {row.control[1]:.2f}, and the original {row.control[0]:.2f}" for row in rows if row.control
+        f"- {row.model}: perplexity {row.control[0]:.2f} before, {row.control[1]:.2f} after"
+        for row in rows
+        if row.control
     ]
     lines = [COLUMNS, ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
     page = PAGE.format(

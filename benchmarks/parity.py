@@ -49,14 +49,15 @@ A case is one call of gptkit's model and of transformers' model with the same we
 logits have the same bits. All parameters are random, including norms and biases. Every variant (one configuration of a
 family) has these cases:
 
-- texts of 1, 7, 64 and 200 tokens (longer than the attention windows, and than the original contexts of scaled RoPE),
+- texts of 1, 7, 64 and 200 tokens; 200 tokens is longer than all attention windows, and than all original contexts of
+  scaled RoPE,
 - batches of 1 and 3 texts, without padding, with left padding and with right padding (the logits of padding tokens are
   not compared),
 - {steps} steps of cached greedy decoding, all of them compared.
 
 transformers runs with its default settings and with its cache, in float32 and in bfloat16, with the attention
 implementations that the table names (eager or sdpa). [The details](parity-details.md) have a row per family, dtype and
-attention path, and say which cases are left out and why.
+attention path, and say which cases are not compared and why.
 
 The last column of the table says whether `gptkit verify` would notice a mistake in a family. To test itself, `verify`
 makes known mistakes on purpose, one at a time, for example swapped q and k. The column counts the mistakes that it
@@ -71,9 +72,9 @@ OUTRO = """
 DETAILED = """# Parity with transformers: details
 
 This page is for you if you want the [parity figures](parity.md) of one dtype or one attention path, or want to know
-which cases are left out.
+which cases are not compared.
 
-## Cases that are left out
+## Cases that are not compared
 
 - **bloom with sdpa.** transformers has no sdpa path for BLOOM. gptkit computes eager attention for BLOOM even if sdpa
   is chosen, because a fused kernel rounds the ALiBi bias differently (logits change by up to 2.7 in bf16).
