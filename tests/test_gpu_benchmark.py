@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.covering import exhaustive
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
@@ -35,6 +36,7 @@ def bench(gpu, **given):
     return gpu.Bench(**about, result=result)
 
 
+@exhaustive
 def test_a_small_run_measures_everything_that_is_not_compiled(tmp_path, gpu):
     out = tmp_path / "gpu.json"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,7 +1,10 @@
 """The texts of errors stand in tests/messages.txt, so that a review shows what users are told."""
 
+from functools import cache
+
 import pytest
-from helpers.messages import LIST, listed
+from helpers.messages import LIST
+from helpers.messages import listed as list_messages
 
 PUZZLING = (
     "is to be",
@@ -15,6 +18,11 @@ PUZZLING = (
     "where one should be",
 )
 """Words of older messages that readers did not understand."""
+
+
+@cache
+def listed() -> str:
+    return list_messages()
 
 
 def test_the_list_is_current() -> None:

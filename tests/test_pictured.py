@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import exhaustive
 from pictured import MARK, Pictured, draw, pictured
 
 from gptkit.report import pictures
@@ -55,6 +56,7 @@ def wanted(value: Any) -> set[str]:
     return {word.replace("&lt;", "<").replace("&amp;", "&") for word in plain if word}
 
 
+@exhaustive
 @pytest.mark.parametrize("file", ALL, ids=lambda file: file.name)
 def test_it_is_what_its_command_draws(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By its words: what the figure says that the command would draw now is what the file says."""

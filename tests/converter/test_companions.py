@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call
+from helpers.covering import covered
 from helpers.families import CONFIGS, save_hf
 from helpers.unknown import composite
 from hypothesis import given
@@ -197,6 +198,7 @@ COMMANDS = {
 }
 
 
+@covered("name", "own")
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("own", [False, True], ids=["downloaded", "written by gptkit"])
 def test_force_keeps_what_is_not_the_checkpoints(name: str, own: bool, tmp_path: Path) -> None:

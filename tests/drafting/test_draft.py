@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.command import call
+from helpers.covering import exhaustive
 from helpers.families import REPRESENTATIVES, save_hf, shallow
 from helpers.processes import gptkit as gptkit_alone
 from helpers.processes import python
@@ -330,6 +331,7 @@ finally:
 """The command in a process of its own, which prints last how many kilobytes it or one of its children had at most."""
 
 
+@exhaustive
 def test_what_config_json_claims_costs_nothing(tmp_path: Path) -> None:
     """Neither layers nor labels by the million are made before it is known that the checkpoint has them."""
     most = {}

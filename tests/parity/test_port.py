@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.parity.port import load_port, verify_port
@@ -239,6 +239,7 @@ def test_ignored_padding_hides_no_other_mistake(port, mistake):
     assert [(made.mistake, made.explains, made.also) for made in result.causes] == [(cause, True, PADDING)]
 
 
+@exhaustive
 @few(1)
 @pytest.mark.parametrize(
     "mistakes", [("queries", "activation"), ("eps", "gate"), ("rope", "eps"), ("tiled", "activation"), ("sign", "base")]

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers import covering
-from helpers.covering import few, others_slow
+from helpers.covering import exhaustive, few, others_slow
 from helpers.families import CONFIGS, VARIANTS, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
@@ -40,6 +40,7 @@ def test_a_head_that_has_another_name_in_files_than_in_transformers(tmp_path):
     assert verify(tmp_path / "hf", stream=True, mutations=False).verdict == "identical"
 
 
+@exhaustive
 def test_verdicts_are_the_same(tmp_path):
     convert("sample:gpt2", tmp_path / "local")
     cases = ((None, "identical"), (tmp_path / "local", "identical"), ("sample:falcon", "different"))

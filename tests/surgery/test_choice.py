@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +107,7 @@ def test_a_fit_that_fails_gives_way_to_the_plain_form(tmp_path: Path, monkeypatc
     assert same[0] == same[1] and plain.chain.tried == ((),)
 
 
+@exhaustive
 def test_a_number_of_tokens_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = short(tmp_path, monkeypatch)
     for tokens in (400, 1000):
@@ -135,6 +136,7 @@ REPLAYED: list[dict[str, Any]] = [
 ]
 
 
+@exhaustive
 @few(1)
 @pytest.mark.parametrize("asked", REPLAYED, ids=lambda asked: "-".join(asked))
 def test_a_recipe_repeats_the_choice(asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +180,7 @@ def fitted_rows() -> Iterator[Any]:
                     yield pytest.param(sample, Step(swap.option, value), id=name, marks=next(slow))
 
 
+@exhaustive
 @few(2)
 @pytest.mark.parametrize(("sample", "step"), tuple(fitted_rows()))
 def test_what_is_fitted_is_never_worse_than_a_cheaper_form(sample: str, step: Step) -> None:

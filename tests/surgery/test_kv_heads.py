@@ -277,6 +277,7 @@ def test_heads_are_compared_a_layer_at_a_time(tmp_path: Path) -> None:
     assert model.released >= len(model.spec.blocks)
 
 
+@exhaustive
 def test_scores_are_refitted_on_some_of_a_long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On sequences from all of it, and what comes out is still better than plain."""
     tokens: list[int] = []

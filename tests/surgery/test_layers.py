@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.exactness import Mutation, is_caught, undone
 from helpers.families import CONFIGS, save_hf, spec_of
 from helpers.inverses import inverse
@@ -171,6 +171,7 @@ def test_auto_finds_what_greedy_search_by_brute_force_finds(sample: str, wanted:
     assert found.by != "greedy search" or found.layers == greedy
 
 
+@exhaustive
 def test_auto_drops_a_layer_that_adds_nothing_and_says_what_it_tried(tmp_path: Path) -> None:
     layers = len(gptkit.open_checkpoint("sample:gpt2").spec.blocks)
     gptkit.swap("sample:gpt2", tmp_path / "more", layers="+1", measured=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.covering import covered, few
+from helpers.covering import covered, exhaustive
 from helpers.families import CONFIGS, DECODERS, Variant, save_hf, spec_of
 from helpers.noisy import Noisy
 from hypothesis import given
@@ -80,7 +80,7 @@ def test_errors_are_passed_on_across_blocks_as_within_one(monkeypatch: pytest.Mo
         np.testing.assert_allclose(other, found[0], atol=1e-9)
 
 
-@few(1)
+@exhaustive
 @pytest.mark.parametrize(
     ("sample", "value"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.families import spec_of
 from helpers.training import made
 
@@ -88,6 +88,7 @@ def test_every_variant_is_run_with_every_seed_and_none_twice(tmp_path: Path) -> 
         ran(tmp_path, path)
 
 
+@exhaustive
 def test_all_runs_have_steps_of_one_size_where_the_plan_names_none(tmp_path: Path) -> None:
     sizes = set[tuple[str, int]]()
     path = plan(tmp_path, VARIANTS.partition('[[variant]]\nname = "no')[0], batch="", tokens="[320, 640]", seeds="1")
@@ -308,6 +309,7 @@ def test_a_run_of_another_plan_is_told_in_words(tmp_path: Path) -> None:
     assert not seen
 
 
+@exhaustive
 def test_a_run_of_no_number_is_not_gone_on_with_at_another_rate(tmp_path: Path, monkeypatch) -> None:
     """It would be a run of two rates beside runs of one."""
     lost, called = loop._Engine._lost, itertools.count()

@@ -52,6 +52,7 @@ def batch(count: int = 2) -> Batch:
     return Batch(ids, ids.roll(-1, 1), None)
 
 
+@exhaustive
 def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> None:
     told: list[tuple[str, TrainingStep]] = []
     how: dict[str, Any] = {**BUDGET, "local": 0.25, "seeds": 2}
@@ -95,6 +96,7 @@ def test_a_healed_model_and_its_control_read_the_same_windows(
     assert bool(done.local) is (steps > 1)
 
 
+@exhaustive
 def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(changed: Path, tmp_path: Path) -> None:
     budget = {**BUDGET, "tokens": 1024}
     large = heal(changed, TEACHER, [PLAY], tmp_path / "large", **budget, beside="floor")
@@ -103,7 +105,7 @@ def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(changed
     assert (small.steps, large.steps) == (16, 4) and small.healed.kl < large.healed.kl
 
 
-@pytest.mark.parametrize("hidden", [0.0, 1.0])
+@pytest.mark.parametrize("hidden", [0.0, pytest.param(1.0, marks=exhaustive)])
 def test_compiled_it_is_the_same(hidden: float, changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     compiled: list[object] = []
@@ -556,6 +558,7 @@ def stopped(changed: Path, out: Path, text: Path = PLAY, name: str = "healed-0",
         heal(changed, TEACHER, [text], out, **{**PARTS, **options}, tell=stop)
 
 
+@exhaustive
 def test_only_the_same_call_goes_on(changed: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stopped(changed, out)

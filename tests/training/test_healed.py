@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.command import call
+from helpers.covering import exhaustive
 
 import gptkit
 from gptkit.errors import CannotExpress, UsageError
@@ -47,6 +48,7 @@ def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path, monke
     assert not (tmp_path / "out.healing/changed").exists()
 
 
+@exhaustive
 def test_what_no_family_has_is_refused_before_anything_is_healed(tmp_path: Path) -> None:
     path, steps = recipe(tmp_path), list[Any]()
     path.write_text(f"as = 'auto'\n[[step]]\nposition = 'alibi'\n{path.read_text()}")

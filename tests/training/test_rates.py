@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -55,6 +55,7 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@exhaustive
 def test_a_model_that_starts_close_comes_closer_and_so_does_its_control(near: Path, tmp_path: Path) -> None:
     done = heal(near, TEACHER, PLAY, tmp_path / "out", **SMALL, beside="control")
     assert 0 < done.healed.kl < done.start.kl < 0.01 and not done.kept
@@ -62,6 +63,7 @@ def test_a_model_that_starts_close_comes_closer_and_so_does_its_control(near: Pa
     assert done.healed.tried and done.healed.rate in [trial.rate for trial in done.healed.tried]
 
 
+@exhaustive
 @pytest.mark.parametrize("local", [0.0, 0.5])
 def test_a_model_that_training_makes_worse_is_written_as_it_was(near: Path, tmp_path: Path, local: float) -> None:
     done = heal(near, TEACHER, PLAY, tmp_path / "out", **SMALL, rate=0.1, local=local, beside="control")
@@ -95,6 +97,7 @@ def test_what_was_chosen_is_the_recipe(near: Path, tmp_path: Path) -> None:
     assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
 
 
+@exhaustive
 @pytest.mark.parametrize("teacher", ["sample:gpt2", TEACHER])
 def test_a_run_that_goes_on_after_its_trial_is_one_run_at_that_rate(teacher: str, text: Path, tmp_path: Path) -> None:
     """A look at the model on the way moves nothing: neither its parameters nor their layout in memory."""
@@ -152,6 +155,7 @@ def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
     assert done.healed.kl == whole.healed.kl and not list((tmp_path / "out.healing").rglob("step-*"))
 
 
+@exhaustive
 def test_evaluation_takes_a_share_of_the_time(near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the budget and however large the held-out text are.
 

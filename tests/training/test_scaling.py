@@ -79,6 +79,7 @@ def test_the_fit_comes_to_the_best_law(seed: int) -> None:
             assert far(law, runs) <= far(replace(law, **{name: getattr(law, name) * factor}), runs), name
 
 
+@exhaustive
 def test_intervals_hold_the_law_of_few_and_small_runs() -> None:
     inside = dict.fromkeys(NAMES, 0)
     for seed in range(5):

@@ -55,6 +55,7 @@ def bigram(tokens: np.ndarray, vocabulary: int, held: int) -> float:
     return float(-np.log(chances[tokens[-held:][:-1], tokens[-held:][1:]]).mean())
 
 
+@exhaustive
 def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
     made(tmp_path)
     lines: list[loop.TrainingStep] = []
@@ -81,6 +82,7 @@ def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
     assert list((tmp_path / "out.training").glob("step-*")) == []
 
 
+@exhaustive
 def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(tmp_path: Path) -> None:
     made(tmp_path)
     small = trained(tmp_path, batch=None, tokens=6400)
