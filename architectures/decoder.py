@@ -91,6 +91,10 @@ class DecoderFamily:
     """The mixtures of experts, if the family has any."""
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     """Returns further config fields of a tree."""
+    sized: Callable[[Random, Config], Config] = lambda _chosen, _sizes: {}
+    """Returns drawn sizes, by role, that replace those of `draw_sizes`."""
+    together: tuple[str, ...] = ()
+    """Config fields of which transformers needs the same value."""
     whole_heads: bool = False
     """Whether transformers' config class refuses a hidden size that the heads do not divide, even with a head_dim."""
     square: bool = False
@@ -345,6 +349,9 @@ class DecoderFamily:
             fields |= self.mixtures.sparse.put(spec)
         for lens in (self.layers, self.recurrent):
             fields |= {} if lens is None else lens.put(spec)
+        if len({fields[name] for name in self.together}) > 1:
+            said = " and ".join(f"{name} = {fields[name]}" for name in self.together)
+            raise CannotExpress(f"transformers needs one value for these config fields, but the model needs {said}")
         return {**fields, **self.written(spec)}
 
     def draw_sizes(self, chosen: Random) -> Config:
@@ -382,7 +389,8 @@ class DecoderFamily:
             stated: the config fields that every file of the family states.
             own: sizes by role that are other than the drawn ones.
         """
-        sizes = {**self.draw_sizes(chosen), **own}
+        sizes = self.draw_sizes(chosen)
+        sizes = {**sizes, **self.sized(chosen, sizes), **own}
         config = dict(stated)
         for name, entry in self.fields.items():
             role = entry.role.split()[0]
@@ -394,6 +402,7 @@ class DecoderFamily:
         lenses = [self.layers, self.recurrent, None if self.mixtures is None else self.mixtures.sparse]
         for lens in lenses:
             config |= {} if lens is None else lens.draw(chosen, sizes)
+        config |= {name: config[self.together[0]] for name in self.together if self.together[0] in config}
         return placed(config)
 
 

@@ -113,6 +113,23 @@ def size(role: str, default: int, *values: int) -> Field:
     return Field(role, default, draw=among(*(values or ODD)))
 
 
+def multiple(role: str, default: int, of: int) -> Field:
+    """Return a field that is a positive multiple of a number. Writing raises CannotExpress for anything else."""
+
+    def read(config: ConfigReader, name: str, default: int) -> int:
+        value = config.integer(name, default)
+        if value % of:
+            raise config.fail(name, value, f"a multiple of {of}")
+        return value
+
+    def write(value: int) -> int:
+        if value % of:
+            raise CannotExpress(f"this architecture needs a number of {role} that is a multiple of {of}, not {value}")
+        return value
+
+    return Field(role, default, read, write)
+
+
 def read_fields(table: Fields, config: ConfigReader) -> dict[str, Any]:
     """Return the values of a table's fields, by role.
 
@@ -139,6 +156,15 @@ def draw_fields(table: Fields, chosen: Random, sizes: Sizes) -> Config:
 def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
     """Read a number of experts, or None if the field is null or absent."""
     return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
+
+
+def same_in_all_layers(config: ConfigReader, name: str, default: int) -> int | None:
+    """Read the number of experts of every layer, or a list with this number for each layer."""
+    value = config.raw(name, default)
+    layers = config.layers("num_hidden_layers", 32)
+    if isinstance(value, list) and len(value) == layers and len({str(number) for number in value}) == 1:
+        config = ConfigReader({name: value[0]})
+    return _number_of_experts(config, name, default)
 
 
 def none_or_more(config: ConfigReader, name: str, default: int) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec import structs
 
-from ..components import Attention, ModelSpec, Rotary
+from ..components import MOST_EXPERTS, Attention, ModelSpec, Rotary
 from .config import ConfigReader
-from .draws import WINDOWS, Config, Sizes, kind_by_layer, some_of, sometimes
+from .draws import WINDOWS, Config, Sizes, kind_by_layer, some_of, sometimes, types_with_attention
 from .fields import none_or_more
 from .obstacles import of_kind
 from .rope import RotaryKind, draw_rotaries, read_rotaries, read_rotary, write_rotaries
@@ -240,9 +240,26 @@ def turned_by_base(windows: Lens) -> Lens:
 # --- attention or something else --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Places:
+    """Config fields that say which layers have attention, in both directions. The other layers have another mixer."""
+
+    get: Callable[[ConfigReader, int], Sequence[bool]]
+    """`get(config, layers)` returns whether each layer has attention."""
+    put: Callable[[Sequence[bool]], Config]
+    """`put(whole)` returns the config fields."""
+    draw: Callable[[Random, int], Config]
+    """`draw(chosen, layers)` returns the config fields with random legal values."""
+
+
 def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
-    """The kind of each layer by `layer_types`, full attention or the `other`; `usual` where it is null or absent, None
-    where it may not be.
+    """Return the kind of each layer by `layer_types`: full attention or the `other`.
+
+    Args:
+        config: what is read.
+        layers: the number of layers.
+        usual: the kinds if `layer_types` is null or absent; None if it may not be.
+        other: the name of the other kind.
 
     Raises:
         ConfigError: another kind or number of layers, or no attention at all, with which transformers' cache fails.
@@ -250,7 +267,7 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
     known = ("full_attention", other)
     types = config.kinds_of_layers()
     types = usual if types is None else types
-    if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         wanted = f"{layers} values of {' or '.join(known)}, as many as num_hidden_layers"
         raise config.fail("layer_types", types, wanted)
     if "full_attention" not in types:
@@ -258,6 +275,90 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
             "layer_types", types, "at least one full_attention layer: without one, transformers' cache fails"
         )
     return types
+
+
+def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[bool] | None]) -> Places:
+    """Return the places of attention by `layer_types`, where the other layers are called `other`.
+
+    Args:
+        other: the name of the other kind.
+        usual: `usual(config, layers)` returns whether each layer has attention if `layer_types` is null or absent, or
+            None if it may not be.
+    """
+
+    def types_of(whole: Sequence[bool]) -> list[str]:
+        return ["full_attention" if attends else other for attends in whole]
+
+    def get(config: ConfigReader, layers: int) -> Sequence[bool]:
+        whole = usual(config, layers)
+        return [kind != other for kind in one_of(config, layers, None if whole is None else types_of(whole), other)]
+
+    def draw(chosen: Random, layers: int) -> Config:
+        return {"layer_types": types_with_attention(chosen, layers, other)}
+
+    return Places(get, lambda whole: {"layer_types": types_of(whole)}, draw)
+
+
+def _require_types(config: ConfigReader, whole: Sequence[bool], other: str, by: str) -> None:
+    """Raise ConfigError if `layer_types` is stated and differs from the places that the fields `by` say."""
+    types = ["full_attention" if attends else other for attends in whole]
+    if config.kinds_of_layers() not in (None, types):
+        raise config.fail("layer_types", config.raw("layer_types"), f"the same layers as {by}")
+
+
+def by_indices(name: str, other: str) -> Places:
+    """Return the places of attention by a list of layer numbers, with which `layer_types` must agree."""
+
+    def get(config: ConfigReader, layers: int) -> Sequence[bool]:
+        listed = config.raw(name)
+        numbers = listed if isinstance(listed, list) and all(type(number) is int for number in listed) else []
+        if not {*numbers} & {*range(layers)}:
+            wanted = "a list with one of the layers at least: transformers' cache fails without attention"
+            raise config.fail(name, listed, wanted)
+        whole = [layer in numbers for layer in range(layers)]
+        _require_types(config, whole, other, name)
+        return whole
+
+    def put(whole: Sequence[bool]) -> Config:
+        return {name: [layer for layer, attends in enumerate(whole) if attends]}
+
+    return Places(get, put, lambda chosen, layers: {name: some_of(chosen, range(layers)) or [0]})
+
+
+def by_period(what: str, period: int, offset: int, other: str) -> Places:
+    """Return the places of attention by `<what>_layer_period` and `<what>_layer_offset`; see `one_in`."""
+
+    def get(config: ConfigReader, layers: int) -> Sequence[bool]:
+        whole = one_in(config, what, period, offset, layers)
+        if not any(whole):
+            raise config.fail(
+                f"{what}_layer_offset",
+                config.raw(f"{what}_layer_offset", offset),
+                "an offset with which at least one layer has attention: without one, transformers' cache fails",
+            )
+        _require_types(config, whole, other, f"{what}_layer_period and {what}_layer_offset")
+        return whole
+
+    def draw(chosen: Random, layers: int) -> Config:
+        every = chosen.randint(1, 3)
+        return {f"{what}_layer_period": every, f"{what}_layer_offset": chosen.randrange(min(every, layers))}
+
+    return Places(get, lambda whole: write_one_in(what, whole), draw)
+
+
+def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
+    """Return for each layer whether it is of a kind: one in every `period` layers is, from layer `offset` on."""
+    every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
+    if type(first) is not int or not 0 <= first < every:
+        raise config.fail(f"{what}_layer_offset", first, f"a number from 0, below {what}_layer_period ({every})")
+    return [layer % every == first for layer in range(layers)]
+
+
+def write_one_in(what: str, places: Sequence[bool]) -> Config:
+    """Return the config fields that `one_in` reads. If no period fits, they are read back as other layers."""
+    numbers = [layer for layer, is_one in enumerate(places) if is_one] or [len(places)]
+    every = numbers[1] - numbers[0] if len(numbers) > 1 else len(places) + 1
+    return {f"{what}_layer_period": max(every, numbers[0] + 1), f"{what}_layer_offset": numbers[0]}
 
 
 # --- dense or mixture -------------------------------------------------------------------------------------------------
@@ -336,5 +437,32 @@ def by_step(usual: Sequence[int] = ()) -> Lens:
     def draw(chosen: Random, sizes: Sizes) -> Config:
         dense = some_of(chosen, range(sizes["layers"]))
         return sometimes(chosen, {"decoder_sparse_step": chosen.choice((1, 2)), "mlp_only_layers": dense})
+
+    return Lens(get, put, draw)
+
+
+def by_one_in(what: str, period: int, offset: int, name: str, experts: int) -> Lens:
+    """Return the lens of families in which one of every few layers is a mixture; see `one_in`.
+
+    Args:
+        what: begins the names of the two config fields.
+        period: the config class's default of `<what>_layer_period`.
+        offset: the config class's default of `<what>_layer_offset`.
+        name: the config field of the number of experts. With one expert, no layer is a mixture.
+        experts: the config class's default of that field.
+    """
+
+    def get(config: ConfigReader, values: Values) -> Sequence[bool]:
+        several = config.integer(name, experts, most=MOST_EXPERTS) > 1
+        return [is_one and several for is_one in one_in(config, what, period, offset, values["layers"])]
+
+    def put(spec: ModelSpec) -> dict[str, Any]:
+        sparse = sparse_layers(spec)
+        return {**write_one_in(what, sparse), **({} if any(sparse) else {name: 1})}
+
+    def draw(chosen: Random, _: Sizes) -> Config:
+        one = {name: 1, "num_experts_per_tok": 1}
+        places = {f"{what}_layer_period": 2, f"{what}_layer_offset": chosen.choice((0, 1))}
+        return {**places, **chosen.choice(({}, one))}
 
     return Lens(get, put, draw)

@@ -3,17 +3,29 @@
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from ..components import Block, Embedding, GatedDeltaNet, Head, Mamba, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ..components import (
+    Block,
+    Embedding,
+    GatedDeltaNet,
+    Head,
+    Mamba,
+    Mamba2,
+    ModelSpec,
+    RMSNorm,
+    ShortConvolution,
+    SubLayer,
+)
 from ..errors import CannotExpress
 from .base import Leaf, leaves_of
 from .config import ConfigReader
-from .draws import ODD, Config, Sizes, among, divisor, sometimes, types_with_attention
+from .draws import ODD, Config, Sizes, among, divisor, sometimes
 from .fields import ATTENTION_BIAS, Field, Fields, draw_fields, read_fields, size, write_fields
 from .layout import Layout
-from .lenses import Lens, one_of
+from .lenses import Lens, Places, by_layer_types
 from .obstacles import of_kind
 from .rope import PART, RotaryKind
 from .usual import ATTENTION, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, shared_expert
@@ -118,19 +130,52 @@ def draw_limits(chosen: Random) -> list[float]:
     return chosen.choice(([0.0, 2.0], [0.1, 2.5], [0.02, math.inf]))
 
 
-def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[ModelSpec], dict[str, Any]]:
-    """Return the writer of Mamba-2. `types` turns the list of layers with attention into config fields."""
+@dataclass(frozen=True)
+class MixerFields:
+    """The config fields of the mixer in layers without attention, in both directions."""
 
-    def written(spec: ModelSpec) -> dict[str, Any]:
-        mixers = [block.mixer("recurrence") for block in spec.blocks]
-        first = next((of_kind(each, Mamba2) for each in mixers if each is not None), None)
-        # transformers wants heads that divide its width even where no layer has them.
-        own = (
-            {"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": "auto"} if first is None else write_mamba2(first)
-        )
-        return {**own, **types([each is None for each in mixers])}
+    kind: type[Any]
+    """The kind of the mixer."""
+    get: Callable[[ConfigReader, Mapping[str, Any]], Any]
+    """`get(config, values)` returns the mixer; `values` is what the config says of the tree, by role."""
+    put: Callable[[Any], Config]
+    """`put(mixer)` returns the config fields."""
+    draw: Callable[[Random, Sizes], Config]
+    """`draw(chosen, sizes)` returns the config fields with random legal values."""
+    slot: str = "recurrence"
+    """The mixer's slot in a block."""
+    absent: Config = field(default_factory=dict)
+    """The config fields of a tree in which no layer has such a mixer."""
 
-    return written
+
+def without_attention(places: Places, fields: MixerFields) -> Lens:
+    """Return the lens of the mixers in layers without attention, for `DecoderFamily.recurrent`."""
+
+    def get(config: ConfigReader, values: Mapping[str, Any]) -> list[Any]:
+        whole = places.get(config, values["layers"])
+        mixer = fields.get(config, values)
+        return [None if attends else mixer for attends in whole]
+
+    def put(spec: ModelSpec) -> Config:
+        mixers = [block.mixer(fields.slot) for block in spec.blocks]
+        first = next((of_kind(mixer, fields.kind) for mixer in mixers if mixer is not None), None)
+        own = fields.absent if first is None else fields.put(first)
+        return {**own, **places.put([mixer is None for mixer in mixers])}
+
+    def draw(chosen: Random, sizes: Sizes) -> Config:
+        return {**fields.draw(chosen, sizes), **places.draw(chosen, sizes["layers"])}
+
+    return Lens(get, put, draw)
+
+
+MAMBA2 = MixerFields(
+    Mamba2,
+    read_mamba2,
+    write_mamba2,
+    lambda chosen, sizes: draw_mamba2(chosen, sizes["hidden"]),
+    # transformers needs heads that divide its width even if no layer has them.
+    absent={"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": "auto"},
+)
 
 
 def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
@@ -182,6 +227,53 @@ def width_of(config: ConfigReader, name: str, hidden: int) -> int:
 def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
     """Return the norms of the step sizes, B and C."""
     return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
+
+
+_MAMBA: Fields = {
+    "mamba_d_state": size("state_size", 16),
+    "mamba_dt_rank": step_rank(4096),
+    "mamba_d_conv": size("kernel", 4, 1, 2, 4, 5),
+    "mamba_proj_bias": Field("bias", False),
+    "mamba_conv_bias": Field("conv_bias", True),
+}
+
+
+def _read_mamba(config: ConfigReader, values: Mapping[str, Any]) -> Mamba:
+    own, hidden = read_fields(_MAMBA, config), values["hidden"]
+    own |= norms_of(own["rank"], own["state_size"], eps=values["eps"])
+    inner = width_of(config, "mamba_expand", hidden)
+    return Mamba(hidden_size=hidden, inner=inner, activation=values["activation"], **own)
+
+
+def _draw_mamba(chosen: Random, _: Sizes) -> Config:
+    return {**draw_fields(_MAMBA, chosen, {}), **sometimes(chosen, {"mamba_expand": chosen.choice((1, 3))})}
+
+
+MAMBA = MixerFields(
+    Mamba,
+    _read_mamba,
+    lambda mixer: {"mamba_expand": multiple_of_hidden(mixer), **write_fields(_MAMBA, mixer)},
+    _draw_mamba,
+)
+"""Mamba with norms of the step sizes, B and C, from the fields that begin with `mamba_`."""
+
+
+_CONVOLUTION: Fields = {"conv_L_cache": size("kernel", 3, 1, 2, 4, 7), "conv_bias": Field("bias", False)}
+
+
+def _read_convolution(config: ConfigReader, values: Mapping[str, Any]) -> ShortConvolution:
+    hidden = values["hidden"]
+    return ShortConvolution(hidden_size=hidden, channels=hidden, **read_fields(_CONVOLUTION, config))
+
+
+CONVOLUTION = MixerFields(
+    ShortConvolution,
+    _read_convolution,
+    lambda mixer: write_fields(_CONVOLUTION, mixer),
+    lambda chosen, sizes: draw_fields(_CONVOLUTION, chosen, sizes),
+    slot="convolution",
+)
+"""LFM2's gated short convolutions."""
 
 
 ALONE: Fields = {
@@ -253,34 +345,26 @@ _DELTA: Fields = {
 def delta_nets(fused: str) -> Lens:
     """Return the lens of the layers without attention; `fused` is the component's field."""
 
-    def read(config: ConfigReader, values: Mapping[str, Any]) -> list[GatedDeltaNet | None]:
-        count, every = values["layers"], config.integer("full_attention_interval", 4)
-        types = one_of(config, count, [LINEAR if (n + 1) % every else "full_attention" for n in range(count)], LINEAR)
+    def attends(config: ConfigReader, layers: int) -> list[bool]:
+        every = config.integer("full_attention_interval", 4)
+        return [(layer + 1) % every == 0 for layer in range(layers)]
+
+    def read(config: ConfigReader, values: Mapping[str, Any]) -> GatedDeltaNet:
         sizes = read_fields(_DELTA, config)
         if sizes["heads"] % sizes["key_heads"]:
             wanted = f"a multiple of linear_num_key_heads ({sizes['key_heads']})"
             raise config.fail("linear_num_value_heads", sizes["heads"], wanted)
         norm = RMSNorm(size=sizes["value_dim"], eps=values["eps"])
         options: Any = {"activation": values["activation"], "norm": norm, "fused": fused}
-        mixer = GatedDeltaNet(hidden_size=values["hidden"], **sizes, **options)
-        return [mixer if kind == LINEAR else None for kind in types]
+        return GatedDeltaNet(hidden_size=values["hidden"], **sizes, **options)
 
-    return Lens(read, _write_delta_nets, _draw_delta_nets)
+    def draw(chosen: Random, _: Sizes) -> Config:
+        key_heads = chosen.choice((1, 2, 3))
+        heads = {"key_heads": key_heads, "heads": key_heads * chosen.choice((1, 2, 3))}
+        return draw_fields(_DELTA, chosen, heads)
 
-
-def _draw_delta_nets(chosen: Random, sizes: Sizes) -> Config:
-    key_heads = chosen.choice((1, 2, 3))
-    heads = {"key_heads": key_heads, "heads": key_heads * chosen.choice((1, 2, 3))}
-    types = types_with_attention(chosen, sizes["layers"], LINEAR)
-    return {**draw_fields(_DELTA, chosen, heads), "layer_types": types}
-
-
-def _write_delta_nets(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `delta_nets` reads."""
-    mixers = [block.mixer("recurrence") for block in spec.blocks]
-    first = next((of_kind(each, GatedDeltaNet) for each in mixers if each is not None), None)
-    sizes = {} if first is None else write_fields(_DELTA, first)
-    return {**sizes, "layer_types": ["full_attention" if each is None else LINEAR for each in mixers]}
+    fields = MixerFields(GatedDeltaNet, read, lambda mixer: write_fields(_DELTA, mixer), draw)
+    return without_attention(by_layer_types(LINEAR, attends), fields)
 
 
 _R, _THEIRS = B + "recurrence.", T + "linear_attn."

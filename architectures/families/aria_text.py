@@ -9,7 +9,7 @@ from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, choice, llama_fields
 from ..layout import Layout
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T, shared_expert
-from .gpt_oss import EXPERT, MLP, both
+from .gpt_oss import BOTH, EXPERT, MLP
 
 _SILU = {"silu": "silu", "swish": "silu"}
 """Routed experts have it whatever is said, and those that all tokens go through have what is."""
@@ -34,7 +34,7 @@ _LEAVES = by_name(
         *leaves_of({**EMBEDDING, **ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
         Leaf(
             MLP + "fc1.weight",
-            both("weight"),
+            BOTH["weight"],
             Layout(
                 "experts hidden (part intermediate)",
                 "(part intermediate) hidden",

@@ -7,45 +7,24 @@ when they have turned, keys are rounded by the cache.
 
 from dataclasses import replace
 
-from ...components import ModelSpec
-from ...errors import CannotExpress
 from ..base import Leaf, leaves_of
-from ..config import GPT2_ALIASES, ConfigReader
-from ..draws import TABLE, Config, Random
+from ..config import GPT2_ALIASES
+from ..fields import multiple
 from ..layout import Layout
 from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
 
 _CORES = 4
 _QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))
 
-_CODEGEN_DECODER = replace(DECODER, fixed={**DECODER.fixed, "attention.fused": True}, layers=turning("keys"))
+_DECODER = replace(
+    DECODER,
+    fields={**DECODER.fields, "n_head": multiple("heads", 16, of=_CORES)},
+    fixed={**DECODER.fixed, "attention.fused": True},
+    layers=turning("keys"),
+    sized=lambda _, sizes: {name: _CORES * sizes[name] for name in ("heads", "hidden")},
+)
 
-
-def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
-    heads = config.integer("n_head", 16)
-    if heads % _CORES:
-        raise config.fail("n_head", heads, f"a multiple of {_CORES}")
-    return _CODEGEN_DECODER.read(config)
-
-
-def _write(spec: ModelSpec) -> dict[str, object]:
-    """Return the config fields of a tree."""
-    heads = spec.blocks[0].attention.heads
-    if heads % _CORES:
-        raise CannotExpress(
-            f"CodeGen splits q, k and v over {_CORES} cores, and {heads} heads are not divisible by {_CORES}"
-        )
-    return _CODEGEN_DECODER.write(spec)
-
-
-def _draw(chosen: Random) -> Config:
-    """Draw a config of GPT-J with four times the heads."""
-    config = _CODEGEN_DECODER.draw(chosen, {}, context=TABLE)
-    return {**config, **{name: _CORES * config[name] for name in ("n_embd", "n_head")}}
-
-
-_CODEGEN = _CODEGEN_DECODER.architecture(
+_CODEGEN = _DECODER.architecture(
     "codegen",
     "CodeGenForCausalLM",
     (
@@ -58,9 +37,6 @@ _CODEGEN = _CODEGEN_DECODER.architecture(
     released="2022-03",
     kinds=KINDS,
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    read=_read,
-    write=_write,
-    draw=_draw,
     config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     dropped=GPTJ_DROPPED,

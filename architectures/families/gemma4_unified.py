@@ -8,34 +8,23 @@ alone.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from ...components import BlockScale, ModelSpec
-from ..config import ConfigReader
-from ..fields import with_defaults
+from ...components import BlockScale
+from ..fields import with_defaults, without
 from ..lenses import Lens
 from ..rope import ROTARY
 from . import gemma4
 from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
 
-_OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_read` reads."""
-    return {name: value for name, value in gemma4.written(spec).items() if name not in _OF_INPUTS}
-
+_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
 _DECODER = replace(
     gemma4.DECODER,
     fields=with_defaults(gemma4.DECODER.fields, context=262144),
-    layers=Lens(partial(gemma4.layers, width=1024), _written, gemma4.draw_layers),
+    layers=Lens(
+        partial(gemma4.layers, width=1024), lambda spec: without(gemma4.written(spec), *_INPUTS), gemma4.draw_layers
+    ),
 )
-
-
-def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
-    return gemma4.scaled(config, _DECODER.read(config))
 
 
 GEMMA4_UNIFIED = _DECODER.architecture(
@@ -46,7 +35,7 @@ GEMMA4_UNIFIED = _DECODER.architecture(
     model_types=("gemma4_unified_text", "gemma4_unified"),
     hf_config="Gemma4UnifiedTextConfig",
     kinds=_DECODER.kinds | {*ROTARY, BlockScale},
-    read=_read,
+    read=lambda config: gemma4.scaled(config, _DECODER.read(config)),
     token_ids=gemma4.GEMMA4.token_ids,
     part="text_config",
     renamed=(("model.language_model.", "model."),),

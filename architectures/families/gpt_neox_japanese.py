@@ -4,15 +4,12 @@ last layer.
 Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py, which has no sdpa path.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import Config, Random, sometimes
+from ..draws import among
 from ..fields import Field
 from ..lenses import Lens
 from ..obstacles import of_kind
@@ -20,18 +17,17 @@ from ..rope import RotaryKind
 from ..usual import GROUPED_WEIGHT
 
 
-def _layers(_config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return for each layer whether attention has an output bias: only the last one has."""
-    count = values["layers"]
-    return [{"output_bias": layer == count - 1} for layer in range(count)]
+def _width(config: ConfigReader, name: str, default: int) -> int:
+    """Read the width of the feed-forward, which config.json gives in widths of the hidden states."""
+    return config.integer(name, default, most=4096) * config.integer("hidden_size", 2560)
 
 
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the factor that gives the width of the feed-forward. Raises CannotExpress if it is not a whole number."""
+def _times(spec: ModelSpec) -> int:
+    """Return the width of the feed-forward in widths of the hidden states. Raise CannotExpress for a fraction."""
     width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
     if width % spec.hidden_size:
         raise CannotExpress(f"the feed-forward's width {width} is not a multiple of the hidden size {spec.hidden_size}")
-    return {"intermediate_multiple_size": width // spec.hidden_size}
+    return width // spec.hidden_size
 
 
 _DECODER = DecoderFamily(
@@ -41,6 +37,7 @@ _DECODER = DecoderFamily(
         "num_hidden_layers": Field("layers", 32),
         "num_attention_heads": Field("heads", 32),
         "head_dim": Field("head_dim"),
+        "intermediate_multiple_size": Field("intermediate", 4, _width, of=_times, draw=among(1, 2, 4)),
         "hidden_act": Field("activation", "gelu"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -57,19 +54,9 @@ _DECODER = DecoderFamily(
     },
     rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct", even=True),
     square=True,
-    layers=Lens(_layers),
-    written=_written,
+    # Attention has an output bias in the last layer only.
+    layers=Lens(lambda _, values: [{"output_bias": n == values["layers"] - 1} for n in range(values["layers"])]),
 )
-
-
-def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
-    times = config.integer("intermediate_multiple_size", 4, most=4096)
-    return _DECODER.read(config, intermediate=times * config.integer("hidden_size", 2560))
-
-
-def _draw(chosen: Random) -> Config:
-    return {**_DECODER.draw(chosen, {}), **sometimes(chosen, {"intermediate_multiple_size": 2})}
 
 
 _B, _T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
@@ -99,8 +86,6 @@ _GPT_NEOX_JAPANESE = _DECODER.architecture(
     ),
     released="2022-09",
     token_ids={"bos_token_id": 31996, "eos_token_id": 31999},
-    read=_read,
-    draw=_draw,
     prefix="gpt_neox_japanese.",
     head="embed_out.weight",
     dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),

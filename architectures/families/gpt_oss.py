@@ -56,10 +56,8 @@ _DECODER = DecoderFamily(
 MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 
 
-def both(suffix: str) -> tuple[str, str]:
-    """Return the shared names of an expert's gate and up projections."""
-    return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
-
+BOTH = {suffix: (f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}") for suffix in ("weight", "bias")}
+"""The shared names of an expert's gate and up projections."""
 
 _TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
 _LEAVES = (
@@ -68,10 +66,10 @@ _LEAVES = (
     *leaves_of({**ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
     Leaf(
         MLP + "gate_up_proj",
-        both("weight"),
+        BOTH["weight"],
         Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **_TURNS),
     ),
-    Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **_TURNS)),
+    Leaf(MLP + "gate_up_proj_bias", BOTH["bias"], Layout("experts (intermediate part)", **_TURNS)),
     Leaf(
         MLP + "down_proj",
         EXPERT + "down_proj.weight",

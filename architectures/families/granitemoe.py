@@ -45,17 +45,18 @@ STACKED = (
 LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *_MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)
 
 
-def shared_mlp(suffix: str) -> tuple[Leaf, ...]:
-    """Return the leaves of a shared expert (".shared"), or of a feed-forward without other experts ("")."""
-    ours = f"{B}feed_forward{suffix}."
-    return (
+SHARED_MLP = {
+    place: (
         Leaf(
             T + "shared_mlp.input_linear.weight",
-            (ours + "gate_proj.weight", ours + "up_proj.weight"),
-            Layout(f"(part {'shared' if suffix else 'intermediate'}) hidden", split="part", parts=("1", "1")),
+            tuple(f"{B}{place}.{name}.weight" for name in ("gate_proj", "up_proj")),
+            Layout(f"(part {units}) hidden", split="part", parts=("1", "1")),
         ),
-        Leaf(T + "shared_mlp.output_linear.weight", ours + "down_proj.weight"),
+        Leaf(T + "shared_mlp.output_linear.weight", f"{B}{place}.down_proj.weight"),
     )
+    for place, units in (("feed_forward.shared", "shared"), ("feed_forward", "intermediate"))
+}
+"""The leaves of a shared expert, and of a feed-forward that takes its place in a model without other experts."""
 
 
 GRANITEMOE = _DECODER.architecture(

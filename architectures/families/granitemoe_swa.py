@@ -10,7 +10,7 @@ from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, none_or_more
 from ..lenses import sliding, turned_by_base
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
-from .granitemoe import FIELDS, FIXED, GRANITEMOE, LEAVES, STACKED, shared_mlp
+from .granitemoe import FIELDS, FIXED, GRANITEMOE, LEAVES, SHARED_MLP, STACKED
 
 _DECODER = DecoderFamily(
     {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
@@ -30,7 +30,7 @@ _GRANITEMOE_SWA = _DECODER.architecture(
         Leaf(T + "self_attn.sinks", B + "attention.sinks"),
         *leaves_of({**ATTENTION, **NORMS}),
         *reversed(_MIXTURE),  # as modules have them: the router first
-        *shared_mlp(".shared"),
+        *SHARED_MLP["feed_forward.shared"],
         *leaves_of(ENDS),
     ),
     released="2026",

@@ -12,13 +12,13 @@ from ...components.mixture import MOST_EXPERTS
 from ..base import by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
-from ..draws import Config, Random, Sizes, sometimes, types_with_attention
+from ..draws import Config, Random, Sizes, sometimes
 from ..fields import Field, none_or_more
-from ..lenses import Lens, one_of, sparse_layers
+from ..lenses import Lens, by_layer_types, sparse_layers
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, draw_mamba2, mamba2_leaves, read_mamba2, written_by
+from ..recurrences import LINEAR, MAMBA2, mamba2_leaves, without_attention
 from ..usual import B, T
-from .granitemoe import FIELDS, FIXED, LEAVES, STACKED, shared_mlp
+from .granitemoe import FIELDS, FIXED, LEAVES, SHARED_MLP, STACKED
 
 
 def _some(config: ConfigReader, name: str, default: int) -> int | None:
@@ -34,13 +34,6 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     return [_some(config, "num_local_experts", 8) is not None] * layers
 
 
-def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2 | None]:
-    """Return Mamba-2 for each layer without attention, and None for the others."""
-    count = values["layers"]
-    mixer = read_mamba2(config, values)
-    return [mixer if kind == LINEAR else None for kind in one_of(config, count, [LINEAR] * count, LINEAR)]
-
-
 def _positions(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return no positions for any layer, unless `position_embedding_type` is rope."""
     layers = values["layers"]
@@ -50,16 +43,10 @@ def _positions(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[
     return [{} if kind == "rope" else {"position": None}] * layers
 
 
-def _written(spec: ModelSpec) -> dict[str, Any]:
+def _write_positions(spec: ModelSpec) -> dict[str, Any]:
     mixers = [block.mixer("attention") for block in spec.blocks]
-    position = next((of_kind(each, Attention).position for each in mixers if each is not None), None)
-    types = written_by(lambda whole: {"layer_types": ["full_attention" if each else LINEAR for each in whole]})
-    return {**types(spec), "position_embedding_type": None if position is None else "rope"}
-
-
-def _draw(chosen: Random, sizes: Sizes) -> Config:
-    types = types_with_attention(chosen, sizes["layers"], LINEAR)
-    return {**draw_mamba2(chosen, sizes["hidden"]), "layer_types": types}
+    position = next((of_kind(mixer, Attention).position for mixer in mixers if mixer is not None), None)
+    return {"position_embedding_type": None if position is None else "rope"}
 
 
 def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
@@ -80,8 +67,8 @@ _DECODER = DecoderFamily(
         "shared_intermediate_size": Field("intermediate shared_size", 1024),
     },
     fixed={**FIXED, "feed_forward.fused": True},
-    layers=Lens(_positions, draw=lambda chosen, _: sometimes(chosen, {"position_embedding_type": "rope"})),
-    recurrent=Lens(_recurrences, _written, _draw),
+    layers=Lens(_positions, _write_positions, lambda chosen, _: sometimes(chosen, {"position_embedding_type": "rope"})),
+    recurrent=without_attention(by_layer_types(LINEAR, lambda _, layers: [False] * layers), MAMBA2),
     mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse)),
 )
 
@@ -92,8 +79,8 @@ _GRANITEMOEHYBRID = _DECODER.architecture(
     by_name(
         (
             *LEAVES,
-            *shared_mlp(".shared"),
-            *shared_mlp(""),
+            *SHARED_MLP["feed_forward.shared"],
+            *SHARED_MLP["feed_forward"],
             *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
             *mamba2_leaves(T + "mamba."),
         ),

@@ -5,22 +5,10 @@ Source: transformers models/hunyuan_v1_moe/{configuration,modeling}_hunyuan_v1_m
 by layer; here all layers have as many.
 """
 
-from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
-from ..fields import READERS, Field
+from ..fields import Field, same_in_all_layers
 from ..usual import PROJECTIONS, B, T, mixed_leaves, shared_expert
 from . import hunyuan_v1_dense as dense
-
-
-def _alike(config: ConfigReader, name: str, default: int) -> int:
-    """Read a number of experts, or a list with the same number for every layer."""
-    value = config.raw(name, default)
-    layers = config.layers("num_hidden_layers", 32)
-    if isinstance(value, list) and len(value) == layers and len({str(each) for each in value}) == 1:
-        config = ConfigReader({name: value[0]})
-    number: int = READERS["mixture.experts"](config, name, default)
-    return number
-
 
 _MODULES = {
     T + "mlp.gate.wg": B + "feed_forward.router",
@@ -31,8 +19,8 @@ _DECODER = DecoderFamily(
     {
         **dense.FIELDS,
         "intermediate_size": Field("intermediate expert_size shared_size", 11008),
-        "num_experts": Field("mixture.experts", 1, _alike),
-        "moe_topk": Field("mixture.top_k", 1, _alike),
+        "num_experts": Field("mixture.experts", 1, same_in_all_layers),
+        "moe_topk": Field("mixture.top_k", 1, same_in_all_layers),
     },
     head_norms="same",
     fixed={**dense.FIXED, "mixture.routed_in": "float32", "mixture.wide_router": True},

@@ -3,25 +3,9 @@
 Source: transformers models/internlm3/configuration_internlm3.py; its model is LlamaForCausalLM.
 """
 
-from ...components import Attention, ModelSpec
-from ...errors import CannotExpress
 from ..decoder import DecoderFamily
-from ..draws import Config, Random
 from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
-from ..obstacles import of_kind
 from ..usual import LEAVES
-
-
-def _written(spec: ModelSpec) -> dict[str, bool]:
-    """Nothing more, of a tree that transformers reads.
-
-    Raises:
-        CannotExpress: there are biases in attention alone, or in the feed-forward alone.
-    """
-    if of_kind(spec.blocks[0].attention, Attention).qkv_bias != getattr(spec.blocks[0].feed_forward, "up_bias", False):
-        raise CannotExpress("transformers needs biases in both attention and feed-forward, or in neither")
-    return {}
-
 
 _DECODER = DecoderFamily(
     {
@@ -30,12 +14,8 @@ _DECODER = DecoderFamily(
         "mlp_bias": MLP_BIAS,
     },
     whole_heads=True,
-    written=_written,
+    together=("attention_bias", "mlp_bias"),
 )
-
-
-def _draw(chosen: Random) -> Config:
-    return {**_DECODER.draw(chosen, {}), **dict.fromkeys(("attention_bias", "mlp_bias"), chosen.choice((True, False)))}
 
 
 _INTERNLM3 = _DECODER.architecture(
@@ -44,7 +24,6 @@ _INTERNLM3 = _DECODER.architecture(
     LEAVES,
     released="2025-01",
     hf_config="InternLM3Config",
-    draw=_draw,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
     config_aliases={"attention_bias": ("qkv_bias",), "mlp_bias": ("bias",)},
 )

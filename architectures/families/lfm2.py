@@ -4,49 +4,30 @@ layers. Its final norm has a name of its own.
 Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ...components import ModelSpec, ShortConvolution
+from ...components import ShortConvolution
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import Config, Random, Sizes, sometimes, types_with_attention
+from ..draws import Config, Random, sometimes
 from ..fields import USUAL, Field, with_defaults
 from ..layout import Layout
-from ..lenses import Lens, one_of
-from ..obstacles import of_kind
+from ..lenses import by_layer_types
+from ..recurrences import CONVOLUTION, without_attention
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, B, T
 
 CONV = "conv"
 
 
-def _types(config: ConfigReader, layers: int) -> Sequence[str]:
-    """Return the kind of each layer by `layer_types`, or else by `full_attn_idxs`. Without both, all have attention."""
+def _attends(config: ConfigReader, layers: int) -> Sequence[bool]:
+    """Return which layers have attention if `layer_types` is absent: those of `full_attn_idxs`, and otherwise all."""
     whole = config.raw("full_attn_idxs")
-    if whole is not None and (not isinstance(whole, list) or any(type(each) is not int for each in whole)):
+    if whole is not None and (not isinstance(whole, list) or any(type(layer) is not int for layer in whole)):
         raise config.fail("full_attn_idxs", whole, "a list of layer numbers")
-    full = range(layers) if whole is None else whole
-    return one_of(config, layers, ["full_attention" if layer in full else CONV for layer in range(layers)], CONV)
-
-
-def convolutions(
-    config: ConfigReader, values: Mapping[str, Any], types: Callable[[ConfigReader, int], Sequence[str]] = _types
-) -> list[ShortConvolution | None]:
-    """Return the convolution of each layer without attention, and None for the others. `types` reads the kinds."""
-    hidden = values["hidden"]
-    kernel, bias = config.integer("conv_L_cache", 3), config.boolean("conv_bias", False)
-    mixer = ShortConvolution(hidden_size=hidden, channels=hidden, kernel=kernel, bias=bias)
-    return [mixer if kind == CONV else None for kind in types(config, values["layers"])]
-
-
-def write_convolutions(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `convolutions` reads."""
-    mixers = [block.mixer("convolution") for block in spec.blocks]
-    first = next((of_kind(each, ShortConvolution) for each in mixers if each is not None), None)
-    own = {} if first is None else {"conv_L_cache": first.kernel, "conv_bias": first.bias}
-    return {**own, "layer_types": ["full_attention" if each is None else CONV for each in mixers]}
+    return [whole is None or layer in whole for layer in range(layers)]
 
 
 def _units(config: ConfigReader, name: str, default: int) -> int:
@@ -72,12 +53,6 @@ FIELDS = with_defaults(FIELDS, vocab=65536, hidden=2560, kv_heads=8, context=128
 ROPE = RotaryKind(1e6)
 
 
-def draw_convolutions(chosen: Random, sizes: Sizes) -> Config:
-    """Draw the config fields that `convolutions` reads."""
-    own = {"conv_bias": True, "conv_L_cache": chosen.choice((1, 2, 4, 7))}
-    return {"layer_types": types_with_attention(chosen, sizes["layers"], CONV), **sometimes(chosen, own)}
-
-
 def _draw(chosen: Random) -> Config:
     """Draw a config with a width of the feed-forward that is adjusted, or not."""
     adjusted = {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3))}
@@ -90,7 +65,7 @@ _DECODER = DecoderFamily(
     head_norms="same",
     fixed={"activation": "silu"},
     rotary=ROPE,
-    recurrent=Lens(convolutions, write_convolutions, draw_convolutions),
+    recurrent=without_attention(by_layer_types(CONV, _attends), CONVOLUTION),
     written=lambda _: {"block_auto_adjust_ff_dim": False},
 )
 

@@ -4,18 +4,14 @@ divided by their sum plus 1e-6, and a bias for the choice.
 Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and conversion_mapping.py.
 """
 
-from functools import partial
-
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import USUAL, Field, with_defaults
-from ..lenses import Lens, after, one_of
+from ..lenses import after, by_layer_types
+from ..recurrences import CONVOLUTION, without_attention
 from ..usual import EMBEDDING, B, T
 from . import lfm2
-
-# transformers knows `layer_types` alone, and fails without.
-_CONVOLUTIONS = partial(lfm2.convolutions, types=lambda config, layers: one_of(config, layers, None, lfm2.CONV))
 
 _DECODER = DecoderFamily(
     {
@@ -38,7 +34,7 @@ _DECODER = DecoderFamily(
         "mixture.added": lambda values: 1e-6 if values["mixture.normalise"] else 0.0,
     },
     rotary=lfm2.ROPE,
-    recurrent=Lens(_CONVOLUTIONS, lfm2.write_convolutions, lfm2.draw_convolutions),
+    recurrent=without_attention(by_layer_types(lfm2.CONV, lambda _config, _layers: None), CONVOLUTION),
     mixtures=Mixtures(after("num_dense_layers", 2)),
 )
 

@@ -8,7 +8,6 @@ from ...components import Attention, GatedFeedForward, LongRopeScaling, RMSNorm,
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import Config, Random
 from ..fields import Field, llama_fields
 from ..layout import Layout
 from ..rope import PART, RotaryKind
@@ -30,14 +29,9 @@ _DECODER = DecoderFamily(
         renewed=True,
         types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
     ),
+    # transformers checks LongRoPE's factors as if the heads divided the hidden size.
+    sized=lambda _, sizes: {"hidden": sizes["heads"] * sizes["head_dim"]},
 )
-
-
-def _draw(chosen: Random) -> Config:
-    """Draw a config whose heads divide the hidden size: transformers checks LongRoPE's factors as if they did."""
-    sizes = _DECODER.draw_sizes(chosen)
-    return _DECODER.draw(chosen, {}, **{**sizes, "hidden": sizes["heads"] * sizes["head_dim"]})
-
 
 _PHI3 = _DECODER.architecture(
     "phi3",
@@ -53,7 +47,6 @@ _PHI3 = _DECODER.architecture(
         *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj", **NORMS, **ENDS}),
     ),
     released="2024-04",
-    draw=_draw,
     kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),
     token_ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
 )

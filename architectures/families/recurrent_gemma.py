@@ -42,11 +42,6 @@ def _root(values: Mapping[str, Any]) -> float:
     return float(found)
 
 
-def _windows(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    layers = values["layers"]
-    return [{"window": config.integer("attention_window_size", 2048)}] * layers
-
-
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU | None]:
     """Return the recurrence of each layer without attention, and None for the others. `block_types` is repeated."""
     names, count = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE]), values["layers"]
@@ -74,7 +69,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU 
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_windows` and `_recurrences` read."""
+    """Return the config fields that `_recurrences` reads."""
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
     first = next((of_kind(each, RGLRU) for each in mixers if each is not None), None)
@@ -85,16 +80,12 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     if attention.window is None:
         raise CannotExpress("recurrent_gemma needs sliding-window attention")
     types = [_WHOLE if each is None else _RECURRENT for each in mixers]
-    return {**own, "block_types": types, "attention_window_size": attention.window}
+    return {**own, "block_types": types}
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
     blocks = [*kind_by_layer(chosen, sizes["layers"] - 1, _RECURRENT, _WHOLE), _WHOLE]
-    return {
-        "block_types": chosen.sample(blocks, len(blocks)),
-        "attention_window_size": chosen.choice(WINDOWS),
-        "conv1d_width": chosen.choice((1, 2, 4, 5)),
-    }
+    return {"block_types": chosen.sample(blocks, len(blocks)), "conv1d_width": chosen.choice((1, 2, 4, 5))}
 
 
 _DECODER = DecoderFamily(
@@ -110,6 +101,7 @@ _DECODER = DecoderFamily(
         "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units, draw=among(2, 7, 33, 64)),
         "hidden_activation": Field("activation", "gelu_pytorch_tanh"),
         "attention_bias": Field("attention.qkv_bias", False),
+        "attention_window_size": Field("attention.window", 2048, draw=among(*WINDOWS)),
         "logits_soft_cap": Field("head.cap", 30.0),
     },
     fixed={
@@ -121,7 +113,6 @@ _DECODER = DecoderFamily(
         "feed_forward.down_bias": True,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
-    layers=Lens(_windows),
     recurrent=Lens(_recurrences, _written, _draw),
 )
 

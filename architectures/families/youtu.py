@@ -3,36 +3,30 @@
 Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 """
 
-from typing import Any
-
-from msgspec.structs import replace
-
-from ...components import ModelSpec
 from ..config import ConfigReader
-from ..fields import with_defaults
+from ..draws import among
+from ..fields import Field, with_defaults
 from ..latent import LATENT_FIELDS, LATENT_LEAVES, MADE, LatentDecoder
 
+
+def _padding_row(config: ConfigReader, name: str, default: int | None) -> int | None:
+    """Read the row of the embedding that transformers' class sets to zeros after loading."""
+    row, rows = config.raw(name, default), config.integer("vocab_size", 128256)
+    if row is not None and (type(row) is not int or not 0 <= row < rows):
+        raise config.fail(name, row, f"null or a token from 0 to {rows - 1}")
+    return row
+
+
 _DECODER = LatentDecoder(
-    with_defaults(LATENT_FIELDS, vocab=128256, hidden=2048, intermediate=6144, heads=16, context=131072, tied=True),
+    {
+        **with_defaults(
+            LATENT_FIELDS, vocab=128256, hidden=2048, intermediate=6144, heads=16, context=131072, tied=True
+        ),
+        "pad_token_id": Field("embedding.blank", None, _padding_row, draw=among(None, 0, 5)),
+    },
     kv_heads=16,
     tables=True,
 )
-
-
-def _read(config: ConfigReader) -> ModelSpec:
-    """Return the tree of a config.json. transformers' class zeroes the padding token's row after loading."""
-    spec, padding = _DECODER.read(config), config.raw("pad_token_id")
-    if padding is None:
-        return spec
-    if type(padding) is not int or not 0 <= padding < spec.vocab_size:
-        raise config.fail("pad_token_id", padding, f"null or a token from 0 to {spec.vocab_size - 1}")
-    return replace(spec, embedding=replace(spec.embedding, blank=padding))
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_read` reads."""
-    blank = spec.embedding.blank
-    return {**_DECODER.write(spec), **({} if blank is None else {"pad_token_id": blank})}
 
 
 _YOUTU = _DECODER.architecture(
@@ -40,8 +34,6 @@ _YOUTU = _DECODER.architecture(
     "YoutuForCausalLM",
     LATENT_LEAVES,
     released="2025-12",
-    read=_read,
-    write=_write,
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    irrelevant={**MADE, "pad_token_id": None, "embedding_initializer_range": "training only"},
+    irrelevant={**MADE, "embedding_initializer_range": "training only"},
 )
