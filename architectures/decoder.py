@@ -105,7 +105,9 @@ class DecoderFamily:
         """Return the components of the family's trees, for `Architecture.kinds`."""
         positions = {self.table} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
-        return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures})
+        lenses = [lens for lens in (self.layers, self.recurrent) if lens is not None]
+        others = {kind for lens in lenses for kind in lens.kinds}
+        return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures, *others})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
         """Return the family of these trees.

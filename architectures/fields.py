@@ -113,6 +113,18 @@ def size(role: str, default: int, *values: int) -> Field:
     return Field(role, default, draw=among(*(values or ODD)))
 
 
+def constant(role: str, value: Any, why: str) -> Field:
+    """Return a field that has only one value. `why` says what transformers does with others, for the error message."""
+
+    def read(config: ConfigReader, name: str, default: Any) -> Any:
+        stated = config.raw(name, default)
+        if type(stated) is not type(default) or stated != default:
+            raise config.fail(name, stated, f"{str(default).lower()}: {why}")
+        return stated
+
+    return Field(role, value, read, of=lambda _: value, draw=lambda *_: value)
+
+
 def multiple(role: str, default: int, of: int) -> Field:
     """Return a field that is a positive multiple of a number. Writing raises CannotExpress for anything else."""
 

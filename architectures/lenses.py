@@ -16,7 +16,7 @@ from ..components import MOST_EXPERTS, Attention, ModelSpec, Rotary
 from .config import ConfigReader
 from .draws import WINDOWS, Config, Sizes, kind_by_layer, some_of, sometimes, types_with_attention
 from .fields import none_or_more
-from .obstacles import of_kind
+from .obstacles import Kinds, of_kind
 from .rope import RotaryKind, draw_rotaries, read_rotaries, read_rotary, write_rotaries
 
 Values = Mapping[str, Any]
@@ -40,11 +40,13 @@ class Lens:
         `Mixtures.sparse` a boolean.
     put: `put(spec)` returns the config fields.
     draw: `draw(chosen, sizes)` returns the config fields with random legal values.
+    kinds: the kinds of components that `get` makes, besides those that every family has.
     """
 
     get: Callable[[ConfigReader, Values], Sequence[Any]]
     put: Callable[[ModelSpec], Mapping[str, Any]] = _nothing
     draw: Callable[[Random, Sizes], Config] = _none_drawn
+    kinds: Kinds = frozenset()
 
 
 def attentions(spec: ModelSpec) -> list[Attention]:

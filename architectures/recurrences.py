@@ -165,7 +165,7 @@ def without_attention(places: Places, fields: MixerFields) -> Lens:
     def draw(chosen: Random, sizes: Sizes) -> Config:
         return {**fields.draw(chosen, sizes), **places.draw(chosen, sizes["layers"])}
 
-    return Lens(get, put, draw)
+    return Lens(get, put, draw, frozenset({fields.kind}))
 
 
 MAMBA2 = MixerFields(

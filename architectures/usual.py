@@ -21,6 +21,16 @@ ATTENTION = {
 
 FEED_FORWARD = {f"{T}mlp.{name}": f"{B}feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 
+FUSED_FEED_FORWARD = (
+    Leaf(
+        T + "mlp.gate_up_proj.weight",
+        (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
+        Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
+    ),
+    *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
+)
+"""A gated feed-forward whose gate and up projections are one tensor."""
+
 NORMS = {T + "input_layernorm": B + "attention_norm", T + "post_attention_layernorm": B + "feed_forward_norm"}
 
 ENDS = {"model.norm": "final_norm", "lm_head": "head"}

@@ -19,7 +19,6 @@ from . import deepseek_v3
 _NORM = T + "post_mlp_layernorm"
 _FIELDS = with_defaults(deepseek_v3.DECODER.fields, vocab=163840, heads=64, n_routed_experts=192, context=32768)
 
-
 _DECODER = replace(
     deepseek_v3.DECODER,
     fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=ConfigReader.integer, draw=among(*ODD))},

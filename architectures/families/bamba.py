@@ -6,11 +6,11 @@ Source: transformers models/bamba/{configuration,modeling}_bamba.py.
 
 from typing import Any
 
-from ...components import Attention, Mamba2, ModelSpec, Rotary
+from ...components import Attention, ModelSpec, Rotary
 from ..base import leaves_of
 from ..decoder import DecoderFamily
 from ..draws import Config, Random
-from ..fields import ATTENTION_BIAS, MLP_BIAS, llama_fields
+from ..fields import ATTENTION_BIAS, MLP_BIAS, constant, llama_fields
 from ..lenses import by_indices
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, MAMBA2, mamba2_leaves, without_attention
@@ -30,6 +30,7 @@ _DECODER = DecoderFamily(
         **llama_fields(vocab=128000, intermediate=14336, kv_heads=8, context=262144, eps=1e-5),
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": MLP_BIAS,
+        PART: constant("own.part", 0.5, "transformers ignores this field and uses 0.5"),
     },
     rotary=RotaryKind(part=PART, whole=0.5),
     recurrent=without_attention(by_indices("attn_layer_indices", LINEAR), MAMBA2),
@@ -41,7 +42,7 @@ def _draw_config(chosen: Random) -> Config:
     """Draw a config with the part of a head that turns among the RoPE parameters, where alone transformers reads it."""
     config = _DECODER.draw(chosen, {})
     rope = {PART: config.pop(PART), "rope_theta": config.pop("rope_theta", 37.5), "rope_type": "default"}
-    return {**config, "rope_parameters": rope}
+    return {**config, "rope_parameters": rope, PART: 0.5}
 
 
 FEED_FORWARD = {f"{T}feed_forward.{name}": f"{B}feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
@@ -59,9 +60,7 @@ _BAMBA = _DECODER.architecture(
     ),
     released="2024-12",
     draw=_draw_config,
-    kinds=_DECODER.kinds | {Mamba2},
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     stated={"attn_layer_indices": [9, 18, 27]},
-    refused={PART: ((0.5,), "transformers ignores this field and uses 0.5")},
     irrelevant={"z_loss_coefficient": "a loss in training", "layers_block_type": "made of attn_layer_indices"},
 )

@@ -10,7 +10,6 @@ from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder, embe
 
 _ENCODER = Encoder(BERT_FIELDS, masked=("BertForMaskedLM", "BertForPreTraining"), pooled=True)
 
-
 _LAYER = "bert.encoder.layer.{layer}."
 _NORMS = (
     "bert.embeddings.LayerNorm",

@@ -29,7 +29,6 @@ _DECODER = DecoderFamily(
     learned=True,
 )
 
-
 _BIOGPT = _DECODER.architecture(
     "biogpt",
     "BioGptForCausalLM",

@@ -37,7 +37,6 @@ _DECODER = DecoderFamily(
     table=SinusoidalPositions,
 )
 
-
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 _MODULES = {
     "transformer.w": "embedding",

@@ -14,19 +14,12 @@ from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, among
-from ..fields import Field, activation_named, name_of
+from ..fields import Field, activation_named, constant, name_of
 from ..layout import Layout
 from ..lenses import Lens
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
 _EXPERT = _B + "feed_forward.experts.{expert}."
-
-
-def _untied(config: ConfigReader, name: str, default: bool) -> bool:
-    """Return False, and refuse true as transformers' class does."""
-    if config.boolean(name, default):
-        raise config.fail(name, True, "false: transformers refuses true")
-    return False
 
 
 def _normalised(config: ConfigReader, name: str, default: float) -> bool:
@@ -57,7 +50,7 @@ _DECODER = DecoderFamily(
         "n_layers": Field("layers", 24),
         "n_heads": Field("heads", 16),
         "max_seq_len": Field("context", 2048),
-        "tie_word_embeddings": Field("tied", False, _untied, draw=lambda *_: False),
+        "tie_word_embeddings": constant("tied", False, "transformers refuses true"),
         "attn_config.kv_n_heads": Field("kv_heads", 1),
         "attn_config.clip_qkv": Field("attention.clip", None, ConfigReader.number),
         "ffn_config.ffn_hidden_size": Field("intermediate", 3584),

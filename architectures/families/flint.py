@@ -24,7 +24,6 @@ _FIELDS = {
 }
 _SINKS = T + "self_attn.softmax_offset"  # in files
 
-
 _DECODER = DecoderFamily(
     {**_FIELDS, "shared_expert_intermediate_size": Field("shared_size", 1024)},
     head_norms="same",

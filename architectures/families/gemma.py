@@ -34,7 +34,6 @@ FIXED: dict[str, Any] = {
     "embedding.scaling": "rounded",
 }
 
-
 LATER_FIELDS = {
     **with_defaults(
         {"hidden_activation" if name == "hidden_act" else name: each for name, each in FIELDS.items()},
@@ -58,7 +57,6 @@ GEMMA_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_bidirectional_attention": ((None, False), "gptkit does not support bidirectional attention for this family")
 }
-
 
 _ACTIVATIONS = {**without(ACTIVATIONS, "gelu"), "gelu": "gelu_tanh"}
 _DECODER = DecoderFamily({**FIELDS, "hidden_act": choice("activation", "gelu_pytorch_tanh", _ACTIVATIONS)}, fixed=FIXED)

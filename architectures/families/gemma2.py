@@ -19,7 +19,6 @@ _DECODER = DecoderFamily(
     whole_heads=True,
 )
 
-
 GEMMA2 = _DECODER.architecture(
     "gemma2",
     "Gemma2ForCausalLM",

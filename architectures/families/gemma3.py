@@ -15,7 +15,6 @@ from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS, LATER_FIELDS
 _FIELDS = with_defaults(LATER_FIELDS, vocab=262208, context=131072, final_logit_softcapping=None)
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
-
 _DECODER = DecoderFamily(
     _FIELDS,
     norms=AROUND,

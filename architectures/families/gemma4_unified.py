@@ -26,7 +26,6 @@ _DECODER = replace(
     ),
 )
 
-
 GEMMA4_UNIFIED = _DECODER.architecture(
     "gemma4_unified_text",
     "Gemma4UnifiedForCausalLM",

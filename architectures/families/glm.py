@@ -4,12 +4,11 @@ in one matrix.
 Source: transformers models/glm/{configuration,modeling}_glm.py.
 """
 
-from ..base import Leaf, leaves_of
+from ..base import leaves_of
 from ..decoder import DecoderFamily
 from ..fields import Field, llama_fields
-from ..layout import Layout
 from ..rope import PART, RotaryKind
-from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, FUSED_FEED_FORWARD, NORMS
 
 FIELDS = {
     **llama_fields(
@@ -22,15 +21,7 @@ ROTARY = RotaryKind(part=PART, whole=0.5, pairs="adjacent")
 
 _DECODER = DecoderFamily(FIELDS, fixed=FIXED, rotary=ROTARY)
 
-FUSED = (
-    Leaf(
-        T + "mlp.gate_up_proj.weight",
-        (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
-        Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
-    ),
-    *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
-)
-_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED, *leaves_of({**NORMS, **ENDS}))
+_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED_FEED_FORWARD, *leaves_of({**NORMS, **ENDS}))
 
 _GLM = _DECODER.architecture(
     "glm",

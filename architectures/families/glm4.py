@@ -6,7 +6,7 @@ Source: transformers models/glm4/{configuration,modeling}_glm4.py.
 from ..base import leaves_of
 from ..decoder import DecoderFamily
 from ..fields import AROUND
-from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
+from ..usual import ATTENTION, EMBEDDING, ENDS, FUSED_FEED_FORWARD, B, T
 from . import glm
 
 _DECODER = DecoderFamily(glm.FIELDS, norms=AROUND, fixed=glm.FIXED, rotary=glm.ROTARY)
@@ -17,7 +17,7 @@ _SANDWICH = {
     T + "post_self_attn_layernorm": B + "attention_output_norm",
     T + "post_mlp_layernorm": B + "feed_forward_output_norm",
 }
-_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *glm.FUSED, *leaves_of({**_SANDWICH, **ENDS}))
+_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED_FEED_FORWARD, *leaves_of({**_SANDWICH, **ENDS}))
 
 _GLM4 = _DECODER.architecture(
     "glm4",

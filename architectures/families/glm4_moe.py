@@ -29,7 +29,6 @@ _DECODER = DecoderFamily(
 )
 LEAVES = mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, choice=CORRECTION)
 
-
 _GLM4_MOE = _DECODER.architecture(
     "glm4_moe",
     "Glm4MoeForCausalLM",

@@ -58,7 +58,6 @@ _DECODER = DecoderFamily(
     layers=Lens(lambda _, values: [{"output_bias": n == values["layers"] - 1} for n in range(values["layers"])]),
 )
 
-
 _B, _T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
 
 _GPT_NEOX_JAPANESE = _DECODER.architecture(

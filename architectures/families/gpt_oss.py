@@ -55,7 +55,6 @@ _DECODER = DecoderFamily(
 
 MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 
-
 BOTH = {suffix: (f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}") for suffix in ("weight", "bias")}
 """The shared names of an expert's gate and up projections."""
 

@@ -14,7 +14,6 @@ from . import granite
 SINKS = {"attention.sinks": True, "attention.sunk": "behind it"}
 SUNK = (Leaf(T + "self_attn.sinks", B + "attention.sinks"),)
 
-
 _DECODER = DecoderFamily(
     with_defaults(
         granite.DECODER.fields,

@@ -44,7 +44,6 @@ STACKED = (
 )
 LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *_MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)
 
-
 SHARED_MLP = {
     place: (
         Leaf(
@@ -57,7 +56,6 @@ SHARED_MLP = {
     for place, units in (("feed_forward.shared", "shared"), ("feed_forward", "intermediate"))
 }
 """The leaves of a shared expert, and of a feed-forward that takes its place in a model without other experts."""
-
 
 GRANITEMOE = _DECODER.architecture(
     "granitemoe",

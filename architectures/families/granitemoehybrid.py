@@ -7,7 +7,7 @@ Source: transformers models/granitemoehybrid/{configuration,modeling}_granitemoe
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...components import Attention, Mamba2, ModelSpec
+from ...components import Attention, ModelSpec
 from ...components.mixture import MOST_EXPERTS
 from ..base import by_name, leaves_of
 from ..config import ConfigReader
@@ -72,7 +72,6 @@ _DECODER = DecoderFamily(
     mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse)),
 )
 
-
 _GRANITEMOEHYBRID = _DECODER.architecture(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
@@ -88,7 +87,6 @@ _GRANITEMOEHYBRID = _DECODER.architecture(
     ),
     stacked=STACKED,
     released="2025-05",
-    kinds=_DECODER.kinds | {Mamba2},
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     stated={"layer_types": ["linear_attention", "full_attention"] * 16},
     config_aliases={"layer_types": ("layers_block_type",)},

@@ -17,7 +17,6 @@ _DECODER = DecoderFamily(
     together=("attention_bias", "mlp_bias"),
 )
 
-
 _INTERNLM3 = _DECODER.architecture(
     "internlm3",
     "LlamaForCausalLM",

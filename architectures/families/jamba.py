@@ -4,7 +4,6 @@ experts in every second layer.
 Source: transformers models/jamba/{configuration,modeling}_jamba.py.
 """
 
-from ...components import Mamba
 from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
@@ -50,7 +49,6 @@ _JAMBA = _DECODER.architecture(
         _STACKED,
     ),
     released="2024-03",
-    kinds=_DECODER.kinds | {Mamba},
     stacked=_STACKED,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"num_experts": ("num_local_experts",)},

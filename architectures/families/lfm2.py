@@ -7,7 +7,6 @@ Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
 from collections.abc import Sequence
 from typing import Any
 
-from ...components import ShortConvolution
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
@@ -111,7 +110,6 @@ _LFM2 = _DECODER.architecture(
     (*leaves_of(EMBEDDING), *MIXERS, *leaves_of(FEED_FORWARD), *NORMS, *ENDS),
     released="2025-07",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    kinds=_DECODER.kinds | {ShortConvolution},
     draw=_draw,
     config_aliases={"intermediate_size": ("block_ff_dim",), "tie_word_embeddings": ("tie_embedding",)},
 )

@@ -4,7 +4,6 @@ divided by their sum plus 1e-6, and a bias for the choice.
 Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and conversion_mapping.py.
 """
 
-from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import USUAL, Field, with_defaults
@@ -67,7 +66,6 @@ _LFM2_MOE = _DECODER.architecture(
     ),
     released="2025-10",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    kinds=_DECODER.kinds | {ShortConvolution},
     config_aliases={"tie_word_embeddings": ("tie_embedding",)},
     stacked=_STACKED,
     stated={"layer_types": ["conv", "full_attention"] * 16},

@@ -9,7 +9,6 @@ from ..usual import LEAVES
 
 DECODER = DecoderFamily(fields={**USUAL, "attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}, whole_heads=True)
 
-
 LLAMA = DECODER.architecture(
     "llama", "LlamaForCausalLM", LEAVES, released="2023-02", token_ids={"bos_token_id": 1, "eos_token_id": 2}
 )

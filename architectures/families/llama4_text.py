@@ -115,7 +115,7 @@ _DECODER = DecoderFamily(
         "mixture.summed": "over all",
     },
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="complex"),
-    layers=Lens(_layers, _written, _draw),
+    layers=Lens(_layers, _written, _draw, frozenset({Temperature})),
     mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse), expert={"fused": True, "arithmetic": "conv1d"}),
 )
 
@@ -151,7 +151,6 @@ _LLAMA4_TEXT = _DECODER.architecture(
     _LEAVES,
     model_types=("llama4_text", "llama4"),
     hf_config="Llama4TextConfig",
-    kinds=_DECODER.kinds | {Temperature},
     released="2025-04",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     part="text_config",

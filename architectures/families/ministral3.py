@@ -52,7 +52,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str
 _FIELDS = with_defaults(
     mistral.FIELDS, vocab=131072, layers=34, head_dim=128, context=262144, eps=1e-5, sliding_window=None
 )
-_DECODER = DecoderFamily(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_layers))
+_DECODER = DecoderFamily(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_layers, kinds=frozenset({Temperature})))
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
@@ -77,7 +77,6 @@ _MINISTRAL3 = _DECODER.architecture(
     LEAVES,
     write=_write,
     draw=_draw,
-    kinds=_DECODER.kinds | {Temperature},
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},
 )

@@ -74,7 +74,6 @@ _DECODER = _ModernBertDecoder(
     written=modernbert.write_transform,
 )
 
-
 MODERNBERT_DECODER = _DECODER.architecture(
     "modernbert-decoder",
     "ModernBertDecoderForCausalLM",

@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "no_bias": ((True, None), _ONLY),
 }
 
-
 _DECODER = DecoderFamily(
     {
         "d_model": Field("hidden", 2048),

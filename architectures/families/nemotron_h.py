@@ -194,7 +194,6 @@ _STACKED = tuple(Stacked(f"{_M}experts.{name}_proj", (f"{_EXPERT}{name}_proj.wei
 _UP_DOWN = ("up_proj", "down_proj")
 _LATENT = (("fc1", "down_proj"), ("fc2", "up_proj"))
 
-
 _NEMOTRON_H = Architecture(
     name="nemotron_h",
     model_types=("nemotron_h",),

@@ -15,7 +15,6 @@ from .gpt2 import ATTENTION, FEED_FORWARD
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
 
-
 _DECODER = DecoderFamily(
     {
         "vocab_size": Field("vocab", 40478),

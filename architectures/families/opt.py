@@ -57,7 +57,6 @@ _DECODER = DecoderFamily(
     learned=True,
 )
 
-
 _B, _T = "blocks.{layer}.", "model.decoder.layers.{layer}."
 _HEADS = {f"{_T}self_attn.{name}_proj": f"{_B}attention.{name}_proj" for name in ("k", "v", "q")}
 _HEADS |= {_T + "self_attn.out_proj": _B + "attention.o_proj"}

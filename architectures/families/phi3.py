@@ -11,11 +11,9 @@ from ..decoder import DecoderFamily
 from ..fields import Field, llama_fields
 from ..layout import Layout
 from ..rope import PART, RotaryKind
-from ..usual import EMBEDDING, ENDS, NORMS, B, T
+from ..usual import EMBEDDING, ENDS, FUSED_FEED_FORWARD, NORMS, B, T
 
 _QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
-_GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
-
 
 _DECODER = DecoderFamily(
     {
@@ -39,12 +37,8 @@ _PHI3 = _DECODER.architecture(
     (
         *leaves_of({**EMBEDDING, T + "self_attn.o_proj": B + "attention.o_proj"}),
         Leaf(T + "self_attn.qkv_proj.weight", qkv("weight"), _QKV),
-        Leaf(
-            T + "mlp.gate_up_proj.weight",
-            (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
-            _GATE_UP,
-        ),
-        *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj", **NORMS, **ENDS}),
+        *FUSED_FEED_FORWARD,
+        *leaves_of({**NORMS, **ENDS}),
     ),
     released="2024-04",
     kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),

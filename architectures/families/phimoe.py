@@ -16,7 +16,7 @@ from ..base import Leaf, Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, sometimes
-from ..fields import ATTENTION_BIAS, Field, llama_fields, without
+from ..fields import ATTENTION_BIAS, Field, constant, llama_fields, without
 from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import ORIGINAL, RotaryKind, read_rotary
@@ -26,14 +26,6 @@ from .mixtral import MOE
 
 _ROTARY = RotaryKind(1e6, entire=True, renewed=True, types={"default": "default", "longrope": "longrope"})
 _FACTORS = ("short_mscale", "long_mscale")
-
-
-def _two(config: ConfigReader, name: str, default: int) -> int:
-    """Return 2, the number of experts per token, and refuse other numbers."""
-    found = config.raw(name, default)
-    if found != 2:
-        raise config.fail(name, found, "2: transformers ignores this field and uses two experts")
-    return 2
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -60,7 +52,7 @@ _DECODER = DecoderFamily(
         "lm_head_bias": Field("head.bias", False),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
         "num_local_experts": Field("mixture.experts", 16),
-        "num_experts_per_tok": Field("mixture.top_k", 2, _two, draw=lambda *_: 2),
+        "num_experts_per_tok": constant("mixture.top_k", 2, "transformers ignores this field and uses two experts"),
         "router_jitter_noise": Field("mixture.jitter", 0.01),
     },
     norm=LayerNorm,

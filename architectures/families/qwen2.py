@@ -10,7 +10,6 @@ from ..usual import LEAVES
 
 FIELDS = llama_fields(vocab=151936, intermediate=22016, kv_heads=32, context=32768)
 
-
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
 _DECODER = DecoderFamily(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above())
 

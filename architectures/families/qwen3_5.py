@@ -8,7 +8,6 @@ tokens are text, the three kinds of positions of `mrope_section` are one.
 
 from typing import Any
 
-from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import DecoderFamily
 from ..fields import llama_fields
@@ -48,7 +47,6 @@ _QWEN3_5 = _DECODER.architecture(
     released="2026-02",
     model_types=("qwen3_5_text", "qwen3_5"),
     hf_config="Qwen3_5TextConfig",
-    kinds=_DECODER.kinds | {GatedDeltaNet},
     irrelevant=UNREAD,
     **COMPOSITE,
 )

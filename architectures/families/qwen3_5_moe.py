@@ -3,7 +3,6 @@
 Source: transformers models/qwen3_5_moe/{configuration,modeling}_qwen3_5_moe.py.
 """
 
-from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
@@ -45,7 +44,6 @@ _QWEN3_5_MOE = _DECODER.architecture(
     released="2026-02",
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hf_config="Qwen3_5MoeTextConfig",
-    kinds=_DECODER.kinds | {GatedDeltaNet},
     irrelevant={**UNREAD},
     **COMPOSITE,
 )

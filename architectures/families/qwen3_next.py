@@ -5,7 +5,6 @@ Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py. T
 are carried along.
 """
 
-from ...components import GatedDeltaNet
 from ..base import leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
@@ -26,7 +25,6 @@ from . import qwen2
 
 LINEAR = "linear_attention"
 
-
 _DECODER = DecoderFamily(
     {
         **with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=48, heads=16, kv_heads=2, head_dim=256),
@@ -44,12 +42,10 @@ _DECODER = DecoderFamily(
     mixtures=Mixtures(by_step()),
 )
 
-
 _QWEN3_NEXT = _DECODER.architecture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     mixed_leaves(GATED_MIXTURE, (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE, *JOINED_PROJECTIONS)),
     released="2025-09",
-    kinds=_DECODER.kinds | {GatedDeltaNet},
     carried={"mtp": ("mtp.",)},
 )

@@ -113,7 +113,7 @@ _DECODER = DecoderFamily(
         "feed_forward.down_bias": True,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
-    recurrent=Lens(_recurrences, _written, _draw),
+    recurrent=Lens(_recurrences, _written, _draw, frozenset({RGLRU})),
 )
 
 
@@ -168,7 +168,6 @@ _RECURRENT_GEMMA = _DECODER.architecture(
         *leaves_of({"model.final_norm": "final_norm", "lm_head": "head"}),
     ),
     released="2024-04",
-    kinds=_DECODER.kinds | {RGLRU},
     token_ids=GEMMA_IDS,
     apart=("padding",),
     draw=_draw_config,

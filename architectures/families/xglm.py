@@ -39,7 +39,6 @@ _DECODER = DecoderFamily(
     table=SinusoidalPositions,
 )
 
-
 _XGLM = _DECODER.architecture(
     "xglm",
     "XGLMForCausalLM",

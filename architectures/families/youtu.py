@@ -28,7 +28,6 @@ _DECODER = LatentDecoder(
     tables=True,
 )
 
-
 _YOUTU = _DECODER.architecture(
     "youtu",
     "YoutuForCausalLM",
