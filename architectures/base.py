@@ -71,6 +71,11 @@ def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Le
     return tuple(sorted(leaves, key=lambda leaf: held.get(leaf.checkpoint, leaf.checkpoint).replace("{expert}.", "")))
 
 
+def only_eager(why: str = "transformers has no sdpa path for this family") -> dict[str, Any]:
+    """Return the fields of an `Architecture` for which transformers' eager path alone computes as it should."""
+    return {"reference": lambda _: ("eager",), "reference_quirk": why}
+
+
 def qkv(suffix: str) -> tuple[str, str, str]:
     """Return the shared names of the "weight" or "bias" of a block's q, k and v."""
     base = "blocks.{layer}.attention."

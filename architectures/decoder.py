@@ -6,6 +6,7 @@ A field of the table names what it says by a *role*. Plain roles are sizes that 
 such fields it says as arguments of `DecoderFamily.read`, and adds to what `DecoderFamily.write` gives.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -119,7 +120,7 @@ class DecoderFamily:
         longest = {"context": TABLE} if more.get("bounded") else {}
         usual = {
             "model_types": (name,),
-            "hf_config": hf_class.replace("ForCausalLM", "Config"),
+            "hf_config": re.sub(r"(For[A-Z]\w*|LMHeadModel)$", "Config", hf_class),
             "kinds": self.kinds,
             "read": self.read,
             "write": self.write,

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec, Pooler, TokenTypes
-from .base import Leaf, leaves_of
+from .base import Architecture, Leaf, leaves_of
 from .config import ConfigReader
 from .decoder import DecoderFamily
 from .draws import Config, sometimes
@@ -126,6 +126,12 @@ class Encoder(DecoderFamily):
             token_types=None if types is None else TokenTypes(count=types, hidden_size=hidden),
             first_norm=norm if self.first_norm else None,
             **ends,
+        )
+
+    def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
+        """Return the family of these trees; `more` are fields of `Architecture` other than the usual ones."""
+        return super().architecture(
+            name, hf_class, leaves, **{"base_class": hf_class.replace("ForMaskedLM", "Model"), **more}
         )
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:

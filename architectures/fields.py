@@ -7,6 +7,7 @@ A table maps the name of a field in config.json to a `Field`. `USUAL` has those 
 import math
 from collections.abc import Callable, Mapping
 from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ..components import LEARNT, MOST_EXPERTS, Activation, ModelSpec
@@ -290,10 +291,18 @@ USUAL: Fields = {
 """The fields of LlamaConfig, which most config classes have."""
 
 
-def llama_fields(**defaults: Any) -> dict[str, Field]:
-    """Return the fields of LlamaConfig with other defaults, whose keywords are those of `with_defaults`."""
-    return with_defaults(USUAL, **defaults)
+def llama_fields(names: Mapping[str, str] = MappingProxyType({}), **defaults: Any) -> dict[str, Field]:
+    """Return the fields of LlamaConfig under other names and with other defaults.
 
+    Args:
+        names: maps names in LlamaConfig to those of this family.
+        defaults: keywords as in `with_defaults`.
+    """
+    return {names.get(name, name): field for name, field in with_defaults(USUAL, **defaults).items()}
+
+
+LAYER_NORM_EPS = {"rms_norm_eps": "layer_norm_eps"}
+"""The `names` of `llama_fields` in families with LayerNorm."""
 
 BIASED = dict.fromkeys(
     ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True

@@ -28,7 +28,7 @@ from .layout import Layout
 from .lenses import Lens, Places, by_layer_types
 from .obstacles import of_kind
 from .rope import PART, RotaryKind
-from .usual import ATTENTION, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, shared_expert
+from .usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, shared_expert
 
 LINEAR = "linear_attention"
 
@@ -448,6 +448,10 @@ PARTLY = RotaryKind(part=PART, whole=0.25)
 
 DELTA_REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}), *leaves_of({**NORMS, **ENDS}))
 """What stands behind the mixers."""
+
+
+DELTA_LEAVES = (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE)
+"""All leaves but those of the recurrence's projections and of the mixtures, in the order of Qwen3-Next's files."""
 
 
 GATED_MIXTURE = {

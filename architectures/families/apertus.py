@@ -12,10 +12,9 @@ from ..layout import NUMBER
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, B, T
 
-_FIELDS = llama_fields(vocab=131072, intermediate=14336, context=65536, eps=1e-5)
 _DECODER = DecoderFamily(
     {
-        **_FIELDS,
+        **llama_fields(vocab=131072, intermediate=14336, context=65536, eps=1e-5),
         "hidden_act": choice("activation", "xielu", {"xielu": "xielu", **ACTIVATIONS}),
         "attention_bias": ATTENTION_BIAS,
     },

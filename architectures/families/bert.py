@@ -34,8 +34,6 @@ BERT = _ENCODER.architecture(
         ),
     ),
     released="2018-10",
-    hf_config="BertConfig",
-    base_class="BertModel",
     head="cls.predictions.decoder.weight",
     optional=("pooler",),
     token_ids={"pad_token_id": 0},

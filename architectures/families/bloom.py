@@ -7,7 +7,7 @@ baddbmm rounds differently from any sdpa kernel.
 import math
 
 from ...components import ALiBi, FeedForward, LayerNorm
-from ..base import Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, only_eager, qkv
 from ..decoder import DecoderFamily
 from ..fields import BIASED, Field, flag
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT
@@ -79,6 +79,5 @@ _BLOOM = _DECODER.architecture(
         "unk_token_id": "tokenizer",
     },
     refused={"slow_but_exact": ((False, None), "it sums matrix products in slices, which gptkit does not support")},
-    reference=lambda spec: ("eager",),
-    reference_quirk="transformers has no sdpa path for bloom",
+    **only_eager(),
 )

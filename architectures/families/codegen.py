@@ -7,7 +7,7 @@ when they have turned, keys are rounded by the cache.
 
 from dataclasses import replace
 
-from ..base import Leaf, leaves_of
+from ..base import Leaf, leaves_of, only_eager
 from ..config import GPT2_ALIASES
 from ..fields import multiple
 from ..layout import Layout
@@ -42,6 +42,5 @@ _CODEGEN = _DECODER.architecture(
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     bounded=True,
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for codegen",
+    **only_eager(),
 )

@@ -55,7 +55,6 @@ _CTRL = _DECODER.architecture(
     "CTRLLMHeadModel",
     leaves_of(_MODULES),
     released="2019-09",
-    hf_config="CTRLConfig",
     config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     dropped=("transformer.pos_encoding",),

@@ -7,14 +7,13 @@ tokens (`layers.61`), is left out there, and carried along here.
 
 from ..base import BEHIND
 from ..decoder import Mixtures
-from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, USUAL, Field, with_defaults
-from ..latent import _HEADS, LATENT, LATENT_LEAVES, MADE, LatentDecoder
+from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, with_defaults
+from ..latent import LATENT_FIELDS, LATENT_LEAVES, MADE, LatentDecoder
 from ..lenses import after
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 
 FIELDS = {
-    **{name: field for name, field in USUAL.items() if name not in _HEADS},
-    **LATENT,
+    **LATENT_FIELDS,
     "moe_intermediate_size": Field("expert_size", 2048),
     "n_shared_experts": Field("shared_experts", 1),
     "n_routed_experts": Field("mixture.experts", 256),

@@ -48,8 +48,6 @@ DISTILBERT = _ENCODER.architecture(
         }
     ),
     released="2019-08",
-    hf_config="DistilBertConfig",
-    base_class="DistilBertModel",
     head="vocab_projector.weight",
     config_aliases={"dim": ("hidden_size",), "n_layers": ("num_hidden_layers",), "n_heads": ("num_attention_heads",)},
     token_ids={"pad_token_id": 0},

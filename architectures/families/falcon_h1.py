@@ -134,7 +134,6 @@ _FALCON_H1 = _DECODER.architecture(
         *mamba2_leaves(T + "mamba."),
         *leaves_of({**ATTENTION, **NORMS, **ENDS}),
     ),
-    hf_config="FalconH1Config",
     released="2025-05",
     kinds=_DECODER.kinds | {Mamba2},
     read=_read,

@@ -1,17 +1,17 @@
-"""Flint (Recursive 2026): qwen3-moe with attention sinks, a sigmoid router and a shared expert. Most layers have RoPE
-and a window.
+"""Flint (Recursive 2026): qwen3-moe with attention sinks, a sigmoid router, a shared expert, and windows in most layers.
 
-Source: transformers models/flint/{configuration,modeling}_flint.py. Routers and sinks stay in fp32 in a model of any
-dtype, and so do scores.
+Source: transformers models/flint/{configuration,modeling}_flint.py. Only layers with a window have RoPE. Routers, sinks
+and scores are in fp32 in a model of any dtype.
 """
 
-from ..base import Leaf, Stacked
+from ..base import Leaf, Stacked, only_eager
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, with_defaults
 from ..lenses import by_step, sliding, turned_in_windows
 from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
+_SINKS = T + "self_attn.softmax_offset"  # in files
 _FIELDS = {
     **with_defaults(
         qwen2.FIELDS, vocab=150144, hidden=2048, intermediate=6144, layers=49, kv_heads=4, head_dim=128, context=262144
@@ -21,11 +21,10 @@ _FIELDS = {
     "num_experts": Field("mixture.experts", 256),
     "num_experts_per_tok": Field("mixture.top_k", 6),
     "norm_topk_prob": Field("mixture.normalise", True),
+    "shared_expert_intermediate_size": Field("shared_size", 1024),
 }
-_SINKS = T + "self_attn.softmax_offset"  # in files
-
 _DECODER = DecoderFamily(
-    {**_FIELDS, "shared_expert_intermediate_size": Field("shared_size", 1024)},
+    _FIELDS,
     head_norms="same",
     fixed={
         "norm.cast": "after_weight",
@@ -47,6 +46,5 @@ FLINT = _DECODER.architecture(
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
     stacked=(*STACKED, Stacked(T + "self_attn.sinks", (_SINKS,))),
-    reference=lambda _: ("eager",),
-    reference_quirk="no fused kernel has sinks, and transformers has none for flint",
+    **only_eager("no fused kernel has sinks, and transformers has none for flint"),
 )

@@ -4,6 +4,7 @@ every second layer.
 Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has no sdpa path: none caps scores.
 """
 
+from ..base import only_eager
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..fields import AROUND, Field
@@ -27,6 +28,5 @@ GEMMA2 = _DECODER.architecture(
     token_ids=GEMMA_IDS,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
     refused=BIDIRECTIONAL,
-    reference=lambda _: ("eager",),
-    reference_quirk="no fused kernel caps scores, and transformers has none for gemma2",
+    **only_eager("no fused kernel caps scores, and transformers has none for gemma2"),
 )

@@ -104,7 +104,6 @@ GPT2 = _DECODER.architecture(
     ),
     released="2019-02",
     model_types=("gpt2", "gpt-sw3"),
-    hf_config="GPT2Config",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     config_aliases=GPT2_ALIASES,
     prefix="transformer.",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import FeedForward, LayerNorm, ModelSpec
-from ..base import leaves_of
+from ..base import leaves_of, only_eager
 from ..config import SUMMARIES, ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
@@ -109,6 +109,5 @@ _GPT_NEO = _DECODER.architecture(
     prefix="transformer.",
     dropped=tuple(_T + "attn.attention." + name for name in ("bias", "masked_bias")),
     irrelevant={**SUMMARIES, "tokenizer_class": "tokenizer"},
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for gpt_neo",
+    **only_eager(),
 )

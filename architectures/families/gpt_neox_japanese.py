@@ -6,7 +6,7 @@ Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_
 
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
-from ..base import Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, only_eager, qkv
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import among
@@ -89,6 +89,5 @@ _GPT_NEOX_JAPANESE = _DECODER.architecture(
     head="embed_out.weight",
     dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     irrelevant={"is_decoder": "it is always true", "use_parallel_residual": "not read by transformers"},
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for gpt_neox_japanese",
+    **only_eager(),
 )

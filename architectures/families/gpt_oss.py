@@ -7,7 +7,7 @@ and up in turns. The released files have experts in MXFP4, which `converter.quan
 
 from typing import Any
 
-from ..base import Leaf, leaves_of
+from ..base import Leaf, leaves_of, only_eager
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, llama_fields
 from ..layout import Layout
@@ -90,6 +90,5 @@ _GPT_OSS = _DECODER.architecture(
         "initial_context_length": "a copy of what rope_scaling says",
     },
     refused={"swiglu_alpha": ((1.702, None), "gptkit supports this activation only with the factor 1.702")},
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers' gpt-oss has no sdpa path",
+    **only_eager(),
 )

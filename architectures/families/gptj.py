@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
-from ..base import leaves_of
+from ..base import leaves_of, only_eager
 from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import Config, Random, Sizes
@@ -96,6 +96,5 @@ _GPTJ = DECODER.architecture(
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     bounded=True,
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for gptj",
+    **only_eager(),
 )

@@ -4,7 +4,7 @@ layer, or no positions.
 Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 """
 
-from ..base import Leaf, leaves_of
+from ..base import Leaf, leaves_of, only_eager
 from ..decoder import DecoderFamily
 from ..fields import with_defaults
 from ..lenses import sliding, turned_by_base
@@ -37,6 +37,5 @@ _GRANITE_SWA = _DECODER.architecture(
     (*leaves_of(EMBEDDING), *SUNK, *leaves_of({**ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})),
     released="2026",
     token_ids={"bos_token_id": 100257, "eos_token_id": 100257},
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers' granite_swa has no sdpa path",
+    **only_eager(),
 )

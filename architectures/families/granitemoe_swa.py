@@ -5,7 +5,7 @@ Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_s
 
 from dataclasses import replace
 
-from ..base import Leaf, leaves_of
+from ..base import Leaf, leaves_of, only_eager
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, none_or_more
 from ..lenses import sliding, turned_by_base
@@ -35,6 +35,5 @@ _GRANITEMOE_SWA = _DECODER.architecture(
     ),
     released="2026",
     token_ids=GRANITEMOE.token_ids,
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers' granitemoe_swa has no sdpa path",
+    **only_eager(),
 )

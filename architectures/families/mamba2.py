@@ -6,7 +6,7 @@ Source: transformers models/mamba2/{configuration,modeling}_mamba2.py.
 from typing import Any
 
 from ...components import Mamba2, ModelSpec, RMSNorm
-from ..base import Architecture, leaves_of
+from ..base import Architecture, leaves_of, only_eager
 from ..config import ConfigReader
 from ..draws import ODD, VOCAB, Config, Random, divisor, sometimes
 from ..fields import Field, draw_fields, read_fields, size, with_defaults, write_fields
@@ -92,6 +92,5 @@ _MAMBA2 = Architecture(
     aliases=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     irrelevant=_STARTS,
-    reference=lambda spec: ("eager",),
-    reference_quirk="transformers' class has no attention, and knows no other path",
+    **only_eager("transformers' class has no attention, and knows no other path"),
 )

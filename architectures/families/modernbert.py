@@ -166,8 +166,6 @@ MODERNBERT = _ENCODER.architecture(
         *leaves_of({"head.dense": "head.transform.dense", "head.norm": "head.transform.norm", "decoder": "head"}),
     ),
     released="2024-12",
-    hf_config="ModernBertConfig",
-    base_class="ModernBertModel",
     head="decoder.weight",
     kinds=_ENCODER.kinds | ROTARY,
     read=lambda config: without_first_norm(_ENCODER.read(config)),

@@ -89,7 +89,6 @@ MODERNBERT_DECODER = _DECODER.architecture(
         *leaves_of({"lm_head.dense": "head.transform.dense", "lm_head.norm": "head.transform.norm", "decoder": "head"}),
     ),
     released="2025-07",
-    hf_config="ModernBertDecoderConfig",
     head="decoder.weight",
     kinds=_DECODER.kinds | {HeadTransform},
     token_ids={"bos_token_id": 50281, "eos_token_id": 50282, "pad_token_id": 50283},

@@ -7,7 +7,7 @@ key; its slopes are the paper's, with 8 for a maximum whatever the config says.
 from typing import Any
 
 from ...components import ALiBi, FeedForward, LayerNorm
-from ..base import Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, only_eager, qkv
 from ..decoder import DecoderFamily
 from ..draws import among
 from ..fields import Field, read_nonzero
@@ -92,6 +92,5 @@ _MPT = _DECODER.architecture(
     },
     refused=_REFUSED,
     bounded=True,
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for mpt",
+    **only_eager(),
 )

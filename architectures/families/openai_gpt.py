@@ -7,7 +7,7 @@ is the tanh approximation.
 from collections.abc import Mapping
 
 from ...components import Activation, FeedForward, LayerNorm
-from ..base import leaves_of
+from ..base import leaves_of, only_eager
 from ..config import GPT2_ALIASES, OF_GPT2
 from ..decoder import DecoderFamily
 from ..fields import BIASED, SUM_NORMS, Field, choice
@@ -57,7 +57,6 @@ _OPENAI_GPT = _DECODER.architecture(
         *leaves_of({_T + "ln_2": _B + "feed_forward_sum_norm", "lm_head": "head"}),
     ),
     released="2018-06",
-    hf_config="OpenAIGPTConfig",
     config_aliases=GPT2_ALIASES,
     prefix="transformer.",
     dropped=(_T + "attn.bias",),
@@ -66,6 +65,5 @@ _OPENAI_GPT = _DECODER.architecture(
         "n_special": "vocab_size already includes these tokens",
         "predict_special_tokens": "not read by transformers",
     },
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for openai-gpt",
+    **only_eager(),
 )

@@ -7,23 +7,15 @@ Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
 from ..decoder import DecoderFamily
-from ..fields import BIASED, Field
+from ..fields import BIASED, LAYER_NORM_EPS, Field, llama_fields, without
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, GROUPED_BIAS, GROUPED_WEIGHT, NORMS, B, T
 
+_FIELDS = llama_fields(
+    LAYER_NORM_EPS, vocab=262144, intermediate=16384, layers=36, heads=64, activation="relu2", context=16384, eps=1e-5
+)
 _DECODER = DecoderFamily(
-    {
-        "vocab_size": Field("vocab", 262144),
-        "hidden_size": Field("hidden", 4096),
-        "intermediate_size": Field("intermediate", 16384),
-        "num_hidden_layers": Field("layers", 36),
-        "num_attention_heads": Field("heads", 64),
-        "hidden_act": Field("activation", "relu2"),
-        "max_position_embeddings": Field("context", 16384),
-        "layer_norm_eps": Field("eps", 1e-5),
-        "qk_layernorm": Field("head_norms", True),
-        "tie_word_embeddings": Field("tied", False),
-    },
+    {**without(_FIELDS, "num_key_value_heads", "head_dim"), "qk_layernorm": Field("head_norms", True)},
     norm=LayerNorm,
     inner=FeedForward,
     head_norms="same",

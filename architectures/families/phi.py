@@ -7,24 +7,16 @@ Source: transformers models/phi/{configuration,modeling}_phi.py.
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..decoder import DecoderFamily
-from ..fields import BIASED, PRE, Field
+from ..fields import BIASED, LAYER_NORM_EPS, PRE, Field, llama_fields
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, B, T
 
 _DECODER = DecoderFamily(
     {
-        "vocab_size": Field("vocab", 51200),
-        "hidden_size": Field("hidden", 2048),
-        "intermediate_size": Field("intermediate", 8192),
-        "num_hidden_layers": Field("layers", 24),
-        "num_attention_heads": Field("heads", 32),
-        "num_key_value_heads": Field("kv_heads"),
-        "head_dim": Field("head_dim"),
-        "hidden_act": Field("activation", "gelu_new"),
-        "max_position_embeddings": Field("context", 2048),
-        "layer_norm_eps": Field("eps", 1e-5),
+        **llama_fields(
+            LAYER_NORM_EPS, vocab=51200, hidden=2048, intermediate=8192, layers=24, activation="gelu_new", eps=1e-5
+        ),
         "qk_layernorm": Field("head_norms", False),
-        "tie_word_embeddings": Field("tied", False),
     },
     norm=LayerNorm,
     inner=FeedForward,

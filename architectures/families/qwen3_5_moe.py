@@ -3,20 +3,10 @@
 Source: transformers models/qwen3_5_moe/{configuration,modeling}_qwen3_5_moe.py.
 """
 
-from ..base import leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..recurrences import (
-    DELTA,
-    DELTA_REST,
-    GATED,
-    GATED_MIXTURE,
-    PARTLY,
-    QUERIES_AND_GATE,
-    SPLIT_PROJECTIONS,
-    delta_nets,
-)
-from ..usual import EMBEDDING, mixed_leaves
+from ..recurrences import DELTA_LEAVES, GATED, GATED_MIXTURE, PARTLY, SPLIT_PROJECTIONS, delta_nets
+from ..usual import mixed_leaves
 from . import qwen3_5
 from .qwen3_5 import COMPOSITE, UNREAD
 
@@ -40,7 +30,7 @@ _DECODER = DecoderFamily(
 _QWEN3_5_MOE = _DECODER.architecture(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    mixed_leaves(GATED_MIXTURE, (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE, *SPLIT_PROJECTIONS)),
+    mixed_leaves(GATED_MIXTURE, (*DELTA_LEAVES, *SPLIT_PROJECTIONS)),
     released="2026-02",
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hf_config="Qwen3_5MoeTextConfig",

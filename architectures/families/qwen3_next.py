@@ -5,25 +5,12 @@ Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py. T
 are carried along.
 """
 
-from ..base import leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
 from ..lenses import by_step
-from ..recurrences import (
-    DELTA,
-    DELTA_REST,
-    GATED,
-    GATED_BIAS,
-    GATED_MIXTURE,
-    JOINED_PROJECTIONS,
-    PARTLY,
-    QUERIES_AND_GATE,
-    delta_nets,
-)
-from ..usual import EMBEDDING, mixed_leaves
+from ..recurrences import DELTA_LEAVES, GATED, GATED_BIAS, GATED_MIXTURE, JOINED_PROJECTIONS, PARTLY, delta_nets
+from ..usual import mixed_leaves
 from . import qwen2
-
-LINEAR = "linear_attention"
 
 _DECODER = DecoderFamily(
     {
@@ -45,7 +32,7 @@ _DECODER = DecoderFamily(
 _QWEN3_NEXT = _DECODER.architecture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    mixed_leaves(GATED_MIXTURE, (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE, *JOINED_PROJECTIONS)),
+    mixed_leaves(GATED_MIXTURE, (*DELTA_LEAVES, *JOINED_PROJECTIONS)),
     released="2025-09",
     carried={"mtp": ("mtp.",)},
 )

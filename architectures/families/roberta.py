@@ -68,8 +68,6 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
         f"{hf_name}ForMaskedLM",
         (*head, *base) if head_first else (*base, *head),
         released=released,
-        hf_config=f"{hf_name}Config",
-        base_class=f"{hf_name}Model",
         head="lm_head.decoder.weight",
         optional=("pooler",),
         token_ids={"bos_token_id": 0, "eos_token_id": 2},

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...components import Block, ChannelMixing, Embedding, Head, LayerNorm, ModelSpec, SubLayer, TimeMixing
 from ...errors import CannotExpress
-from ..base import Architecture, Leaf, leaves_of
+from ..base import Architecture, Leaf, leaves_of, only_eager
 from ..config import ConfigReader
 from ..draws import CONTEXTS, ODD, Config, Random, sometimes
 from ..layout import Layout
@@ -151,8 +151,7 @@ _RWKV = Architecture(
     prefix="rwkv.",
     token_ids={"bos_token_id": 0, "eos_token_id": 0},
     config_aliases={"context_length": ("max_position_embeddings",)},
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers' class has no attention, and knows no other path",
+    **only_eager("transformers' class has no attention, and knows no other path"),
     apart=("padding", "steps"),
     rescaled=_rescaled,
     prepare=lambda model: model.rwkv.eval()._rescale_layers(),

@@ -8,26 +8,18 @@ its own, each a tensor.
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
 from ..decoder import DecoderFamily
-from ..fields import PRE, Field
+from ..fields import LAYER_NORM_EPS, PRE, Field, llama_fields
 from ..rope import PART, RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
 _DECODER = DecoderFamily(
     {
-        "vocab_size": Field("vocab", 50304),
-        "hidden_size": Field("hidden", 2560),
-        "intermediate_size": Field("intermediate", 6912),
-        "num_hidden_layers": Field("layers", 32),
-        "num_attention_heads": Field("heads", 32),
-        "num_key_value_heads": Field("kv_heads", 32),
-        "head_dim": Field("head_dim"),
-        "hidden_act": Field("activation", "silu"),
-        "max_position_embeddings": Field("context", 4096),
-        "layer_norm_eps": Field("eps", 1e-5),
+        **llama_fields(
+            LAYER_NORM_EPS, vocab=50304, hidden=2560, intermediate=6912, kv_heads=32, context=4096, eps=1e-5
+        ),
         "use_qkv_bias": Field("attention.qkv_bias", False),
         "qk_layernorm": Field("head_norms", False),
         "use_parallel_residual": Field("block.parallel", False),
-        "tie_word_embeddings": Field("tied", False),
     },
     norm=LayerNorm,
     norms=lambda values: PRE[:1] if values["block.parallel"] else PRE,

@@ -3,7 +3,7 @@
 Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
 """
 
-from ..base import leaves_of
+from ..base import leaves_of, only_eager
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..fields import PRE, Field
@@ -27,6 +27,5 @@ VAULTGEMMA = _DECODER.architecture(
     released="2025-09",
     token_ids=GEMMA_IDS,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
-    reference=lambda _: ("eager",),
-    reference_quirk="no fused kernel caps scores, and transformers has none for vaultgemma",
+    **only_eager("no fused kernel caps scores, and transformers has none for vaultgemma"),
 )

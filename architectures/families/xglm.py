@@ -6,7 +6,7 @@ they meet keys.
 """
 
 from ...components import FeedForward, LayerNorm, SinusoidalPositions
-from ..base import leaves_of
+from ..base import leaves_of, only_eager
 from ..decoder import DecoderFamily
 from ..fields import BIASED, Field, is_scaled, root_of
 from ..usual import fairseq
@@ -55,6 +55,5 @@ _XGLM = _DECODER.architecture(
     dropped=("model.embed_positions.weights",),
     irrelevant={"decoder_start_token_id": "generation", "pad_token_id": None},
     refused={"pad_token_id": ((1, 0, None), "gptkit supports only 0 and 1 as the padding token of this model_type")},
-    reference=lambda _: ("eager",),
-    reference_quirk="transformers has no sdpa path for xglm",
+    **only_eager(),
 )
