@@ -146,7 +146,7 @@ def users(what: str) -> Table:
     for family, names in found.items():
         some = ", ".join(f"`{name}`" for name in names[:5])
         rows.append([f"`{family}`", str(len(names)), some + (f" and {len(names) - 5} more" if len(names) > 5 else "")])
-    return ["family", "presets", "which"], rows or [["none", "0", "no preset has it"]], [1]
+    return ["family", "number of presets", "presets"], rows or [["none", "0", "no preset has this component"]], [1]
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def expert_row(spec: ModelSpec) -> list[str]:
     found, feed_forward = costs_of(spec), spec.blocks[0].feed_forward
     mixed = isinstance(feed_forward, MixtureOfExperts)
     number = (
-        f"{feed_forward.experts}, {feed_forward.top_k} a token"
+        f"{feed_forward.experts}, {feed_forward.top_k} per token"
         if isinstance(feed_forward, MixtureOfExperts)
         else "none"
     )
@@ -260,17 +260,29 @@ def bias_row(spec: ModelSpec) -> list[str]:
     return [f"{biases:,}", share(biases, count(spec).total)]
 
 
+_ATTENTION = (
+    "heads, q / kv",
+    "parameters of attention",
+    "cache, bytes per token",
+    "context, tokens",
+    "FLOPs, projections",
+    "FLOPs, scores",
+)
+_STATES = ("layers without attention", "states, MB", "states and cache, MB at 4,096 tokens", "MB at 32,768 tokens")
+_FEED_FORWARD = ("form", "width", "width / hidden size", "parameters", "share of all parameters", "FLOPs per token")
+_EXPERTS = ("experts", "all parameters", "active parameters", "FLOPs per token, experts", "FLOPs per token, router")
+
 TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
-    "norms": (norm_row, ("norm", "parameters in norms", "share")),
-    "positions": (position_row, ("positions", "context", "parameters")),
-    "attention": (attention_row, ("heads, q / kv", "parameters", "cache", "context", "projections", "scores")),
-    "cache": (cache_row, ("window", "at 4,096 tokens, MB", "at 8,192", "at 32,768")),
-    "states": (state_row, ("layers without attention", "states, MB", "with keys at 4,096 tokens", "at 32,768")),
-    "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs per token")),
-    "experts": (expert_row, ("experts", "parameters", "active", "FLOPs, experts", "FLOPs, router")),
-    "ends": (ends_row, ("head", "table", "parameters in all", "tables' share", "FLOPs, head")),
-    "block": (block_row, ("block", "norms a layer", "layers")),
-    "biases": (bias_row, ("parameters in biases", "share")),
+    "norms": (norm_row, ("norm", "parameters in norms", "share of all parameters")),
+    "positions": (position_row, ("position encoding", "context, tokens", "parameters of positions")),
+    "attention": (attention_row, _ATTENTION),
+    "cache": (cache_row, ("window, tokens", "MB at 4,096 tokens", "MB at 8,192 tokens", "MB at 32,768 tokens")),
+    "states": (state_row, _STATES),
+    "feed-forward": (feed_forward_row, _FEED_FORWARD),
+    "experts": (expert_row, _EXPERTS),
+    "ends": (ends_row, ("head", "embedding table", "all parameters", "share of the tables", "FLOPs per token, head")),
+    "block": (block_row, ("block", "norms per layer", "layers")),
+    "biases": (bias_row, ("parameters in biases", "share of all parameters")),
 }
 """What a table of costs is about: a row's cells, and their heads. Figures end on one line, words do not."""
 

@@ -102,7 +102,7 @@ def _families(wanted: Callable[[Architecture], bool]) -> str:
         kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
         classes = " or ".join(f"`{each}`" for each in (family.hf_class, family.base_class) if each)
         rows.append([f"`{name}`", kinds, classes, str(len(known)), about])
-    return table(["family", "`model_type`", "written as", "presets", "what it is"], rows, right=[3])
+    return table(["family", "`model_type`", "transformers' class", "presets", "description"], rows, right=[3])
 
 
 def home(family: Architecture) -> ModuleType:
@@ -131,14 +131,17 @@ def others() -> str:
     for each in families_json(everything=True)["others"]:
         reasons.setdefault(each["why"], []).append(f"`{each['model_type']}`")
     rows = sorted(([why, str(len(kinds)), ", ".join(kinds)] for why, kinds in reasons.items()), key=lambda row: row[0])
-    return table(["because of", "types", "`model_type`"], rows, right=[1])
+    return table(["reason: the model has", "number", "`model_type`"], rows, right=[1])
 
 
 def how_many() -> str:
-    """How many of the installed transformers' causal language models are read."""
+    """Return a sentence with the number of supported causal language models of the installed transformers."""
     exact, counted, types = (families_json()["counts"][name] for name in ("exact", "counted", "types"))
     whose = f"causal language models of transformers {version('transformers')}"
-    return f"{exact} of the {types} {whose} (and counts the parameters of {counted})"
+    return (
+        f"gptkit supports {exact} of the {types} {whose}, and counts the parameters of {counted}. It does not support "
+        "these yet:"
+    )
 
 
 def paths() -> str:
@@ -288,7 +291,7 @@ def swaps_table(*options: str) -> str:
         if swap.source not in (known := sources.setdefault(f"`{spelled(swap.option)}`", [])):
             known.append(swap.source)
     told = "\n".join(f"- {option}: {linked('; '.join(known))}" for option, known in sources.items())
-    return f"{table(['option', 'from → to', 'at best', 'needs'], rows)}\n\nSources:\n\n{told}"
+    return f"{table(['option', 'from → to', 'guarantee at best', 'condition'], rows)}\n\nSources:\n\n{told}"
 
 
 def swap_options() -> str:
@@ -312,12 +315,19 @@ def recipes() -> str:
 
 
 def errors() -> str:
-    """The tree of exceptions, from the text of their module."""
+    """Return the tree of exceptions."""
     from gptkit import errors as module
 
-    lines = (module.__doc__ or "").split("\n")
-    drawn = [line[4:] for line in lines if line.startswith("    ")]
-    return "```text\n" + "\n".join(drawn) + "\n```"
+    def lines(error: type[Exception], depth: int) -> list[str]:
+        inner = (
+            line
+            for kind in error.__subclasses__()
+            if kind.__module__ == module.__name__
+            for line in lines(kind, depth + 1)
+        )
+        return ["  " * depth + error.__name__, *inner]
+
+    return "```text\n" + "\n".join(lines(module.GptkitError, 0)) + "\n```"
 
 
 # --- in a page --------------------------------------------------------------------------------------------------------
