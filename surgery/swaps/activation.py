@@ -35,13 +35,13 @@ _LIMIT = 2.0**50
 """The slope at which the other activations are ReLU: the error, 0.28/s, is below the fp64 rounding of a number of
 size 1. It is a power of two, so weights keep their digits. Its fourth power, in a gradient of tanh, is finite."""
 _NEEDS: dict[Activation, str] = {
-    "gelu": "exact from relu; near from the tanh forms, silu and quick_gelu",
-    "gelu_new": "exact from gelu_tanh and relu; near from the others",
-    "gelu_tanh": "exact from gelu_new and relu; near from the others",
-    "gelu_bloom": "exact from relu; to 1e-9 from gelu_new and gelu_tanh; near from the others",
-    "quick_gelu": "exact from silu and relu; near from the others",
-    "relu": "training: nothing else is near it",
-    "silu": "exact from quick_gelu and relu; near from the others",
+    "gelu": "exact from relu; close from the tanh forms of GELU, silu and quick_gelu",
+    "gelu_new": "exact from gelu_tanh and relu; close from other activations",
+    "gelu_tanh": "exact from gelu_new and relu; close from other activations",
+    "gelu_bloom": "exact from relu; within 1e-9 from gelu_new and gelu_tanh; close from other activations",
+    "quick_gelu": "exact from silu and relu; close from other activations",
+    "relu": "training, because no other activation is close to ReLU",
+    "silu": "exact from quick_gelu and relu; close from other activations",
 }
 TARGETS = tuple(_NEEDS)  # the possible new activations
 _FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
@@ -253,8 +253,9 @@ def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: s
         apart=True,
         each_stack=True,
         form=form,
-        takes="feed-forward's activation",
-        gives=new + {"2": ", two units for one", "fit": ", slope fitted"}.get(form.partition(":")[2], ""),
+        takes="activation of the feed-forward",
+        gives=new
+        + {"2": ", with two units for each old one", "fit": ", with a fitted slope"}.get(form.partition(":")[2], ""),
         guarantee=("retrained" if new == "relu" else "exact") if plain else "approximate",
         needs=needs,
         source="Hendrycks & Gimpel 1606.08415 (1.702); derived for gptkit; ReLU: 2310.04564",
@@ -282,6 +283,6 @@ OPTIONS = (
 )
 SWAPS = (
     *(_entry(name, name, _to_other, needs) for name, needs in _NEEDS.items()),
-    *(_entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in _DOUBLED),
+    *(_entry(name, f"{name}:2", _to_two_units, "a feed-forward that may become twice as wide") for name in _DOUBLED),
     *(_entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in _FITTED),
 )

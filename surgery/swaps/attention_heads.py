@@ -257,8 +257,9 @@ _entry = partial(Swap, option="heads", takes="n query heads", by_layer=True, cal
 SWAPS = (
     _entry(
         form="N:active",
-        gives="the N most active of them, as they are",
-        needs="a number that groups and ALiBi's slopes allow; exact where nothing comes out of the others",
+        gives="the N most active query heads, unchanged",
+        needs="a number of heads that fits the key-value groups and ALiBi's slopes, and a text; exact if the removed"
+        " heads write nothing",
         source="Minitron 2407.14679",
         reshape=lambda spec, asked: _resize_heads(spec, asked.before_colon(), active=True),
         examples=lambda spec: tuple(f"{value}:active" for value in _examples(spec)[1:]),
@@ -266,8 +267,8 @@ SWAPS = (
     _entry(
         form="N",
         gives="N query heads",
-        needs="for more, a number that groups and ALiBi's slopes allow; for fewer, heads that nothing comes out of, or"
-        " a text to fit by",
+        needs="for more heads, a number that fits the key-value groups and ALiBi's slopes; for fewer heads, some that"
+        " write nothing, or a text to fit the others on",
         source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
         reshape=_resize_heads,
         cheaper=active,

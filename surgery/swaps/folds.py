@@ -154,7 +154,7 @@ def _clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
 
 
 _entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
-_UNSCALED = "an ALiBi bias, where there is one, outside the scale"
+_UNSCALED = "nothing; in a model with ALiBi, a bias that is added after the scaling"
 
 
 # --- biases that go ---------------------------------------------------------------------------------------------------
@@ -273,8 +273,8 @@ SWAPS = (
         option="drop",
         form="BIASES",
         takes="biases",
-        gives="none",
-        needs="biases that are zero, or of keys that no positions are turned into",
+        gives="no biases",
+        needs="biases that are zero, or key biases without RoPE; the removal of other biases is approximate",
         source="TransformerLens; adding a constant to all scores of a softmax",
         reshape=_drop,
         examples=lambda spec: [name for name in NAMES if name != "biases" and _biases_of(spec, name)],
@@ -290,34 +290,34 @@ SWAPS = (
     ),
     _entry(
         form="norm",
-        takes="γ and β of norms",
-        gives="weights and biases of their readers",
-        needs="pre-norm blocks",
+        takes="gains γ and biases β of norms",
+        gives="weights and biases of the layers that read the norms",
+        needs="norms before attention and feed-forward (pre-norm)",
         reshape=_fold_norm,
         clears=(Clears("*norm.bias"),),
     ),
     _entry(
         form="value-bias",
-        takes="the bias of values",
+        takes="the value bias of attention",
         each_stack=True,
-        gives="one of outputs",
-        needs="a bias that is not zero",
+        gives="a bias of attention's output projection",
+        needs="a value bias that is not zero",
         reshape=_fold_value_bias,
     ),
     _entry(
         form="scale",
-        takes="the scale of scores",
+        takes="the scale of attention scores",
         each_stack=True,
-        gives="queries, and a scale of 1",
+        gives="rescaled queries, and a scale of 1",
         needs=_UNSCALED,
         reshape=_fold_scale,
         clears=(Clears("*.scale"),),
     ),
     _entry(
         form="scale:WHERE",
-        takes="the scale of scores",
+        takes="the scale of attention scores",
         each_stack=True,
-        gives="queries, and a scale of 1/√head_dim",
+        gives="rescaled queries, and a scale of 1/√head_dim",
         needs=_UNSCALED,
         reshape=_fold_scale,
         examples=lambda spec: ("scale:head",),

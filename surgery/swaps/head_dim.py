@@ -267,10 +267,10 @@ SWAPS = (
     Swap(
         option="head_dim",
         form="N",
-        takes="heads of d",
-        gives="heads of N",
-        needs="for wider ones, an even N for rotary positions over whole heads; for narrower ones, elements that"
-        " reach no output",
+        takes="heads of dimension d",
+        gives="heads of dimension N",
+        needs="for wider heads, an even N if RoPE rotates the whole head; for narrower heads, dimensions that do not"
+        " affect the output",
         source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for gptkit",
         reshape=_resize_heads,
         examples=_examples,

@@ -296,10 +296,10 @@ SWAPS = (
     Swap(
         option="hidden",
         form="N",
-        takes="a residual stream of d",
-        gives="a residual stream of N",
-        needs="for wider ones, k·d or norms of one kind; for narrower ones, coordinates that say nothing new,"
-        " else RMSNorms and a text",
+        takes="hidden size d",
+        gives="hidden size N",
+        needs="for a larger size, a multiple of d, or norms that are all of one kind; for a smaller size, dimensions"
+        " that repeat others or are zero, or RMSNorms and a text",
         source="zeros and copies after Net2Net 1511.05641; narrower: SliceGPT 2401.15024",
         reshape=_resize_hidden,
         examples=lambda spec: (str(spec.hidden_size + 8), str(2 * spec.hidden_size)),

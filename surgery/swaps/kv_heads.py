@@ -274,7 +274,8 @@ _entry = partial(
     Swap,
     option="attention",
     takes="key-value heads",
-    needs="more heads than now, or heads that are equal; else a calibration text, and it is approximate",
+    needs="more key-value heads than before, or equal heads; otherwise a calibration text, and the result is"
+    " approximate",
     source="Ainslie et al. 2305.13245; Shazeer 1911.02150; the fit is derived for gptkit",
     reshape=_change,
     by_layer=True,
@@ -284,7 +285,7 @@ _entry = partial(
 latent = partial(
     Swap,
     option="attention",
-    takes="keys and values by head",
+    takes="separate keys and values of every head",
     source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
     by_layer=True,
 )
@@ -316,26 +317,26 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    _entry(form="mha", gives="one a query head (MHA)", clears=(Clears("*.kv_heads"), _LATENT)),
-    _entry(form="mqa", gives="one for all (MQA)"),
+    _entry(form="mha", gives="one key-value head per query head (MHA)", clears=(Clears("*.kv_heads"), _LATENT)),
+    _entry(form="mqa", gives="one key-value head for all query heads (MQA)"),
     _entry(
         form="gqa:N",
-        gives="N, each for a group of query heads (GQA)",
+        gives="N key-value heads (GQA)",
         examples=_fewer,
         clears=(Clears("*.kv_heads", "attention=gqa:{theirs}"),),
     ),
     latent(
         form="mla:full",
-        gives="a latent that holds all of them",
-        needs="no norm of queries and keys",
+        gives="a latent that contains all keys and values",
+        needs="attention without norms on queries and keys",
         reshape=_to_whole,
         examples=lambda spec: ("mla:full",),
     ),
     latent(
         form="mla:R",
-        gives="a latent of R numbers, one rotary key",
+        gives="a latent of R numbers and one rotary key",
         guarantee="approximate",
-        needs="no norm of queries and keys and a calibration text",
+        needs="attention without norms on queries and keys, and a calibration text",
         reshape=_to_rank,
         examples=_half,
         calibrated=True,

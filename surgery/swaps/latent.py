@@ -131,9 +131,9 @@ ORDER = 91
 SWAPS = (
     latent(
         form="mla:deepseek",
-        takes="a latent",
-        gives="the form of DeepSeek-V3's: one wide rotary key, a norm of the latent",
-        needs="rotary positions, and no bias of queries",
+        takes="latent attention",
+        gives="latent attention as in DeepSeek-V3, with one wide rotary key and a norm on the latent",
+        needs="RoPE, and queries without a bias",
         reshape=_to_deepseek,
         examples=lambda spec: ("mla:deepseek",) if any(map(_is_latent, spec.blocks)) else (),
         clears=(Clears("*.rope_heads", ours=int), Clears("*.kv_norm", ours=type(None))),

@@ -191,7 +191,7 @@ def _examples(spec: ModelSpec) -> list[str]:
     return [f"0-{last - 2},{last}"] if last > 2 else []
 
 
-_entry = partial(Swap, option="layers", takes="N layers")
+_entry = partial(Swap, option="layers", takes="the layers")
 
 ORDER = 40
 OPTIONS = (
@@ -209,15 +209,15 @@ OPTIONS = (
 SWAPS = (
     _entry(
         form="+N",
-        gives="more layers, copies that add nothing yet",
-        needs="blocks that add to the residual stream itself (pre-norm)",
+        gives="N more layers, copies that add nothing before they are trained",
+        needs="pre-norm blocks, which add to the residual stream itself",
         source="LLaMA Pro 2401.02415",
         reshape=_add,
         examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
     ),
     _entry(
         form="auto:N",
-        gives="the N that a greedy search by KL finds",
+        gives="the N layers that a greedy search by KL divergence chooses",
         guarantee="approximate",
         needs="a calibration text",
         source="greedy search by KL; block influence: ShortGPT 2403.03853",
@@ -229,22 +229,22 @@ SWAPS = (
     ),
     _entry(
         form="drop:LAYERS",
-        gives="all but those of a list",
-        needs="nothing; exact where the layers dropped write nothing",
+        gives="all layers except those in a list",
+        needs="nothing; exact if the dropped layers write nothing",
         source="mergekit's passthrough; ShortGPT 2403.03853",
         reshape=_listed,
     ),
     _entry(
         form="keep:LAYERS",
-        gives="those of a list, in its order",
-        needs="nothing; exact where the layers dropped write nothing",
+        gives="the layers in a list, in its order",
+        needs="nothing; exact if the dropped layers write nothing",
         source="mergekit's passthrough; ShortGPT 2403.03853",
         reshape=_listed,
     ),
     _entry(
         form="LAYERS",
-        gives="those of a list like 0-5,8-, in its order",
-        needs="a range or a comma in the list; exact where the layers dropped write nothing",
+        gives="the layers in a list like 0-5,8-, in its order",
+        needs="a range or a comma in the list; exact if the dropped layers write nothing",
         source="mergekit's passthrough; ShortGPT 2403.03853",
         reshape=_listed,
         examples=_examples,

@@ -75,10 +75,10 @@ SWAPS = (
     Swap(
         option="attention",
         form="linear",
-        takes="keys and values by head",
-        gives="linear attention: a state of one size in place of the cache",
+        takes="softmax attention",
+        gives="linear attention, with a state of fixed size instead of the KV cache",
         guarantee="retrained",
-        needs="no window and no bias of scores, and a calibration text",
+        needs="attention without a window, position biases or sinks, and a calibration text",
         source="Arora et al. 2402.18668, Zhang et al. 2410.10254; the fit is derived for gptkit",
         reshape=_to_linear,
         examples=_possible,

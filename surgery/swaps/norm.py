@@ -349,7 +349,7 @@ SWAPS = (
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
-        needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
+        needs="norms before attention and feed-forward (pre-norm), and only LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=_to_rmsnorm,
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
@@ -358,7 +358,8 @@ SWAPS = (
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",
-        needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
+        needs="pre-norm blocks, only RMSNorms on the residual stream, and one more hidden dimension unless the mean is"
+        " zero already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=_to_layernorm,
         clears=(Clears("*norm", theirs=LayerNorm),),

@@ -240,20 +240,20 @@ def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-_entry = partial(Swap, "position", takes="positions", calibrated=True)
-_TRAINED = "to be trained, but where nothing told positions apart before either"
-_TEXT = "; a text makes a better start"
+_entry = partial(Swap, "position", takes="position encoding", calibrated=True)
+_TRAINED = "training, unless the old encoding did not distinguish positions either"
+_TEXT = "; with a text, the start is better"
 _DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
 _ROPE: dict[str, Any] = {
     "gives": "RoPE",
     "guarantee": "retrained",
-    "needs": "heads with an even number of elements; a text makes a better start",
+    "needs": f"heads with an even dimension{_TEXT}",
     "source": "Su et al. 2104.09864",
     "reshape": _to_rope,
     "by_layer": True,
 }
 _LEARNED: dict[str, Any] = {
-    "gives": "a table of positions, all zero",
+    "gives": "a position table of zeros",
     "needs": _TRAINED + _TEXT,
     "source": "derived for gptkit",
     "reshape": _to_learned,
@@ -353,7 +353,7 @@ OPTIONS = (
 SWAPS = (
     _entry(
         "rope:neutral",
-        gives="RoPE that turns nothing",
+        gives="RoPE whose angles are practically zero",
         needs=_TRAINED,
         source="derived for gptkit: transformers' rope_type linear with factor 1e30",
         reshape=_to_rope,
@@ -366,7 +366,7 @@ SWAPS = (
         "alibi",
         gives="ALiBi",
         guarantee="retrained",
-        needs="nothing; a text makes a better start",
+        needs=f"nothing{_TEXT}",
         source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
         reshape=_to_alibi,
         clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
@@ -374,8 +374,8 @@ SWAPS = (
     ),
     _entry(
         "none",
-        gives="no positions",
-        needs=f"{_TRAINED}: a table whose rows are alike, neutral RoPE{_TEXT}",
+        gives="no position encoding",
+        needs=f"{_TRAINED} (a table of equal rows, neutral RoPE){_TEXT}",
         source=_DROPE,
         reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
@@ -386,9 +386,9 @@ SWAPS = (
     Swap(
         option="context",
         form="N",
-        takes="context",
-        gives="a longer or shorter context",
-        needs="nothing; with a table of positions, exact up to the shorter length",
+        takes="context length",
+        gives="a context of N tokens",
+        needs="nothing; for a position table, exact only up to the shorter length",
         source="derived for gptkit, after Beltagy et al. 2004.05150",
         reshape=_to_context,
         examples=_lengths,

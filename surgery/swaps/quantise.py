@@ -124,7 +124,7 @@ def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> No
 _entry = partial(
     Swap,
     option="quantize",
-    takes="linear weights",
+    takes="weights of linear layers",
     guarantee="approximate",
     reshape=_quantise,
     calibrated=True,
@@ -148,15 +148,15 @@ OPTIONS = (
 SWAPS = (
     _entry(
         form="intBITS:GROUP",
-        gives="rounded, a scale and zero a group",
-        needs="inputs that the group size divides; with a text, weights are rounded on it",
+        gives="rounded weights, with a scale and a zero point per group",
+        needs="a number of inputs that is divisible by the group size; with a text, GPTQ rounds the weights",
         source="torchao Int4WeightOnly; GPTQ 2210.17323",
         examples=lambda spec: (f"int4:{4 if spec.hidden_size % 16 else 16}",),
     ),
     _entry(
         form="intBITS",
-        gives="rounded, a scale a row",
-        needs="nothing; with a text, weights are rounded on it",
+        gives="rounded weights, with a scale per row",
+        needs="nothing; with a text, GPTQ rounds the weights",
         source="torchao Int8WeightOnly; GPTQ 2210.17323",
         examples=lambda spec: ("int8", "int4"),
     ),

@@ -52,10 +52,10 @@ from .rotation import (
 
 _KINDS = {
     "yarn": ("YaRN", "Peng et al. 2309.00071; transformers modeling_rope_utils.py"),
-    "llama3": ("Llama 3's", "Llama 3.1; transformers modeling_rope_utils.py"),
-    "ntk": ("larger base (NTK)", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
-    "linear": ("positions divided", "Chen et al. 2306.15595; kaiokendev 2023"),
-    "dynamic": ("base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
+    "llama3": ("as in Llama 3", "Llama 3.1; transformers modeling_rope_utils.py"),
+    "ntk": ("NTK: a larger base", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
+    "linear": ("linear: divided positions", "Chen et al. 2306.15595; kaiokendev 2023"),
+    "dynamic": ("dynamic NTK: the base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
 }
 """The scaling methods: their titles and sources."""
 
@@ -384,7 +384,7 @@ _entry = partial(Swap, by_layer=True)
 
 def _way(kind: str, title: str, source: str) -> Swap:
     """Return the swap for a scaling method."""
-    needs, guarantee = "rotary positions that are not scaled, a known context length", "approximate"
+    needs, guarantee = "RoPE without a scaling, and a known context length", "approximate"
     if kind == "dynamic":
         needs, guarantee = f"{needs}; exact up to the original context", "exact"
 
@@ -435,8 +435,8 @@ SWAPS = (
         option="rope_scaling",
         form="none",
         takes="scaled RoPE",
-        gives="RoPE",
-        needs="rotary positions that are scaled; exact for dynamic scaling, up to the original context",
+        gives="RoPE without a scaling",
+        needs="scaled RoPE; exact only for dynamic scaling, up to the original context",
         source="the definitions of the scalings",
         reshape=_no_scaling,
         clears=(Clears("*.scaling", theirs=None),),
@@ -445,9 +445,9 @@ SWAPS = (
         option="rotary_dim",
         form="N",
         takes="RoPE",
-        gives="RoPE on part of each head",
-        needs="an even number less than what turns now; exact where the pairs that go do not turn or are zero;"
-        " with a text, the projections behind attention are fitted on it",
+        gives="RoPE on N dimensions of every head",
+        needs="an even N below the number of dimensions that rotate now; exact if the removed pairs are zero or do not"
+        " rotate; with a text, gptkit fits attention's output projections",
         source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
         reshape=_rotary_dim,
         examples=_examples,
@@ -460,12 +460,12 @@ SWAPS = (
             option="rope_pairs",
             form=wanted,
             takes="RoPE",
-            gives=f"RoPE, pairs {described}",
-            needs="rotary positions whose pairs lie otherwise",
+            gives=f"RoPE on pairs {described}",
+            needs="RoPE with the other kind of pairs",
             source="transformers, convert_llama_weights_to_hf.py: permute",
             reshape=_rope_pairs,
             clears=(Clears("*.pairs", theirs=wanted),),
         )
-        for wanted, described in (("adjacent", "of neighbours"), ("halves", "half a head apart"))
+        for wanted, described in (("adjacent", "of adjacent dimensions"), ("halves", "that are half a head apart"))
     ),
 )

@@ -218,7 +218,7 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
     return vocabulary
 
 
-_PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
+_PRUNED = "a tokenizer; special tokens, single characters and the parts of merged tokens stay in the vocabulary"
 _entry = partial(Swap, option="vocab", takes="vocabulary")
 _pruned = partial(_entry, needs=_PRUNED, source="Load What You Need 2010.05609")
 
@@ -299,7 +299,7 @@ SWAPS = (
         apart=True,
         takes="untied head",
         gives="tied head",
-        needs="the head's matrix equal to the embedding's; else their mean, approximate",
+        needs="equal matrices of head and embedding; otherwise both get the mean, and the result is approximate",
         reshape=_tie,
         clears=(Clears("head.tied", theirs=True),),
     ),
@@ -315,17 +315,17 @@ SWAPS = (
     _entry(
         form="multiple:N",
         gives="a multiple of N",
-        needs="a size that is no multiple yet; exact on the tokens there were",
+        needs="a vocabulary size that is not a multiple of N yet; exact for the old tokens",
         source="Megatron-LM's padding, with zeros",
         reshape=partial(_to_size, True),
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
     ),
     _pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
-    _pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=_prune_to_text),
+    _pruned(form="prune-text:FILE", gives="the tokens that occur in a text", reshape=_prune_to_text),
     _entry(
         form="N",
         gives="N tokens",
-        needs="for fewer, nothing behind the first N that the tokenizer needs; exact on the tokens of both",
+        needs="for fewer tokens, a tokenizer that uses only the first N; exact for tokens that both vocabularies have",
         source="derived for gptkit: rows of zeros, or rows left out",
         reshape=partial(_to_size, False),
         examples=lambda spec: (str(spec.vocab_size + 3),),

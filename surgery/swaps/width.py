@@ -162,8 +162,8 @@ _entry = partial(
 SWAPS = (
     _entry(
         form="N:active",
-        gives="the N most active of them, as they are",
-        needs="a text to choose by; exact where nothing comes out of the others",
+        gives="the N most active units, unchanged",
+        needs="a text to choose the units by; exact if the removed units write nothing",
         source="Minitron 2407.14679",
         reshape=lambda spec, asked: _resize_feed_forward(spec, asked.before_colon(), active=True),
         examples=lambda spec: tuple(f"{value}:active" for value in _examples(spec)[1:]),
@@ -171,7 +171,7 @@ SWAPS = (
     _entry(
         form="N",
         gives="a feed-forward of N units",
-        needs="a larger width, or units that nothing comes out of; otherwise a text to choose and fit by",
+        needs="a larger width, or units that write nothing; otherwise a text to choose and fit the units on",
         source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
         reshape=_resize_feed_forward,
         cheaper=active,
