@@ -140,20 +140,21 @@ def compare(
     offline: bool = False,
     allow_pickle: bool = False,
 ) -> Comparison:
-    """What differs between models, and what each costs.
+    """Compare the components and the costs of models.
 
     Args:
-        models: whatever `params` takes: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
-        context: tokens in sight, for FLOPs and the cache; by default what all of the models have.
-        dtype: of weights and cache, by any name that `params --dtype` takes; a cache is bfloat16 where weights are
-            narrower.
+        models: as in `params`: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
+        context: the number of tokens that FLOPs and the cache are computed for; by default the longest context that all
+            of the models have.
+        dtype: the dtype of weights and cache, by any name that `params --dtype` accepts. If the weights are narrower
+            than bfloat16, the cache is in bfloat16.
         offline: use local files and the hub's cache only.
-        allow_pickle: read a pickle that nothing describes but itself (nanoGPT's ckpt.pt).
+        allow_pickle: read a pickle without a config file (nanoGPT's ckpt.pt).
 
     Raises:
-        UsageError: no model, an unknown dtype, a context that no model has.
-        InvalidInput: nothing of that name, or a broken config; the message names it.
-        Offline: a repository whose config is not in the cache, and no network.
+        UsageError: there is no model, the dtype is unknown, or no model has this context.
+        InvalidInput: no model has this name, or its config is broken; the message names it.
+        Offline: there is no network, and a repository's config is not in the cache.
     """
     if not models:
         raise UsageError("compare needs at least one model", "For example: gptkit compare gpt2 llama-2-7b")

@@ -366,8 +366,15 @@ def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One stored tensor: its shared name, shape, the component it is counted under, its layer if in a block, its role,
-    and the value with which training starts, or values (None: it is drawn).
+    """A tensor of a model.
+
+    Attributes:
+        name: the shared name.
+        shape: the shape.
+        component: the component under which its elements are counted.
+        layer: the number of the layer; None outside the layers.
+        role: what the tensor does, such as a table or a bias.
+        initial: the value with which training starts, or the values; None if they are drawn at random.
     """
 
     name: str

@@ -300,12 +300,14 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             yield from (node for _, node in walk(top, root))
 
     def nodes(self) -> Iterator[tuple[str, Component]]:
-        """Every component that may hold parameters, depth first in the order of computation: (path, node)."""
+        """Yield the path and the component of every component that may have parameters, depth first, in the order of
+        computation.
+        """
         for _, root, top in self._roots():
             yield from ((path, node) for path, node in walk(top, root) if node.label is not None)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every stored tensor once, in the order of `nodes`."""
+        """Yield every stored tensor once, in the order of `nodes`."""
         for layer, root, top in self._roots():
             for path, node in walk(top, root):
                 for name, weight in node.weights().items():
@@ -398,7 +400,10 @@ def _told(node: Component) -> str:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Where two trees differ: (path, in a, in b), a subtree of another type reported as a whole."""
+    """Return the differences between two trees, as (path, value in a, value in b).
+
+    If a component has another type in the other tree, the whole component is one difference.
+    """
     if type(a) is not type(b):
         return [(path or "model", a, b)]
     if isinstance(a, Component):
@@ -417,7 +422,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 
 @lru_cache(maxsize=64)
 def without_rounding(node: Component | None) -> Any:
-    """A tree that stands for all that compute one function in exact arithmetic: what decides the last bits, and how
-    an activation is evaluated, is set alike. Every family that a tree might leave for asks for it again.
+    """Return the tree with default values for all fields that change only the rounding.
+
+    Trees that compute the same function in exact arithmetic become equal. The activation's formula, of which there are
+    several for one function, counts as rounding.
     """
     return None if node is None else node.mapped(lambda each, _: each.alike())

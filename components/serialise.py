@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 
 
 def to_json(spec: ModelSpec) -> Any:
-    """The tree as plain JSON values, with the schema's version."""
+    """Return the tree as plain JSON values, with the schema's version."""
     plain = _plain(spec)
     _with_parts(plain, spec)
     return {"schema_version": SCHEMA_VERSION, **plain}
@@ -50,11 +50,11 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(data: Any) -> ModelSpec:
-    """The tree from plain JSON values of any schema version up to our own.
+    """Return the tree for plain JSON values of this or an earlier schema version.
 
     Raises:
-        ConfigError: a newer schema version; a kind of component or a field that is missing, unknown, or of the wrong
-            type or range.
+        ConfigError: the schema version is newer; a component or a field is missing, unknown, or of the wrong type or
+            range.
     """
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):

@@ -47,10 +47,23 @@ def open_checkpoint(
     dequantise: bool = True,
     narrow: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. `headers_only` fetches no
-    weights. `integers` allows weights stored as integers. `partial` allows missing tensors, and includes extra ones
-    unless `allow_extra`. Quantised weights become fp32, with `narrow` bf16, and are refused without `dequantise`.
-    `stored` leaves them quantised. Raises InvalidInput with everything that does not fit, and Offline.
+    """Open a checkpoint and check its config and the headers of its weight files, without reading weights.
+
+    Args:
+        reference: a folder, a file, a sample, or a repository on the hub.
+        offline: use local files and the hub's cache only.
+        allow_pickle: also read .bin files (weights only).
+        allow_extra: leave out tensors that have no place in the model instead of refusing them.
+        headers_only: download only the headers of the weight files.
+        integers: allow weights that are stored as integers.
+        partial: allow missing tensors, and report extra ones unless `allow_extra` is given.
+        stored: leave quantised weights as they are stored.
+        dequantise: read quantised weights as fp32 instead of refusing them.
+        narrow: read quantised weights as bf16 instead of fp32.
+
+    Raises:
+        InvalidInput: the config or the tensors do not fit; the message lists everything that is wrong.
+        Offline: there is no network, and the checkpoint is not in the cache.
     """
     methods = ("fp8",) if stored else tuple(METHODS) if dequantise else ()
     check = functools.partial(_usable, methods=methods)

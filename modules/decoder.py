@@ -326,16 +326,17 @@ class HeadModule(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model of any tree: a decoder, or an encoder. Parameters hold nothing until `modules.load.build` or
-    `load_state_dict` fills them.
+    """A language model, built from a tree: a decoder, an encoder, or a decoder with an encoder.
+
+    The parameters have no values until `modules.load.build` or `load_state_dict` sets them.
 
     Args:
         spec: the tree.
         attention: "sdpa" or "eager"; see `modules.attention`.
 
     Attributes:
-        source: where it was loaded from and where its tokenizer lies, for `modules.save` and `modules.text`; None for
-            a tree that somebody built.
+        source: the checkpoint that the model was loaded from and its tokenizer, for `modules.save` and `modules.text`;
+            None for a model that was built from a tree.
     """
 
     embedding: EmbeddingModule
@@ -374,29 +375,30 @@ class Decoder(nn.Module):
         encoded: Encoded | None = None,
         table: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocabulary) of token ids (B, T), or where it has no head hidden states (B, T, hidden), of which
-        `pooler`, where it has one, makes a vector of each text.
+        """Return the logits (B, T, vocabulary) for token ids (B, T).
+
+        A model without a head returns hidden states (B, T, hidden). If it has a pooler, `pooler` computes a vector per
+        text from them.
 
         Args:
             input_ids: (B, T), int64.
-            attention_mask: (B, past + T), 1 for real tokens, 0 for padding on either side; None means all real.
-                Logits at padding are meaningless.
-            position_ids: (1 or B, T); counted from the cache's length, padding included, where not given, as
-                transformers does.
-            cache: a `Cache` to read earlier tokens from and leave these in.
-            last_only: logits of the last token alone, (B, 1, vocabulary), which is all that decoding needs.
-            documents: (B, T), the number of the document that each token is of, where several lie behind one another
-                in a row: attention keeps them apart, and positions that are not given start again at each.
-            token_types: (B, T), the type of each token (which segment it is of), where the model knows such; of the
-                first type where not given.
-            encoded: of a model with an encoder what that makes of the source (`encode`); once for a cache, which
-                keeps the keys and values that are made of it.
-            table: of token embeddings, for an encoder whose own is shared; `encode` gives it.
+            attention_mask: (B, past + T), 1 for tokens and 0 for padding on either side; by default there is no
+                padding. Logits at padding are meaningless.
+            position_ids: (1 or B, T); by default counted from the length of the cache, including padding, as in
+                transformers.
+            cache: a `Cache` with the keys and values of earlier tokens, to which those of these tokens are added.
+            last_only: return only the logits of the last token, (B, 1, vocabulary).
+            documents: (B, T), the number of every token's document, if a row has several documents. Attention does not
+                cross their ends, and default positions start again in every document.
+            token_types: (B, T), the segment of every token, for models with token types; by default the first type.
+            encoded: the output of `encode`, for models with an encoder. It is needed only once per cache, which stores
+                the keys and values of the source.
+            table: the token embeddings of the decoder, for an encoder that shares them; `encode` passes them.
 
         Raises:
-            UsageError: no source for a model with an encoder, or one for another; more tokens than the position table
-                has rows; ids, a mask or documents of another shape; documents with a cache or a mask, which have no
-                meaning together.
+            UsageError: `encoded` is missing for a model with an encoder, or was given for another model; there are more
+                tokens than rows of the position table; the ids, mask or documents have an impossible shape; documents
+                were given together with a cache or a mask.
         """
         if input_ids.dim() != 2 or not input_ids.shape[1]:
             raise UsageError(f"token ids must have the shape (B, T) with T >= 1, not {tuple(input_ids.shape)}")
@@ -450,10 +452,10 @@ class Decoder(nn.Module):
         return x if self.head is None else self.head(x, self.embedding.weight)
 
     def encode(self, source: Tensor, attention_mask: Tensor | None = None) -> Encoded:
-        """What the model's encoder makes of the source, token ids (B, U) with a mask (B, U), 1 for real tokens.
+        """Return the encoder's output for a source text, given as token ids (B, U) and a mask (B, U) with 1 for tokens.
 
         Raises:
-            UsageError: the model has no encoder; as `forward`.
+            UsageError: the model has no encoder; also as in `forward`.
         """
         if self.encoder is None:
             raise UsageError("this model has no encoder", "Call the model with the token ids instead: model(ids).")

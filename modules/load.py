@@ -43,26 +43,27 @@ def load(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Decoder:
-    """Open a checkpoint and build it: a torch module that turns `input_ids` (B, T) and an optional `attention_mask`
-    (B, T) into logits (B, T, vocabulary), in eval mode.
+    """Open a checkpoint and return it as a torch module in eval mode.
+
+    The module computes logits (B, T, vocabulary) from `input_ids` (B, T) and an optional `attention_mask` (B, T).
 
     Args:
-        model: a reference; see `converter.resolve`.
-        dtype: what to compute in; None is what the checkpoint says, as in transformers.
+        model: the checkpoint: a folder, a file, a sample, a preset, or a repository on the hub.
+        dtype: the dtype to compute in; by default the dtype that the checkpoint names, as in transformers.
         attention: "sdpa" (torch's fused kernels) or "eager" (the formula written out).
-        device: where the parameters go.
+        device: the device of the parameters.
         offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
+        allow_pickle: also read .bin files (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        random: give the tree random weights and read none, so that a preset, a config.json or a tree by itself is
-            enough; in float32 unless told otherwise. See `initialise` for how they are drawn.
-        seed: of the random weights.
-        progress: called with the bytes of every tensor read.
+        random: draw random weights instead of reading a checkpoint's, so that a preset, a config.json or a tree is
+            enough. The dtype is then float32 unless `dtype` says otherwise. `initialise` describes the distributions.
+        seed: the seed of the random weights.
+        progress: called with the number of bytes of every tensor after it is read.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`.
-        UsageError: an unknown dtype or attention.
-        GptkitError: random weights would not fit into memory.
+        InvalidInput, Offline: as in `open_checkpoint`.
+        UsageError: the dtype or the attention is unknown.
+        GptkitError: the random weights do not fit into memory.
     """
     if random:
         from .initialise import drawn_from

@@ -43,29 +43,32 @@ def save(
 ) -> Path:
     """Write a model in memory as a checkpoint folder, which appears complete or not at all.
 
-    The folder has what `load` was given beside the weights (the tokenizer, the config.json for the way back), a
-    manifest for `gptkit check`, and a history: that of what was loaded, and that it was saved from memory since.
+    Besides the weights, the folder has the tokenizer and the config.json that `load` read, a manifest for `gptkit
+    check`, and a history. The history is that of the loaded checkpoint, with an entry that says that the model was
+    saved from memory.
 
     Args:
-        model: what `load` returned, or a tree that somebody built and filled, on any device.
+        model: the model that `load` returned, or a model built from a tree, on any device.
         folder: the folder to make.
-        as_: "local", gptkit's own format, or Hugging Face files: "hf" of the family that it came from, "hf:FAMILY" of
-            another that can hold the tree, "hf:auto" of the first that can.
-        dtype: store every tensor as this; by default as each is in memory.
-        force: replace an existing checkpoint folder, in one step; it may be the one that the model was loaded from.
-        max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
-        record: what the history says of how the weights came about, in JSON values.
-        about: what the manifest has beside it.
+        as_: "local" for gptkit's own format, or a format of Hugging Face files: "hf" for the family that the model was
+            loaded from, "hf:FAMILY" for another family that can represent the tree, "hf:auto" for the first one that
+            can.
+        dtype: the dtype in which to store every tensor; by default its dtype in memory.
+        force: replace an existing checkpoint folder in one step; it may be the folder that the model was loaded from.
+        max_shard_bytes: the largest size of a weight file; by default the files are those of the original, or of 5 GB.
+        record: an entry for the history that says how the weights were made, as JSON values.
+        about: additional keys of the manifest.
 
     Returns:
         The folder.
 
     Raises:
-        UsageError: `folder` exists, or its parent does not; an unknown format or dtype; no Decoder.
-        InvalidInput: the module has not the parameters of its tree (it was wrapped, or given others), or no values;
-            CheckpointError: a value does not fit `dtype`.
-        CannotExpress: the family cannot hold the tree.
-        GptkitError: the disk is too small or a write fails; nothing is published.
+        UsageError: `folder` exists, or its parent does not; the format or dtype is unknown; the model is not a
+            `Decoder`.
+        InvalidInput: the model does not have the parameters of its tree (because it was wrapped or changed), or they
+            have no values. CheckpointError: a value does not fit `dtype`.
+        CannotExpress: the family cannot represent the tree.
+        GptkitError: there is too little space on the disk, or a write fails; nothing is published.
     """
     to = target(as_, FOLDERS)
     with Staging(Path(folder), force) as staging:

@@ -42,36 +42,37 @@ def generate(
     allow_extra: bool = False,
     tell: Callable[[str], None] = _WARNED,
 ) -> Iterator[str]:
-    """The continuation of a prompt, piece by piece, without the prompt itself; of a model with an encoder, which reads
-    the prompt as its source, the text that it writes.
+    """Yield the continuation of a prompt, piece by piece, without the prompt itself.
+
+    A model with an encoder reads the prompt as its source, and the result is the text that its decoder writes.
 
     Args:
-        model: a reference, an opened checkpoint, or a model that `load` returned, which reads texts with the tokenizer
-            of what it was loaded from.
-        prompt: a text, or token ids, which is what a checkpoint without a tokenizer takes; it then gives out ids,
+        model: a checkpoint (a folder, a file or a repository on the hub), an opened checkpoint, or a model that `load`
+            returned. The tokenizer is that of the checkpoint.
+        prompt: a text, or token ids. A checkpoint without a tokenizer needs token ids, and the result is then ids
             separated by spaces.
-        max_new_tokens: where to stop at the latest.
-        temperature: 0 takes the most likely token; see `modules.generate.Sampling` for all four. By default 0, or 1
-            where top_k or top_p is given.
-        top_k: keep the k most likely tokens.
-        top_p: keep the most likely tokens that together reach this probability.
-        seed: the same seed gives the same text.
-        beams: search with so many beams, without a draw, and give the best text out when it is found.
-        length_penalty: of beams; see `modules.generate.Beams` for it and the next.
-        early_stopping: of beams.
-        dtype: what to compute in; the checkpoint's by default. A model in memory computes as it is.
-        attention: "sdpa" or "eager"; for a checkpoint, as `dtype`.
-        stop_at_eos: end where the model says that its text ends.
+        max_new_tokens: the largest number of tokens to generate.
+        temperature: the number that logits are divided by; 0 always takes the most likely token. By default 0, or 1 if
+            top_k or top_p is given.
+        top_k: sample only from the k most likely tokens.
+        top_p: sample only from the smallest set of most likely tokens whose probabilities reach this sum.
+        seed: the seed of the sampling; the same seed gives the same text.
+        beams: the number of beams of a beam search, which does not sample and yields the best text at its end.
+        length_penalty: the exponent of the length by which a beam's log-probability is divided.
+        early_stopping: end the beam search when there are as many complete texts as beams.
+        dtype: the dtype to compute in; by default the checkpoint's. A model in memory computes in its own dtype.
+        attention: "sdpa" or "eager", for a checkpoint. A model in memory uses its own.
+        stop_at_eos: stop when the model generates its end-of-text token.
         offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
+        allow_pickle: also read .bin files (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        tell: given a line when a limit of the model is met, a full table of positions or the end of a rotary model's
-            context; a UserWarning by default.
+        tell: called with a sentence when the text reaches a limit of the model: the end of its position table, or of a
+            rotary model's context. By default the sentence is a UserWarning.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`.
-        UsageError: a text and no tokenizer, a prompt that is empty or too long, sampling values out of range, a dtype
-            for a model in memory.
+        InvalidInput, Offline: as in `open_checkpoint`.
+        UsageError: the prompt is a text and there is no tokenizer; the prompt is empty or too long; a sampling value is
+            out of range; `dtype` was given for a model in memory.
     """
     if temperature is None:
         temperature = 0.0 if top_k is None and top_p is None else 1.0

@@ -184,12 +184,14 @@ def verify(
     """Compare gptkit's logits with transformers'.
 
     Args:
-        model: the reference; transformers loads it (converted to HF files in a temporary folder where it is not HF).
+        model: the reference, which transformers loads. If it has another format, gptkit first converts it in a temporary
+            folder.
         other: the checkpoint that gptkit loads and that should compute the same; `model` itself by default.
         dtype: the dtype in which both models compute.
         attention: "sdpa" or "eager" for both models; by default the first that transformers computes correctly.
-        prompts: texts to compare on, in addition to the probe; needs a tokenizer.
-        long: probe past windows and contexts of more than 1,024 tokens too, and every row of a table that differs.
+        prompts: texts to compare on, in addition to the test inputs (the probe); needs a tokenizer.
+        long: also test sequences that are longer than windows and contexts of more than 1,024 tokens, and the tokens of
+            all rows of the embedding table that differ.
         up_to: the longest sequence that matters, in tokens; effects beyond this length are no difference.
         mutations: make deliberate mistakes and count those that the probe detects. By default gptkit makes them in the
             model itself for up to 50 million parameters, else in a small model of the same tree with random weights.
@@ -205,7 +207,8 @@ def verify(
 
     Raises:
         InvalidInput, Offline: as in `open_checkpoint`; also for different vocabularies and logits that are not finite.
-        UsageError: transformers lacks this attention path, a prompt has no tokenizer, or damage has no second model.
+        UsageError: transformers lacks this attention path; there is no tokenizer for the prompts; `damaged` was given
+            without a second model.
         CannotExpress: no transformers class computes the reference's tree.
     """
     if damaged and other is None:

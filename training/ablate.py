@@ -52,8 +52,15 @@ _CHANGED = {
 
 @dataclass(frozen=True)
 class Result(Record):
-    """A run that has ended. loss: on the held-out text, in nats a token; kl: of a healed one, from the base. pace:
-    tokens a second, of the median step. curve: what was evaluated on the way.
+    """The result of one run of an ablation.
+
+    Attributes:
+        seed: the seed of the run.
+        loss: the loss on the held-out text, in nats per token.
+        kl: for a healed model, the KL divergence from the base, in nats per token; otherwise None.
+        seconds: the training time.
+        pace: the number of tokens per second in the median step.
+        curve: the losses during training, one entry per evaluation.
     """
 
     seed: int
@@ -66,8 +73,13 @@ class Result(Record):
 
 @dataclass(frozen=True)
 class Difference(Record):
-    """A variant's loss less the base's, seed by seed: the mean, and where it lies in 95 of 100 (Student's t), which
-    one seed cannot tell.
+    """The difference between a variant's loss and the base's loss with the same seeds.
+
+    Attributes:
+        mean: the mean over seeds, in nats per token.
+        low: the lower bound of the 95 % interval (Student's t); None with one seed.
+        high: the upper bound of the interval; None with one seed.
+        seeds: the number of seeds.
     """
 
     mean: float
@@ -77,13 +89,23 @@ class Difference(Record):
 
     @property
     def tells(self) -> bool:
-        """Whether it is something else than chance."""
+        """Return whether the 95 % interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)
 class Row(Record):
-    """A variant at a budget. flops: of the whole run. costs: of its tree, at the context that it is trained at."""
+    """A variant of an ablation at one training budget.
+
+    Attributes:
+        name: the name of the variant.
+        comment: the comment of the plan.
+        tokens: the number of training tokens of a run.
+        flops: the training FLOPs of a run.
+        costs: the costs of the variant's model at the context of the training.
+        runs: the results of the runs that have ended.
+        difference: how the loss differs from the base's; None for the base.
+    """
 
     JSON = "name comment tokens flops costs loss spread pace difference runs"
 
@@ -97,24 +119,35 @@ class Row(Record):
 
     @property
     def loss(self) -> float | None:
+        """Return the mean loss of the runs; None without a run."""
         return statistics.mean(each.loss for each in self.runs) if self.runs else None
 
     @property
     def spread(self) -> float | None:
-        """The largest less the smallest."""
+        """Return the largest loss minus the smallest; None with fewer than two runs."""
         losses = [each.loss for each in self.runs]
         return max(losses) - min(losses) if len(losses) > 1 else None
 
     @property
     def pace(self) -> float | None:
+        """Return the median number of tokens per second; None without a run."""
         return statistics.median(each.pace for each in self.runs) if self.runs else None
 
 
 @dataclass(frozen=True)
 class Ablation(Record, Shown):
-    """The table, the base first, as far as it has come. data: the sha256 of the tokens that all runs read.
-    held_out: the share of them that is held out, or the sha256 of those of a text by itself. left: runs that have not
-    ended.
+    """The results of an ablation, also of an unfinished one.
+
+    Attributes:
+        name: the name of the plan.
+        description: the plan's description.
+        how: how a run is trained.
+        seeds: the number of seeds.
+        context: the number of tokens in a training window.
+        data: the sha256 of the tokens that all runs read.
+        held_out: the share of these tokens that is held out, or the sha256 of the tokens of a separate text.
+        rows: a row per variant and budget; the first row is the base.
+        left: the number of runs that have not ended.
     """
 
     JSON = "schema_version name description how seeds context data held_out left rows"
@@ -148,24 +181,25 @@ def ablate(
     ended: Callable[[str, int, Result], None] = lambda name, tokens, result: None,
     progress: Progress | None = None,
 ) -> Ablation:
-    """Run the base and every variant of a plan with each seed; a run that has ended is not run again.
+    """Train or heal the base and every variant of an ablation plan, once per seed. Runs that have ended are not
+    repeated.
 
     Args:
-        plan: a TOML file, or the name of a plan that comes along.
-        out: the folder of all of it; ablation.json in it is written anew when a run has ended.
-        data: a text, several, or one folder that `tokenize` wrote, in place of the plan's.
-        device: by default a GPU where there is one.
-        resume: go on where `out` was left; variants and seeds that the plan did not have are run too.
-        force: begin anew in an `out` that an ablation made.
+        plan: a TOML file, or the name of a plan that comes with gptkit.
+        out: the folder of all results. Its file ablation.json is written again after every run.
+        data: text files, or one folder that `tokenize` wrote, instead of the plan's.
+        device: by default a GPU if there is one.
+        resume: continue an unfinished ablation in `out`. Variants and seeds that were added to the plan are run too.
+        force: start again in a folder that `ablate` wrote.
         offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
-        tell: given the variant, the seed and every step.
-        ended: given the variant, its tokens and the result of each run that has ended now.
-        progress: of tokenising, as in `tokenize`.
+        allow_pickle: also read .bin files (weights only).
+        tell: called after every step with the variant, the seed and the step.
+        ended: called after every run with the variant, its number of tokens and the result.
+        progress: progress of tokenising, as in `tokenize`.
 
     Raises:
-        InvalidInput: a plan that is none, or another than the runs in `out` are of.
-        UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as `train`, `heal` and `swap`.
+        InvalidInput: the plan is invalid, or the runs in `out` belong to another plan.
+        UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as in `train`, `heal` and `swap`.
     """
     asked, target = read_plan(plan), Path(out).expanduser()
     texts: list[Path | str] = [*paths_of(data)] or [*asked.data]

@@ -83,8 +83,15 @@ class _Description(msgspec.Struct, frozen=True):
 class TokenFile(Record):
     """An open folder of tokens.
 
-    tokens, documents: how many. bytes: of the texts, in UTF-8. dtype: of an id in the file. vocabulary: how many ids
-    there are, the largest and one more. tokenizer: the sha256 of tokenizer.json. sources: the texts.
+    Attributes:
+        folder: the folder.
+        tokens: the number of tokens.
+        documents: the number of documents.
+        bytes: the number of bytes of the texts in UTF-8.
+        dtype: the dtype of a token id in the file.
+        vocabulary: the size of the vocabulary.
+        tokenizer: the sha256 of tokenizer.json.
+        sources: the texts.
     """
 
     JSON = "folder=name tokens documents bytes dtype vocabulary tokenizer sources=texts"
@@ -363,18 +370,19 @@ def tokenize(
     """Write texts as a folder of tokens, which appears complete or not at all.
 
     Args:
-        files: one or several, each a document in UTF-8, but of a .jsonl each line is one: an object with its `text`.
+        files: one or several files in UTF-8. A file is one document, except that every line of a .jsonl file is a
+            document: an object with the key `text`.
         out: the folder to make.
-        tokenizer: a model, whose tokenizer is taken, or a tokenizer.json; "bytes" is a tokenizer of 257 tokens, the
-            bytes and the end of a text. Without one, a byte-level BPE is trained on the texts.
-        vocabulary: how many tokens one that is trained has at the most; by default 4,096.
+        tokenizer: a model whose tokenizer to use, a tokenizer.json, or "bytes", which has 257 tokens: the bytes, and
+            the end of a text. By default a byte-level BPE is trained on the texts.
+        vocabulary: the largest number of tokens of a tokenizer that is trained; by default 4,096.
         force: replace a folder that gptkit wrote.
         offline: use local files and the hub's cache only.
-        progress: called with the bytes read now and those of all texts.
+        progress: called with the number of bytes read since the last call, and the bytes of all texts.
 
     Raises:
-        UsageError: `out` exists; a model without a tokenizer; a vocabulary that is too small.
-        InvalidInput: what is no text in UTF-8, or no tokenizer; texts without a token.
+        UsageError: `out` exists, the model has no tokenizer, or the vocabulary is too small.
+        InvalidInput: a file is not a text in UTF-8, the tokenizer is invalid, or the texts have no tokens.
         GptkitError: the disk is full; nothing is published.
     """
     texts = [Text(path) for path in paths_of(files)]

@@ -53,7 +53,12 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Estimate(Record):
-    """A mean, and its standard error over windows, which one window has none of."""
+    """A mean with its standard error over windows.
+
+    Attributes:
+        value: the mean.
+        error: the standard error; None with one window.
+    """
 
     value: float
     error: float | None
@@ -64,8 +69,14 @@ class Estimate(Record):
 
 @dataclass(frozen=True)
 class Bin(Record):
-    """Positions `first` to `last` in the window, counted from 0: what is predicted from the token there and those
-    before it.
+    """The figures for a range of positions in the window.
+
+    Attributes:
+        first: the first position, counted from 0. A token at this position predicts the next one.
+        last: the last position.
+        tokens: the number of predicted tokens.
+        nats: the mean negative log-probability of a token.
+        top_k: the share of tokens among the k most likely ones, by k.
     """
 
     first: int
@@ -77,8 +88,13 @@ class Bin(Record):
 
 @dataclass(frozen=True)
 class Curve(Record):
-    """What a model predicts by position in windows of `width` tokens. name: which model. context: what it was made for,
-    None where it does not say.
+    """The figures of a model by position in the window.
+
+    Attributes:
+        name: the name of the model.
+        context: the context of the model; None if it is unknown.
+        width: the number of tokens in a window.
+        bins: the ranges of positions with their figures.
     """
 
     name: str
@@ -89,8 +105,18 @@ class Curve(Record):
 
 @dataclass(frozen=True)
 class Score(Record):
-    """A model on a text. nats: the mean of minus log-probabilities of tokens. bytes: of what was predicted, in UTF-8.
-    top_k: the share of tokens among the k likeliest. curve: all of it by position.
+    """The figures of a model on a text.
+
+    Attributes:
+        reference: the name of the model.
+        tokens: the number of predicted tokens.
+        windows: the number of windows.
+        bytes: the number of bytes of the predicted text in UTF-8.
+        nats: the mean negative log-probability of a token.
+        perplexity: the exponential of this mean.
+        bits_per_byte: the bits of all tokens divided by the number of bytes.
+        top_k: the share of tokens among the k most likely ones, by k.
+        curve: the figures by position in the window.
     """
 
     JSON = "reference tokens windows bytes nats perplexity=finite_perplexity bits_per_byte top_k curve"
@@ -112,8 +138,14 @@ class Score(Record):
 
 @dataclass(frozen=True)
 class Paired(Record):
-    """A model less another on the same text. unit: "nats a token", or "bits a byte" where they read other tokens.
-    better, worse: the shares of windows in which the model predicts more of the text, or less, than the other.
+    """The comparison of a model with another one on the same text, window by window.
+
+    Attributes:
+        difference: the mean of the model's figure minus the other's.
+        unit: "nats a token", or "bits a byte" if the models have different tokenizers.
+        windows: the number of windows.
+        better: the share of windows in which the model predicts the text better than the other.
+        worse: the share of windows in which it predicts the text worse.
     """
 
     difference: Estimate
@@ -125,7 +157,19 @@ class Paired(Record):
 
 @dataclass(frozen=True)
 class Evaluation(Record, Shown):
-    """All of it. extrapolation: the curves in windows that are longer than the context. notes: what was left out."""
+    """The result of `evaluate`.
+
+    Attributes:
+        data: the names of the texts.
+        documents: the number of documents.
+        context: the number of tokens in a window.
+        stride: the number of tokens between the starts of two windows.
+        score: the figures of the model.
+        against: the figures of the other model; None without one.
+        paired: the comparison with the other model; None without one.
+        extrapolation: the curves for windows that are longer than the context.
+        notes: sentences that say what the figures do not include.
+    """
 
     JSON = "schema_version data documents context stride score against paired extrapolation notes"
 
@@ -445,33 +489,35 @@ def evaluate(
     allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """Perplexity, bits a byte and top-k accuracy of a model on texts, by position; see above for windows and errors.
+    """Measure the perplexity, bits per byte and top-k accuracy of a model on texts, in total and by position.
 
     Args:
-        model: a reference; see `converter.resolve`.
-        data: texts, each a document in UTF-8, or of a .jsonl each line; or folders that `tokenize` wrote.
-        against: another model, which is given the same texts in the same windows.
-        context: tokens of a window; by default what both models are for, and `MOST` at most.
-        past: also run windows of so many contexts, to see what becomes of the prediction behind it.
-        stride: tokens that one window begins behind another; by default the whole window. Fewer give every token more
-            to be predicted from, and take longer.
-        top_k: for which k the share of tokens that are among the k likeliest is told.
-        rope: a way to scale rotary positions ("yarn:4"), to be laid beside the model as it is behind its context.
-        dtype: what to compute in.
+        model: the checkpoint: a folder, a file, a sample, or a repository on the hub.
+        data: text files in UTF-8, or folders that `tokenize` wrote. A file is one document, except that every line of a
+            .jsonl file is a document.
+        against: another model to evaluate on the same texts in the same windows.
+        context: the number of tokens in a window; by default the shorter context of the models, at most `MOST`.
+        past: also evaluate windows of this number of contexts, to show the loss after the end of the context.
+        stride: the number of tokens between the starts of two windows; by default a whole window. A smaller stride
+            predicts every token from more tokens, and takes longer.
+        top_k: the values of k for which to report the share of tokens that are among the k most likely ones.
+        rope: a RoPE scaling ("yarn:4"). The model with this scaling is compared with the unscaled model after the end
+            of its context.
+        dtype: the dtype to compute in.
         attention: "sdpa" or "eager".
-        device: where to compute.
+        device: the device to compute on.
         offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
+        allow_pickle: also read .bin files (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        progress: told which model has come how far.
+        progress: called with a line that names the model and says how much is done.
 
     Raises:
-        InvalidInput: a file that cannot be read as text, or no text of two tokens; as `open_checkpoint`.
-        UsageError: windows that a table of positions does not take, tokens beyond the vocabulary, no tokenizer, numbers
-            out of range.
-        SwapRefused: rotary positions are asked for, and there are none.
-        MissingComponent: a model that predicts no next token.
-        GptkitError: logits that are NaN.
+        InvalidInput: a file cannot be read as text, or no text has two tokens; also as in `open_checkpoint`.
+        UsageError: a window is longer than the position table; a token is outside the vocabulary; there is no
+            tokenizer; a number is out of range.
+        SwapRefused: `rope` was given for a model without RoPE.
+        MissingComponent: the model does not predict a next token.
+        GptkitError: the logits are NaN.
     """
     paths = paths_of(data)
     opened = [

@@ -86,7 +86,16 @@ class Prepared(Record):
 
 @dataclass(frozen=True)
 class Trained(Record):
-    """What came out: the folder, its format, and the run: steps, tokens, seconds and the losses on the way."""
+    """The result of a training run.
+
+    Attributes:
+        folder: the folder of the trained checkpoint.
+        to: the format of the checkpoint.
+        steps: the number of training steps.
+        tokens: the number of training tokens.
+        seconds: the training time.
+        curve: the losses during training, one entry per evaluation.
+    """
 
     JSON = "folder=name to steps tokens seconds loss held_out curve"
 
