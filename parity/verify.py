@@ -184,8 +184,7 @@ def verify(
     """Compare gptkit's logits with transformers'.
 
     Args:
-        model: the reference, which transformers loads. If it has another format, gptkit first converts it in a temporary
-            folder.
+        model: the reference, which transformers loads. gptkit first converts another format in a temporary folder.
         other: the checkpoint that gptkit loads and that should compute the same; `model` itself by default.
         dtype: the dtype in which both models compute.
         attention: "sdpa" or "eager" for both models; by default the first that transformers computes correctly.
