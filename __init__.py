@@ -1,29 +1,29 @@
 """gptkit: take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.
 
-Every command is a function here; each imports what it needs when it is first asked for, so that counting parameters
+Every command is also a function. A function imports its dependencies when it is first used, so that counting parameters
 never waits for torch.
 
-    load(model)                  a torch module: input_ids (B, T) -> logits (B, T, vocabulary)
-    open_checkpoint(model)       the tree and where its tensors lie, without reading weights
-    convert(model, out, to)      to gptkit's own format ("local") or back to Hugging Face files ("hf")
-    swap(model, out, norm)       exchange a component, with a guarantee that is measured
-    params(model)                parameters per component, from a config alone
-    compare(model, other)        what differs between models, with costs
-    diff(a, b)                   what differs between two checkpoints, tensor by tensor
-    audit(new, source)           what is wrong with a checkpoint of any family
-    recommend(goal, params)      components for a goal and a size, with costs and papers
-    verify(model, other)         logits against transformers
-    generate(model, text)        text from a checkpoint or a model in memory, as an iterator of pieces
-    tokenize(files, out)         texts as a folder of tokens, for training
-    train(model, data, out)      a tree from random weights, or a checkpoint further
-    heal(changed, teacher, data, out)  a changed model trained to answer as its original, beside a control
-    ablate(plan, out)            variants of a model, each trained or healed under the same budget
-    fit_scaling(runs)            the law that losses follow over sizes and tokens, and the best run of a budget
-    evaluate(model, data)        perplexity, bits a byte and accuracy on texts, by position, beside another model
-    save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
-    progress(what)               a line that tells how far one of these is, in a notebook too
+    load(model)                  return a torch module: input_ids (B, T) -> logits (B, T, vocabulary)
+    open_checkpoint(model)       return the tree and the places of its tensors, without reading weights
+    convert(model, out, to)      convert to gptkit's own format ("local") or to Hugging Face files ("hf")
+    swap(model, out, norm)       exchange a component, and measure the guarantee
+    params(model)                count the parameters per component, from a config alone
+    compare(model, other)        compare the components and costs of models
+    diff(a, b)                   compare two checkpoints, tensor by tensor
+    audit(new, source)           find the faults of a checkpoint of any family
+    recommend(goal, params)      recommend components for a goal and a size, with costs and papers
+    verify(model, other)         compare logits with transformers
+    generate(model, text)        generate text with a checkpoint or a model in memory, piece by piece
+    tokenize(files, out)         write texts as a folder of tokens, for training
+    train(model, data, out)      train from random weights, or continue a checkpoint
+    heal(changed, teacher, data, out)  train a changed model to predict what its original predicts
+    ablate(plan, out)            train or heal variants of a model, all with the same budget
+    fit_scaling(runs)            fit a scaling law to runs, and predict the best run for a budget
+    evaluate(model, data)        measure perplexity, bits per byte and accuracy on texts, by position
+    save(model, folder, as_)     write a model in memory as a checkpoint folder
+    progress(what)               show the progress of another function, also in a notebook
 
-What they raise is in `gptkit.errors`, all of it a `gptkit.errors.GptkitError`.
+All errors are subclasses of `gptkit.errors.GptkitError`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ __all__ = ["__version__", *_HOMES]
 
 
 def _table(value: Shown) -> str:
-    """A value as a notebook shows it; what draws it is imported once a notebook asks."""
+    """Return a value as HTML for a notebook. The module that draws it is imported when a notebook asks for it."""
     from .report.notebook import html
 
     return html(value)
@@ -93,7 +93,8 @@ Shown._repr_html_ = _table
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        from .plugins import load as load_plugins  # what it complains with is a library, and signals come first
+        # Here, because reporting a broken plugin needs a library, and signals must be handled before any is imported.
+        from .plugins import load as load_plugins
 
         load_plugins()
         return getattr(importlib.import_module(_HOMES[name], __name__), name)

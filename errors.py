@@ -1,7 +1,7 @@
-"""The exceptions gptkit raises, and the exit code the command line turns each into: 1 it failed, 2 the call itself is
-wrong, 3 verified and different, 4 a file or reference that cannot be used as it is, 5 the network is needed.
+"""The exceptions of gptkit. Each has an exit code for the command line: 1 if the command failed, 2 if the call is
+wrong, 3 for a difference, 4 for input that cannot be used, 5 if the network is needed.
 
-Every message is one or two lines: what is wrong, then what to do about it.
+Every message is one or two lines: what is wrong, and then what to do about it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,7 +54,7 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
 
 
 def meant(word: str, known: Iterable[str]) -> str | None:
-    """Return the one of these words that a mistyped one most likely stands for; None where no word is that near."""
+    """Return the known word that a mistyped word most likely stands for; None if no word is similar enough."""
     from difflib import get_close_matches  # here, because most commands never need it
 
     words = list(known)
@@ -66,7 +66,7 @@ def meant(word: str, known: Iterable[str]) -> str | None:
 
 
 class GptkitError(Exception):
-    """Anything gptkit refuses or fails to do; `hint` says what to do next."""
+    """The base class of all errors that gptkit raises. `message` says what is wrong, and `hint` what to do next."""
 
     exit_code: ClassVar[int] = 1
 
@@ -80,63 +80,65 @@ class GptkitError(Exception):
 
 
 class UsageError(GptkitError):
-    """The call itself is wrong: options that clash, an output that already exists."""
+    """The call itself is wrong: options contradict each other, or an output already exists."""
 
     exit_code = 2
 
 
 class Different(GptkitError):
-    """Two models were compared and do not compute the same."""
+    """Two models were compared, and they do not compute the same function."""
 
     exit_code = 3
 
 
 class InvalidInput(GptkitError):
-    """A file or a reference that cannot be used as it is."""
+    """A file or a reference cannot be used as it is."""
 
     exit_code = 4
 
 
 class ConfigError(InvalidInput):
-    """config.json has a field of the wrong type or range, or one that gptkit refuses with a reason."""
+    """A field of config.json has the wrong type or range, or gptkit refuses its value and says why."""
 
 
 class UnknownFamily(InvalidInput):
-    """No architecture file knows this config.json, or there is none."""
+    """gptkit does not support the model family in config.json, or there is no config.json."""
 
 
 class CheckpointError(InvalidInput):
-    """Tensors are missing, extra, mis-shaped, truncated or damaged."""
+    """Tensors are missing, extra, truncated or damaged, or have the wrong shape."""
 
 
 class UntrustedInput(InvalidInput):
-    """Input that could run code or reach outside its folder: pickles, paths with `..`."""
+    """The input could run code or reach outside its folder: a pickle, or a path with `..`."""
 
 
 class Offline(GptkitError):
-    """The network is needed, and there is none or it was forbidden."""
+    """The network is needed, but it is not available, or the call forbids it."""
 
     exit_code = 5
 
 
 class CannotExpress(GptkitError):
-    """The target format has no place for some components of the tree; the message lists them."""
+    """The target format or family cannot represent some components of the model; the message lists them."""
 
 
 class MissingComponent(GptkitError):
-    """What is asked for needs a component that the tree does not have, or does not know one that it has."""
+    """The request needs a component that the model does not have, or does not support one that it has."""
 
 
 class SwapRefused(GptkitError):
-    """A swap's preconditions do not hold for this checkpoint; the message says which and what is possible."""
+    """The preconditions of a swap are not met by this checkpoint; the message says which ones, and what is possible."""
 
 
 class NoNumber(GptkitError):
-    """A loss or a gradient in training is no number; no parameter has it."""
+    """The loss or a gradient in training is NaN or infinite. The parameters are still finite."""
 
 
 class Elsewhere(GptkitError):
-    """Another process of the same run failed, has told why, and ends with `code`, as this one then should."""
+    """Another process of the same run failed and reported the error. `code` is its exit code, which this process uses
+    too.
+    """
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)

@@ -1,15 +1,15 @@
-"""ModelSpec: a model as a tree of components, each a small frozen record. No torch.
+"""ModelSpec: a model as a tree of components. A component is a small frozen record. No torch.
 
-A component names its parameters by *shared name* and shape; a checkpoint family's own names and layouts live in
-`architectures/`. Each component holds only what it needs itself: a field that another family would ignore belongs
-in a component of its own. Two kinds of field:
+A component lists its parameters by *shared name* and shape. The names and layouts of a checkpoint family are in
+`architectures/`. A component has only the fields that it needs itself: a field that another family would ignore belongs
+in a component of its own. There are two kinds of fields:
 
-- what function it is: sizes, heads, scale, activation, eps;
-- how it rounds, where the families' code differs in the last bit (`arithmetic`, `cast`, `fused`, …): the
-  function in exact arithmetic is the same for every value of these, bf16 logits are not.
+- fields that decide which function is computed: sizes, heads, scale, activation, eps;
+- fields that decide how it is rounded, where the code of families differs in the last bit (`arithmetic`, `cast`,
+  `fused`, …). They change bf16 logits, and not the function in exact arithmetic.
 
-Linear weights are [out, in] everywhere. Everything serialises to JSON with `to_json` and back with `from_json`. What is
-public stands in each file's `__all__`, so that a new kind in a file that is here needs no edit of this one.
+Linear weights are [out, in] everywhere. `to_json` writes a tree as JSON, and `from_json` reads it. The public names of
+a file are in its `__all__`, so a new component in an existing file needs no change here.
 """
 
 from .activations import *

@@ -1,4 +1,4 @@
-"""The activations, and what is to be known of each without evaluating it. No torch."""
+"""The activations, and their properties. No torch."""
 
 from math import expm1, log
 from typing import Literal, NamedTuple
@@ -28,21 +28,21 @@ Activation = Literal[
     "linear",
     "xielu",
 ]
-"""The formulas are in `modules.layers`, what is to be known of each in `FACTS`."""
+"""The formulas are in `modules.layers`, and the properties in `FACTS`."""
 
 
 class ActivationFacts(NamedTuple):
-    """What is to be known of an activation.
-
-    words: for tables. gated: what a gated feed-forward with it is called (Shazeer 2002.05202). function: the activation
-    that stands for all which evaluate one function in ways of their own, None where it is the only one. zero: whether
-    it is 0 at 0.
-    """
+    """The properties of an activation."""
 
     words: str
+    """The name in tables."""
     gated: str = "gated"
+    """The name of a gated feed-forward with it (Shazeer 2002.05202)."""
     function: Activation | None = None
+    """The activation that represents this function, if several activations compute it in different ways; otherwise
+    None."""
     zero: bool = True
+    """Whether it is 0 at 0."""
 
 
 FACTS: dict[Activation, ActivationFacts] = {
@@ -72,11 +72,9 @@ FACTS: dict[Activation, ActivationFacts] = {
 LEARNT: dict[Activation, dict[str, float]] = {
     "xielu": {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3)), "beta": 0.5, "eps": -1e-6}
 }
-"""The numbers that an activation has as parameters, each with the value with which training starts. Feed-forwards that
-are plain have them in `activation` (Apertus).
-"""
+"""The parameters of activations, with their initial values. Plain feed-forwards have them in `activation` (Apertus)."""
 
 
 def function_of(activation: Activation) -> Activation:
-    """The activation that stands for this one's function, however each of them evaluates it."""
+    """Return the activation that represents the function of this one."""
     return FACTS[activation].function or activation

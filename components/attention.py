@@ -1,4 +1,4 @@
-"""Self-attention over keys and values of heads. No torch."""
+"""Self-attention with query heads and key-value heads. No torch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -85,7 +85,7 @@ class Attention(Mixer, Component, frozen=True):
     heads: Size
     """The number of query heads."""
     kv_heads: Size
-    """The number of key-value heads, each shared by the same number of query heads."""
+    """The number of key-value heads. Every one is used by the same number of query heads."""
     head_dim: Size
     scale: Scale
     """The factor of q·k."""
@@ -99,9 +99,9 @@ class Attention(Mixer, Component, frozen=True):
     chunked: bool = False
     """Whether a token attends only to the tokens of its own chunk of `window` tokens (Llama 4)."""
     q_norm: Norm | None = None
-    """The norm of each query head, or of all heads at once if it is as wide as all of them (OLMo 2)."""
+    """The norm of every query head, or of all heads at once if it is as wide as all of them (OLMo 2)."""
     k_norm: Norm | None = None
-    """The same for keys."""
+    """The norm of every key head, or of all key heads at once."""
     qkv_bias: bool = False
     output_bias: bool = False
     cap: Positive | None = None
@@ -113,17 +113,17 @@ class Attention(Mixer, Component, frozen=True):
     norm_order: Literal["before", "after"] = "before"
     """Whether the norms of queries and keys come before or after the positions (Hunyuan)."""
     sinks: bool = False
-    """Whether each head has one more score, for a key without a value (gpt-oss)."""
+    """Whether every head has one more score, for a key without a value (gpt-oss)."""
     mixed_norm: Norm | None = None
     """The norm of the output of all heads before the output projection (BitNet)."""
     gated: bool = False
-    """Whether each element of the heads' output is multiplied by σ(gate(x)) (2505.06708, AFMoE)."""
+    """Whether every element of the heads' output is multiplied by σ(gate(x)) (2505.06708, AFMoE)."""
     gate_bias: bool = False
     """Whether the projection of the gate has a bias."""
     temperature: Temperature | None = None
     """The factor of the queries that depends on their position. It is applied last."""
     v_norm: Norm | None = None
-    """The norm of the values of each head (Gemma 4)."""
+    """The norm of every value head (Gemma 4)."""
     kv_from: Literal["input", "keys", "earlier"] = "input"
     """Where keys and values come from. "input": they have separate projections. "keys": one projection gives both, and
     values are its result before the keys' norm and positions (Gemma 4). "earlier": they are those of the nearest
@@ -144,8 +144,8 @@ class Attention(Mixer, Component, frozen=True):
     fused: bool = False
     """Whether q, k and v are computed in one matrix product."""
     fused_rows: Literal["by head", "by part"] = "by head"
-    """The order of the rows of that product: the queries, key and value of one key-value head after the other, or all
-    queries, then all keys, then all values (always so with the arithmetic "conv1d")."""
+    """The order of the rows of the fused product. "by head": the queries, the key and the value of one key-value head
+    after the other. "by part": all queries, then all keys, then all values, as always with the arithmetic "conv1d"."""
     softmax: Literal["float32", "input"] = "float32"
     """The dtype of the softmax: at least fp32, or that of its input."""
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
@@ -157,15 +157,17 @@ class Attention(Mixer, Component, frozen=True):
     lie: Literal["as cached", "as projected"] = "as cached"
     """The memory layout of keys and values without a cache: head by head as in a cache, or as projected (MPT)."""
     kernel: Literal["any", "eager"] = "any"
-    """With "eager", scores are written out whichever kernel is requested, because the family has no other."""
+    """With "eager", scores are computed explicitly whichever kernel is requested, because the family has no other path.
+    """
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the sink acts: as one of the scores of the softmax, in the dtype of the others or in fp32, or as a factor of
-    the heads' output, the share that it leaves to the other scores (Granite)."""
+    """How the sink acts: as one of the scores of the softmax, in the dtype of the others ("in softmax") or in fp32 ("in
+    float32"), or as a factor of the heads' output, the share that it leaves to the other scores ("behind it", Granite).
+    """
     gate: Literal["apart", "with queries"] = "apart"
-    """Whether the gate has a projection of its own, or one product with the queries, in which each head's gate comes
-    after its query (Qwen3-Next)."""
+    """Whether the gate has a projection of its own ("apart"), or one product with the queries, in which the gate of a
+    head comes after its query ("with queries", Qwen3-Next)."""
 
-    # Complex: one condition for each combination of fields that means nothing.
+    # Complex: one condition for every impossible combination of fields.
     def __post_init__(self) -> None:  # noqa: C901
         if self.chunked and self.window is None:
             raise ConfigError(
@@ -258,33 +260,33 @@ class Attention(Mixer, Component, frozen=True):
 
     @property
     def by_head(self) -> bool:
-        """Whether no norm is on all heads at once, so that heads can go, come and change places."""
+        """Whether every norm is on a single head. Heads can then be added, removed and reordered."""
         there = [(norm, n) for norm, n in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)) if norm is not None]
         return all(n == 1 or norm.size == self.head_dim for norm, n in there)
 
     @property
     def group(self) -> int:
-        """Query heads a key-value head."""
+        """The number of query heads per key-value head."""
         return self.heads // self.kv_heads
 
     @property
     def held(self) -> int | None:
-        """The window of the cache."""
+        """The window of the KV cache."""
         return None if self.kept == "all" else self.window
 
     @property
     def projected(self) -> tuple[str, ...]:
-        """What is projected from the input."""
+        """The names of the tensors that are projected from the input."""
         return {"input": ("q", "k", "v"), "keys": ("q", "k"), "earlier": ("q",)}[self.kv_from]
 
     @property
     def remembered(self) -> tuple[int | None, int, int]:
-        """What the keys and values of layers have in common of which one may use the other's."""
+        """The properties that two layers must share if one is to use the other's keys and values."""
         return self.window, self.kv_heads, self.head_dim
 
     @property
     def groups(self) -> int:
-        """In how many groups the rows of a fused product lie."""
+        """The number of groups of rows in the fused product."""
         return 1 if self.arithmetic == "conv1d" or self.fused_rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
@@ -358,7 +360,9 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, **self._norms_of(heads, kv_heads))
 
     def _devices(self) -> list[int]:
-        """Over how many GPUs its heads can be split evenly: each has as many query heads, with their own keys."""
+        """Return the numbers of GPUs over which the heads can be divided evenly. Every GPU has the same number of query
+        heads, and their keys.
+        """
         even = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
         return [count for count in even if self.kv_heads % count == 0 or count % self.kv_heads == 0]
 
@@ -372,7 +376,7 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads, **norms)
 
     def _norms_of(self, heads: int, kv_heads: int) -> dict[str, Norm | None]:
-        """Its norms for so many heads: those of all heads at once are as wide as these."""
+        """Return the norms for other numbers of heads. Norms of all heads at once get the new width."""
         numbers = {"q_norm": heads, "k_norm": kv_heads, "mixed_norm": heads}
         found: dict[str, Norm | None] = {}
         for name, number in numbers.items():
@@ -417,7 +421,7 @@ class Attention(Mixer, Component, frozen=True):
         return found
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
+        row, end = "attention", f"{path}.o_proj"  # results in variables exist until this operation
         together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
         gate: dict[str, Any] = {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
         gate = gate if self.gated and self.gate == "with queries" else {}
@@ -427,7 +431,7 @@ class Attention(Mixer, Component, frozen=True):
         kv = self.kv_heads
         parts = [("q", self.heads, self.q_norm), ("k", kv, self.k_norm), ("v", kv, self.v_norm)]
         if self.v_norm is not None and self.kv_from == "input":
-            parts.insert(0, parts.pop())  # values are normed before queries and keys turn
+            parts.insert(0, parts.pop())  # values are normalised before queries and keys are rotated
         for part, heads, norm in parts:
             inner: Sizes = ("B", "T", heads, self.head_dim)
             seen: Sizes = ("B", "S", *inner[2:])
@@ -458,7 +462,7 @@ class Attention(Mixer, Component, frozen=True):
                 elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
                     turned: dict[str, Any] = {"rotary": self.position}
                     if self.norm_order == "after" and self.k_norm is not None:
-                        turned["held"] = f"{path}.k_norm"  # queries and keys are normed when both have turned
+                        turned["held"] = f"{path}.k_norm"  # the norms come after both rotations
                     found.append(Rotate(f"{path}.{part}_rotated", (last,), inner, row, **turned))
                 else:
                     continue
@@ -504,18 +508,20 @@ class Attention(Mixer, Component, frozen=True):
 
 
 def few_biased(heads: int) -> int:
-    """Heads that show what ALiBi makes of so many: of no power of two, slopes have an order of their own."""
+    """Return a number of heads for a small copy that shows ALiBi's order of slopes, which differs if the number is not
+    a power of two.
+    """
     return min(heads, 6 if heads & (heads - 1) else 4)
 
 
 def plain_scale(scale: float) -> float:
-    """A scale without its last digits: of 1/√d, one family divides and another takes a power."""
+    """Return a scale without its last digits, because families compute 1/√d in different ways."""
     return float(f"{scale:.14g}")
 
 
 def scale_words(scale: float, dim: int) -> Words:
-    """What scores are multiplied by, to the digits in which one family divides and another takes a power; the whole
-    words are what a description adds where it is unusual.
+    """Return the words for a scale, without the digits in which families differ. The description mentions only an
+    unusual scale.
     """
     whole = "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
     if plain_scale(scale) == plain_scale(dim**-0.5):
@@ -526,7 +532,7 @@ def scale_words(scale: float, dim: int) -> Words:
 def shared_words(
     window: int | None, position: Position | None, on: Words, chunked: bool = False, causal: bool = True
 ) -> dict[str, Words]:
-    """Of what any attention has: which tokens it sees, and its positions."""
+    """Return the words that every kind of attention has: for the visible tokens and for the positions."""
     none = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)
     sight = Words(f"chunks of {window:,}", {"chunk": window}) if chunked else sight

@@ -1,4 +1,4 @@
-"""What every component has: checked fields, parameters with their roles, the components inside it. No torch."""
+"""What every component has: checked fields, parameters with their roles, and the components inside it. No torch."""
 
 from __future__ import annotations
 
@@ -37,38 +37,41 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Turns = Annotated[float, Meta(ge=1e-30, le=1e30)]
 Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
-"""A factor of scores, which are multiplied in fp32: no larger than fp32 holds."""
+"""A factor of scores. Scores are multiplied in fp32, so it is not larger than the largest fp32 number."""
 Shape = tuple[int, ...]
 Sizes = tuple[int | str, ...]
-"""A shape in which B, T, S and U may stand for numbers; see `components.operations`."""
+"""A shape in which the letters B, T, S and U stand for numbers; see `components.operations`."""
 
 Arithmetic = Literal["linear", "conv1d", "matmul_add", "conv1d_add"]
-"""How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
-matmul and then, rounded once more, the bias; the same on a weight that lies [in, out] (gpt-oss)."""
+"""How x·Wᵀ + b is computed. "linear": as one fused operation. "conv1d": as GPT-2's addmm, on a weight that is [in, out]
+in memory. "matmul_add": as a product that is rounded before the bias is added (Falcon). "conv1d_add": the same on a
+weight that is [in, out] in memory (gpt-oss)."""
 
 Role = Literal["table", "reads", "writes", "inner", "kernel", "router", "columns", "gain", "bias"]
 """What a parameter does.
 
-- table: a row for each token or position, as wide as the stream
-- reads, writes: a matrix whose columns, or whose rows, are the stream
-- router: a matrix that reads the stream and chooses
-- inner: anything between these, which the stream does not meet
-- kernel: a row for each channel, of what earlier tokens count for it
-- columns: a number for each column of the stream, by which a mixer multiplies it
+- table: a row per token or position, as wide as the residual stream
+- reads, writes: a matrix whose columns, or whose rows, belong to the stream
+- router: a matrix that reads the stream and chooses experts
+- inner: any other parameter inside a mixer
+- kernel: a row of weights of earlier tokens, per channel
+- columns: a number per column of the stream, which a mixer multiplies it by
 - gain, bias: a vector that is multiplied, or added
 """
 
 
 class Logs(NamedTuple):
-    """Values with which training starts: the logarithms of numbers as far apart as can be along the last dimension."""
+    """Initial values: the logarithms of numbers that are spread as evenly as possible along the last dimension, from
+    `least` to `most`.
+    """
 
     least: float
     most: float
 
 
 class Weight(NamedTuple):
-    """A component's own parameter: its shape, its role, and the value with which training starts where it is one for
-    all elements, or a row of logarithms (None: they are drawn).
+    """A parameter of a component: its shape, its role, and its initial value. The value is one number for all elements,
+    or a row of logarithms; None means that it is drawn at random.
     """
 
     shape: Shape
@@ -77,45 +80,44 @@ class Weight(NamedTuple):
 
 
 def bias(size: int) -> Weight:
-    """A vector that is added, and starts at 0."""
+    """Return the weight of a vector that is added, with the initial value 0."""
     return Weight((size,), "bias", 0.0)
 
 
 Misread = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Of a component's own parameters as torch's tensors those that are mistaken, both by their names within it."""
+"""A function from a component's own parameters, as torch tensors by name, to those that a mistake changes."""
 
 
 KINDS: dict[str, type[Component]] = {}
-"""Every kind of component by its name, those of plugins included: what `type` says in a tree's JSON."""
+"""All kinds of components by name, including those of plugins. The name is the `type` in the JSON of a tree."""
 
 
 class Component(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, omit_defaults=True, dict=False
 ):
-    """A node of the tree.
-
-    label: the row of a parameter table under which its parameters are counted; None where it has none.
-    rounds: the fields that say how it rounds, and nothing of what function it is.
-    notes: the fields that are said of it, and change nothing that it computes.
-    forgotten: of each other field that need not be given, the mistake of who leaves it as it is by default, in words.
-    rows: the letter of its tables' rows, where it has tables (see `letters`).
-    tells: the fields that its `words` tell under another name than their own.
-    given: those that need no words of their own, as how wide the stream is.
-    by_length: the fields that act by the length of a sequence alone, each with a value that stands for all.
-    usual: of fields, in words with a place for the value, values that other models have.
-    computed_in: the module that has to be imported for what computes it, by its full name; a plugin's kinds say it.
-    """
+    """A node of the tree."""
 
     label: ClassVar[str | None] = None
+    """The row of a parameter table under which the parameters are counted; None for a component without parameters."""
     rounds: ClassVar[tuple[str, ...]] = ()
+    """The fields that change only the rounding."""
     notes: ClassVar[tuple[str, ...]] = ()
+    """The fields that describe the component and change nothing that it computes."""
     forgotten: ClassVar[Mapping[str, str]] = {}
+    """For every other optional field, the mistake of a port that ignores it, in words."""
     rows: ClassVar[str] = ""
+    """The letter of the number of rows of a table, if the component has one (see `letters`)."""
     tells: ClassVar[tuple[str, ...]] = ()
+    """The fields that `words` describes under another name."""
     given: ClassVar[tuple[str, ...]] = ()
+    """The fields that need no words, such as the width of the stream."""
     by_length: ClassVar[Mapping[str, Any]] = {}
+    """The fields whose effect depends only on the length of a sequence, each with the value that compares as equal to
+    all others."""
     usual: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
+    """Values that other models have, by field, each with a description that has a place for the value."""
     computed_in: ClassVar[str] = ""
+    """The full name of the module that computes the component, which must be imported; components of plugins set it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,19 +129,19 @@ class Component(
         KINDS[cls.__name__] = cls
 
     def weights(self) -> dict[str, Weight]:
-        """This node's own parameters (not its children's), by name within the node."""
+        """Return the component's own parameters by name, without those of the components inside it."""
         return {}
 
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of `weights`."""
+        """Return the shapes of `weights`."""
         return {name: weight.shape for name, weight in self.weights().items()}
 
     def entries(self) -> dict[str, Any]:
-        """What it is made of, by the names that paths have: its fields, unless a kind says otherwise."""
+        """Return the component's parts by the names that paths use: its fields, unless a subclass differs."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     def children(self) -> Iterator[tuple[str, Component]]:
-        """The components inside it, by name, in the order of computation."""
+        """Yield the name and the component of every component inside this one, in the order of computation."""
         for name, value in self.entries().items():
             if isinstance(value, Component):
                 yield name, value
@@ -147,7 +149,7 @@ class Component(
                 yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, Component))
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """What `change(component, path)` makes of it, and before of every component inside it."""
+        """Return the result of `change(component, path)`, which is first applied to every component inside this one."""
         return change(
             self._mapped(change, {name: f"{path}.{name}" if path else name for name in self.__struct_fields__}), path
         )
@@ -167,49 +169,53 @@ class Component(
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The fields that need not be given, with their values then."""
+        """Return the optional fields with their default values."""
         found = zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False)
         return {name: value for name, value in found if value is not msgspec.NODEFAULT}
 
     @classmethod
     def choices(cls) -> dict[str, Any]:
-        """The fields that change its function and need not be given, with their values then."""
+        """Return the optional fields that change the function, with their default values."""
         return {name: value for name, value in cls.defaults().items() if name not in (*cls.rounds, *cls.notes)}
 
     def alike(self) -> Self:
-        """The component that stands for all which compute its function: the fields that round are as by default."""
+        """Return the component with default values for the fields that change only the rounding."""
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
 
     @property
     def aspect(self) -> str:
-        """The aspect of a model that it is: "norm", "attention"."""
+        """The aspect of a model that the component describes, such as "norm" or "attention"."""
         return type(self).__name__
 
     def words(self) -> dict[str, Words]:
-        """What it is, by aspect, the one that it is as a whole first; a kind without words of its own is its name."""
+        """Return the descriptions by aspect, that of the whole component first; by default the component's name."""
         return {self.aspect: _kind(self)}
 
     def aspects(self) -> dict[str, Words]:
-        """Its `words`, with every field that they do not tell appended to the first."""
+        """Return `words`, with every field that they do not mention appended to the first."""
         return self.whole(self.words())
 
     def named(self) -> Words:
-        """The first of its `aspects`."""
+        """Return the first of the `aspects`."""
         return next(iter(self.aspects().values()))
 
     def whole(self, words: dict[str, Words]) -> dict[str, Words]:
-        """Words of it with every field appended that they do not tell, so that none is silent: whatever is not as by
-        default, changes the function, and is neither in `tells` or `given` nor a name in the data of the first.
+        """Return the words with every field appended that they do not mention, so that no field is left out.
+
+        These are fields that change the function, do not have their default value, are not in `tells` or `given`, and
+        are not in the data of the first words.
         """
-        if "words" not in vars(type(self)):  # words that are inherited are those of another kind
+        if "words" not in vars(type(self)):  # inherited words describe another kind
             words = {next(iter(words)): _kind(self)}
         first, said = next(iter(words.items()))
         data = said.data if isinstance(said.data, dict) else {}
         return words | {first: said.also({n: v for n, v in self.untold().items() if (n, v[1]) not in data.items()})}
 
     def untold(self) -> dict[str, tuple[str, Any]]:
-        """The fields that neither `tells` nor `given` has, where they are not as by default: in words and as data."""
+        """Return the fields that are not in `tells` or `given` and do not have their default value, in words and as
+        data.
+        """
         own = "words" in vars(type(self))
         names = {*self.rounds, *self.given, *(self.tells if own else ())}
         plain, alike = self.defaults(), self.alike()
@@ -217,11 +223,11 @@ class Component(
         return {name: _field(name, v) for name, v in values.items() if name not in plain or v != plain[name]}
 
     def operations(self, path: str, source: str, shape: Sizes) -> tuple[Any, ...]:
-        """What the component does with the result `source`, of that shape, as the module `path`: a program of
-        `components.operations`.
+        """Return the program of the component (see `components.operations`): what it computes from the result `source`,
+        which has this shape, as the module `path`.
 
         Raises:
-            ConfigError: the record declares none.
+            ConfigError: the component does not implement it.
         """
         raise ConfigError(
             f"the component {type(self).__name__} (at {path}, with the input {source} of shape {shape}) "
@@ -229,18 +235,22 @@ class Component(
         )
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002 - most have no parts
-        """The widths of its parameters, or of those of its part of that name, beside the stream's, by the letters that
-        a formula of them has (`analysis.explain`); of two that are equal the first names both.
+        """Return the widths of the parameters of the component, or of its part of this name, by the letters of a
+        formula.
+
+        The formulas are those of `analysis.explain`. The width of the stream is not included. Of two equal widths, the
+        first one names both.
         """
         return {}
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices computes where they share every layer (Megatron-LM, 1909.08053); what has no
-        matrices is on all of them.
+        """Return the component that each of several GPUs computes under tensor parallelism (Megatron-LM, 1909.08053).
+
+        A component without matrices is on all GPUs.
 
         Raises:
-            UsageError: what cannot be shared out evenly.
-            ConfigError: the record has matrices, and does not say how they are shared out.
+            UsageError: the component cannot be divided evenly.
+            ConfigError: the component has matrices and does not implement it.
         """
         if any(len(shape) > 1 for shape in self.shapes().values()):
             raise ConfigError(
@@ -250,12 +260,14 @@ class Component(
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """A copy for a stream of that width, with few heads, units and experts, which can be mistaken alike."""
+        """Return a small copy with this hidden size and few heads, units and experts, in which the same mistakes are
+        possible.
+        """
         widths = {name: hidden for name in ("hidden_size", "size") if name in self.__struct_fields__}
         return self._with_parts(lambda part: part.small(hidden), **widths)
 
     def _with_parts(self, change: Callable[[Component], Component], **fields: Any) -> Self:
-        """With other fields, and with what `change` makes of the components inside it."""
+        """Return the component with other fields, and with `change` applied to the components inside it."""
 
         def made(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -265,19 +277,23 @@ class Component(
         return msgspec.structs.replace(self, **{n: made(getattr(self, n)) for n in self.__struct_fields__} | fields)
 
     def slips(self) -> dict[str, Self]:
-        """The component as somebody gets it wrong who ports it, by the mistake's name (see `parity.mutations`); what
-        undoes one that does not undo itself goes by ", the other way round".
+        """Return the component with each of the mistakes of a port, by the name of the mistake (see
+        `parity.mutations`).
+
+        If a mistake is not its own inverse, the inverse has the same name with ", the other way round".
         """
         return {}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        """Orders in which somebody who ports it leaves rows of its parameters, by the mistake's name and then by module
-        (of a module that writes the stream: its columns).
+        """Return wrong orders of rows of the parameters that a port may have, by the name of the mistake and then by
+        module.
+
+        For a module that writes to the stream, it is the order of its columns.
         """
         return {}
 
     def misread(self) -> dict[str, Misread]:
-        """What somebody who ports it takes for its own parameters, by the mistake's name."""
+        """Return functions that make mistakes in the parameters, by the name of the mistake."""
         return {}
 
 
@@ -286,7 +302,7 @@ def _kind(node: Component) -> Words:
 
 
 def _field(name: str, value: Any) -> tuple[str, Any]:
-    """A field that nobody wrote words for: in words, and as plain JSON values."""
+    """Return a field that has no words of its own: in words, and as plain JSON values."""
     data = msgspec.to_builtins(value.mapped(lambda each, _: each.alike()) if isinstance(value, Component) else value)
     told = name.replace("_", " ")
     if isinstance(value, Component):
@@ -297,7 +313,7 @@ def _field(name: str, value: Any) -> tuple[str, Any]:
 
 
 def divided(number: int, devices: int, what: str) -> int:
-    """What each of so many devices has; raises UsageError where it is no whole number."""
+    """Return the share of each device; raise UsageError if it is not a whole number."""
     if number % devices:
         raise UsageError(
             f"--tp {devices}: {number:,} {what} are not divisible by {devices} GPUs", f"Choose a divisor of {number:,}."
@@ -310,10 +326,10 @@ if TYPE_CHECKING:
 else:
 
     class Open:
-        """What a class inherits that stands for an open set of kinds; records inherit it and `Component`.
+        """The base class of an open set of kinds. Components inherit it and `Component`.
 
-        For the type checker it is a component. To msgspec it must be no Struct: that is decoded by a hook, which knows
-        every kind there is, where a union of Structs would be closed.
+        For the type checker it is a component. It must not be a Struct, because msgspec would treat a union of Structs
+        as closed. A hook decodes it, and knows all kinds.
         """
 
         __slots__ = ()
@@ -323,18 +339,16 @@ else:
 
 
 class Mixer(Open, frozen=True):
-    """What stands in a block between the stream and the stream: attention, a feed-forward, a recurrence.
-
-    A record of a kind inherits it beside `Component`. slot: what a block calls it in parameters' names. axes: its
-    properties that layouts of checkpoints may name, beside its fields. lends: whether it may compute with the weights
-    of another layer's.
-    """
+    """The main part of a sub-layer between reading and writing the stream: attention, a feed-forward, a recurrence."""
 
     __slots__ = ()
     given = ("hidden_size",)
     slot: ClassVar[str]
+    """The name of the mixer in a block and in the names of its parameters."""
     axes: ClassVar[tuple[str, ...]] = ()
+    """Properties that layouts of checkpoints may name, in addition to the fields."""
     lends: ClassVar[bool] = False
+    """Whether a mixer of another layer may compute with its weights."""
     hidden_size: int
 
     @property
@@ -342,15 +356,16 @@ class Mixer(Open, frozen=True):
         return self.slot.replace("_", "-")
 
     def biases(self) -> dict[str, Words]:
-        """Its linears that may have a bias, by a name in data; the data of each is whether it has."""
+        """Return the linear layers that may have a bias, by a name; the data of each is whether it has one."""
         return {}
 
 
 def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
-    """A component of another kind with the fields of `node` that both have, and with `fields`.
+    """Return a component of another kind with the fields that both have, and with `fields`.
 
     Raises:
-        ConfigError: `node` has a field, at a value other than its default, that `kind` lacks and is not in `fields`.
+        ConfigError: `node` has a field, with a value other than its default, that `kind` lacks and that is not in
+            `fields`.
     """
     kept = node.entries()
     lost = [

@@ -1,4 +1,4 @@
-"""One layer: its sub-layers, and how they read the stream and add to it. No torch."""
+"""One layer: its sub-layers, and how they read the residual stream and add to it. No torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class SubLayer(Component, frozen=True):
 
 
 class BlockScale(Component, frozen=True):
-    """A number that multiplies the output of a block, and that is not trained (Gemma 4)."""
+    """An untrained number that multiplies the output of a block (Gemma 4)."""
 
     label = "norms"
 
@@ -223,13 +223,13 @@ class Block(Component, frozen=True):
         return {"parallel block run in series": msgspec.structs.replace(self, parallel=False)} if alone else {}
 
     def groups(self) -> Iterator[tuple[SubLayer, ...]]:
-        """Its sub-layers, those that run side by side together."""
+        """Yield the sub-layers, with those that run in parallel in one tuple."""
         starts = [index for index, each in enumerate(self.sublayers) if not each.beside]
         for start, end in pairwise((*starts, len(self.sublayers))):
             yield self.sublayers[start:end]
 
     def widths(self) -> Iterator[tuple[str, int]]:
-        """How wide each part is that meets the stream: (name, size)."""
+        """Yield the name and the width of every part that reads the stream or writes to it."""
         for sublayer in self.sublayers:
             for name, part in sublayer.parts().items():
                 if isinstance(part, Mixer | LowRankResidual):
@@ -372,10 +372,10 @@ class Block(Component, frozen=True):
         """The feed-forward's own input norm, or None."""
         return next((each.norm for each in self.sublayers if each.mixer.slot == "feed_forward"), None)
 
-    # Complex: one branch for each arrangement of norms and sums.
+    # Complex: one branch for every arrangement of norms and sums.
     def operations(self, path: str, source: str, shape: Sizes) -> Program:  # noqa: C901
         """Return the program from the stream `source` to the block's output. Ids are names in the block's module."""
-        end = "block_output"  # the operation up to which the module keeps a name for its results
+        end = "block_output"  # the operation up to which the module has variables for results
         streams: Sizes = shape if self.altup is None else (self.altup.count, *shape)
         found: list[AnyOperation] = [Stream(source, (source,), streams, "norms", held=end, kept_wide=self.wide)]
         if self.altup is not None:
@@ -412,11 +412,11 @@ class Block(Component, frozen=True):
                 if self.wide:
                     found[-1] = msgspec.structs.replace(found[-1], narrowed=True)
             shared = shared if sublayer.beside or (self.parallel and index) else read
-            if sublayer.low_rank is not None:  # which no order of sums tells from one behind the mixer's
+            if sublayer.low_rank is not None:  # the sum is the same whether it comes before or after the mixer
                 inputs = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))
                 found.append(Add(f"{slot}_augmented", inputs, shape, "norms", residual=total))
                 total = found[-1].id
-            # Of a branch the last result has the name.
+            # Only the last result of a branch stays in a variable.
             passing = last or waits or sublayer.beside or sublayer.onto == "next"
             scaled, kept = sublayer.multiplier != 1, "" if passing else end
             normed, mixed = sublayer.output_norm is not None, read
@@ -454,7 +454,7 @@ class Block(Component, frozen=True):
                 name = end if last else f"{slot}_halved"
                 found.append(Scale(name, (total,), shape, "norms", held=end, factor=0.5**0.5))
                 total = name
-            if sublayer.sum_norm is not None:  # whose result has the sum's name
+            if sublayer.sum_norm is not None:  # its result takes the variable of the sum
                 found[-1] = msgspec.structs.replace(found[-1], held="")
                 total = run(f"{slot}_sum_norm", sublayer.sum_norm, total)
         if self.altup is not None and self.sublayers[-1].onto == "stream":
@@ -468,13 +468,13 @@ class Block(Component, frozen=True):
             for index, other in enumerate(others):
                 both = add("both" if not index else f"both_{index + 1}", both, other, None)
             add(end, source, both, source)
-        if self.scale is not None:  # whose result has the block's name
+        if self.scale is not None:  # its result takes the variable of the block's output
             found[-1] = msgspec.structs.replace(found[-1], held="")
             found += self.scale.operations(f"{path}scale", found[-1].id, shape)
         return tuple(found)
 
     def plain(self) -> None:
-        """Check that only an input norm stands between the stream and every mixer, for code that handles no more.
+        """Check that every mixer has only an input norm, for code that supports nothing else.
 
         A multiplier of the branch is allowed, unless the result is added to a norm's output.
 

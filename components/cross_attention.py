@@ -13,9 +13,10 @@ __all__ = ["CrossAttention"]
 
 
 class CrossAttention(Mixer, Component, frozen=True):
-    """Attention of every token to the encoder's output (Vaswani et al. 2017). Queries are computed from the decoder's
-    stream. Keys and values are computed from the encoder's output, once per source text. Fields with a name of
-    `Attention` mean the same as there.
+    """Attention of every token to the encoder's output (Vaswani et al. 2017).
+
+    Queries are computed from the decoder's stream. Keys and values are computed from the encoder's output, once per
+    source text. Fields that `Attention` also has mean the same as there.
     """
 
     label = "cross-attention"

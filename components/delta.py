@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a linear attention whose state is corrected by what it already says. No torch."""
+"""Gated DeltaNet: linear attention whose state is corrected at every token. No torch."""
 
 from typing import Any, Literal, Self
 
@@ -15,20 +15,21 @@ from .words import Words
 
 __all__ = ["GatedDeltaNet"]
 
-_CHUNK = 64  # tokens that are read at once
+_CHUNK = 64  # the number of tokens in a chunk
 
 
 class GatedDeltaNet(Mixer, Component, frozen=True):
-    """A recurrence with a state S (key_dim, value_dim) for each of `heads` heads (Yang et al. 2412.06464). At each
-    token, the state decays, adds the difference between the token's value and its own value for the token's key,
-    and is read by the token's query:
+    """A recurrence with a state S (key_dim, value_dim) for each of `heads` heads (Yang et al. 2412.06464).
+
+    At every token, the state decays. It is corrected by the difference between the token's value and the value that the
+    state gives for the token's key. Then the token's query reads it:
 
         S ← eᵍ S,  S ← S + k (β (v − Sᵀk))ᵀ,  y = Sᵀq
 
-    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries and keys have length
-    1, and queries are divided by √key_dim. All of this is in at least fp32. Each of `key_heads` queries and keys is
-    for heads / key_heads consecutive heads. Queries, keys and values pass through a causal convolution with a
-    kernel of `kernel` tokens per channel, and then the `activation`. The y of each head is normalised and
+    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries and keys are normalised to
+    length 1, and queries are divided by √key_dim. All of this is in at least fp32. There are `key_heads` queries and
+    keys, and heads / key_heads consecutive heads share one. Queries, keys and values pass through a causal convolution
+    with a kernel of `kernel` tokens per channel, and then the `activation`. The y of every head is normalised and
     multiplied by silu(gate_proj(x)).
 
     `fused` says what one matrix product computes: queries, keys and values ("by part", Qwen3.5), or the query, key,
@@ -63,22 +64,22 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
 
     @property
     def group(self) -> int:
-        """Heads a key head."""
+        """The number of heads per key head."""
         return self.heads // self.key_heads
 
     @property
     def group_values(self) -> int:
-        """How wide the values of a key head's heads are together."""
+        """The width of the values of all heads of a key head."""
         return self.group * self.value_dim
 
     @property
     def keys(self) -> int:
-        """How wide all keys are together."""
+        """The width of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """How wide all values are together."""
+        """The width of all values."""
         return self.heads * self.value_dim
 
     def weights(self) -> dict[str, Weight]:
@@ -173,8 +174,8 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         state = (self.heads, self.key_dim, self.value_dim)
         inputs = (*(f"{path}.{name}_activated" for name in sizes), f"{path}.beta_proj", f"{path}.decay_proj")
         own = tuple((name, (self.heads,)) for name in ("A_log", "dt_bias"))
-        # In a chunk keys with keys and with queries, the triangular system for values and keys, what the state says to
-        # keys and queries, what keys bring to it, and values with their weights.
+        # The products of a chunk: keys with keys and with queries, the triangular system for values and keys, the state
+        # read by keys and by queries, its update by keys, and the weighted values.
         dk, dv = self.key_dim, self.value_dim
         within = _CHUNK * _CHUNK * (3 * dk + 2 * dv) + 3 * _CHUNK * dk * dv
         scan = Scan(

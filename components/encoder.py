@@ -1,4 +1,4 @@
-"""What models have that look in both directions: types of tokens, what stands before the head, a pooler. No torch."""
+"""Components of bidirectional models: token types, the transform before the head, and the pooler. No torch."""
 
 from typing import ClassVar, Self
 
@@ -14,8 +14,9 @@ __all__ = ["HeadTransform", "Pooler", "TokenTypes"]
 
 
 class TokenTypes(Component, frozen=True):
-    """A table with a row for each of `count` token types, added to the embeddings. A type says to which segment of
-    a text a token belongs (BERT, 1810.04805). Without types, all tokens have the first.
+    """A table with a row for each of `count` token types, added to the embeddings (BERT, 1810.04805).
+
+    A type says to which segment of a text a token belongs. If no types are given, all tokens have the first type.
     """
 
     label = "embedding"
@@ -36,7 +37,7 @@ class TokenTypes(Component, frozen=True):
         return {"token types exchanged": {"": order}} if self.count > 1 else {}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """To the stream `source` of tokens of `shape`."""
+        """Return the program that adds the rows of the token types to the stream `source`."""
         wide: Sizes = (*shape, self.hidden_size)
         return (
             Tokens(f"{path}.ids", (), shape, "embedding", types=True),
@@ -82,8 +83,9 @@ class HeadTransform(Component, frozen=True):
 
 
 class Pooler(Component, frozen=True):
-    """activation(dense(x)) of a text's first token, as one vector for the text (BERT). It is not part of the
-    model's output per token, and is computed only on request.
+    """activation(dense(x)) of the hidden state x of a text's first token, as one vector for the text (BERT).
+
+    It is not part of the model's output per token, and is computed only on request.
     """
 
     label = "pooler"

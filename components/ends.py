@@ -1,4 +1,4 @@
-"""Where tokens come in and logits go out. No torch."""
+"""The embedding and the head. No torch."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -17,11 +17,12 @@ __all__ = ["Embedding", "Head", "LayerEmbedding"]
 
 
 class Embedding(Component, frozen=True):
-    """The token table. Its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them
-    before the first block (BLOOM). With `width`, rows have this width, and a matrix projects them to the stream
-    (OPT 350m). If an encoder's table is `shared`, it is the table of the model that has the encoder, and is stored
-    once. The row of the token `blank` counts as zeros, whatever it contains, also in a tied head (Youtu's padding
-    token).
+    """The token embedding: a table with a row per token.
+
+    Its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before the first block
+    (BLOOM). With `width`, rows have this width, and a matrix projects them to the stream (OPT 350m). If the table of an
+    encoder is `shared`, it is the decoder's table, which is stored once. The row of the token `blank` counts as zeros,
+    whatever it contains, also in a tied head (Youtu's padding token).
 
     `scaling` "rounded" rounds the multiplier to the dtype of the rows first.
     """
@@ -87,12 +88,12 @@ class Embedding(Component, frozen=True):
 
 
 class LayerEmbedding(Component, frozen=True):
-    """An additional input per layer for each token: a table whose rows have `width` numbers for each layer (Gemma
-    3n).
+    """An additional input per layer for every token, from a table whose rows have `width` numbers per layer (Gemma 3n).
 
-    The inputs are summed · (row + norm(projected · projection(x))), where x is the token's embedding. They are
-    normalised separately for each layer, and its `LayerInput` reads them. A token beyond the table's rows has the
-    first row. `scaling` "rounded" rounds both numbers to the dtype of the rows before they multiply.
+    The inputs are summed · (row + norm(projected · projection(x))), where x is the token's embedding, and `summed` and
+    `projected` are factors. The norm is applied separately for every layer, and the layer's `LayerInput` reads the
+    result. A token outside the table has the first row. `scaling` "rounded" rounds both factors to the dtype of the
+    rows before they multiply.
     """
 
     label = "embedding"
@@ -125,7 +126,7 @@ class LayerEmbedding(Component, frozen=True):
 
     @property
     def every(self) -> int:
-        """Numbers of all layers together."""
+        """The number of elements per token, over all layers."""
         return self.layers * self.width
 
     def words(self) -> dict[str, Words]:
@@ -151,13 +152,13 @@ class LayerEmbedding(Component, frozen=True):
         return self.sized(hidden, min(self.width, FEW), self.layers, self.table.vocab_size)
 
     def sized(self, hidden: int, width: int, layers: int, tokens: int) -> Self:
-        """The same for other sizes."""
+        """Return the component with other sizes."""
         table = msgspec.structs.replace(self.table, hidden_size=layers * width, vocab_size=tokens)
         sizes = {"hidden_size": hidden, "width": width, "layers": layers}
         return msgspec.structs.replace(self, table=table, norm=self.norm.small(width), **sizes)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Of the embeddings of "tokens", `source`."""
+        """Return the program that computes all inputs from the embeddings `source` of the tokens."""
         row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
         ids, x = f"{path}.tokens", f"{path}.embedded"
         found: list[AnyOperation] = [Tokens(ids, (), shape, row)]
@@ -173,13 +174,14 @@ class LayerEmbedding(Component, frozen=True):
 
 
 class Head(Component, frozen=True):
-    """Logits from hidden states. If it is `tied`, its weight is the embedding's and is stored once.
+    """The output layer, which computes logits from hidden states. If it is `tied`, its weight is the embedding's and is
+    stored once.
 
-    Logits are multiplied by `multiplier` (Cohere). With `scaling` "divide", they are divided by its inverse
-    (Granite). With "divide states", the hidden states are divided before the product (MiniCPM), and with "multiply
-    states" they are multiplied (T5). Then `cap` c replaces every logit x by c · tanh(x / c) (Gemma 2). With
-    `width`, a matrix projects hidden states to this width first (OPT 350m). With a `transform`, they pass through
-    it first (BERT). `added` says whether a bias is added inside the matrix product or after it (BART).
+    Logits are multiplied by `multiplier` (Cohere). With `scaling` "divide", they are divided by its inverse (Granite).
+    With "divide states", the hidden states are divided before the product (MiniCPM), and with "multiply states" they
+    are multiplied (T5). Then `cap` c replaces every logit x by c · tanh(x / c) (Gemma 2). With `width`, a matrix
+    projects hidden states to this width first (OPT 350m). With a `transform`, they pass through it first (BERT).
+    `added` says whether a bias is added inside the matrix product or after it (BART).
     """
 
     label = "head"
@@ -221,7 +223,7 @@ class Head(Component, frozen=True):
 
     @property
     def early(self) -> bool:
-        """Whether states are multiplied before the product, not logits behind it."""
+        """Whether the hidden states are multiplied before the product, and not the logits after it."""
         return self.scaling.endswith(" states")
 
     def words(self) -> dict[str, Words]:

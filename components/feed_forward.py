@@ -18,8 +18,10 @@ _USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Ac
 
 
 class FeedForward(Mixer, Component, frozen=True):
-    """down(activation(up(x))). An activation may have parameters of its own (`activations.LEARNT`). With `inside`,
-    it reads and writes a latent of the component that contains it, and not the residual stream.
+    """A plain feed-forward, down(activation(up(x))).
+
+    An activation may have parameters of its own (`activations.LEARNT`). With `inside`, it reads and writes a latent of
+    the component that contains it, and not the residual stream.
     """
 
     label = "feed-forward"
@@ -91,8 +93,8 @@ class FeedForward(Mixer, Component, frozen=True):
 
 
 class ExpertLatent(Component, frozen=True):
-    """The projections between the residual stream and a latent of width `width`, which experts read and write
-    (Nemotron 3 Super).
+    """The projections between the residual stream and a latent of width `width`, which experts read and write (Nemotron
+    3 Super).
     """
 
     label = FeedForward.label
@@ -116,15 +118,15 @@ class ExpertLatent(Component, frozen=True):
 
 
 class GatedFeedForward(Mixer, Component, frozen=True):
-    """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); called SwiGLU if the activation is silu.
+    """A gated feed-forward, down(activation(gate(x)) · up(x)) (Shazeer 2002.05202). With silu it is called SwiGLU.
 
-    `limit` l limits gate(x) to at most l, and up(x) to -l … l. Then `up_shift` is added to up(x) (gpt-oss
-    2508.10925). `gate_multiplier` scales gate(x) before these steps (Falcon-H1). With `sparsity` s, about this
-    share of a token's units is 0: gate(x) is reduced to its part above mean + Φ⁻¹(s) · deviation of the units
-    (Gemma 3n). `inner_norm` normalises the product before the down projection (BitNet).
+    `limit` l limits gate(x) to at most l, and up(x) to -l … l. Then `up_shift` is added to up(x) (gpt-oss 2508.10925).
+    `gate_multiplier` scales gate(x) before these steps (Falcon-H1). With `sparsity` s, about this share of a token's
+    units is 0: gate(x) is reduced to its part above mean + Φ⁻¹(s) · deviation of the units (Gemma 3n). `inner_norm`
+    normalises the product before the down projection (BitNet).
 
-    `fused` computes gate and up in one matrix product. With `down_turned`, the down projection is stored as [in,
-    out], and the others are not (DBRX).
+    `fused` computes gate and up in one matrix product. With `down_turned`, the down projection is stored as [in, out],
+    and the others are not (DBRX).
     """
 
     label = "feed-forward"
@@ -167,7 +169,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
             )
 
     def _norm_of(self, units: int) -> Norm | None:
-        """Its norm for so many units."""
+        """Return the inner norm for another number of units."""
         return None if self.inner_norm is None else self.inner_norm.small(units)
 
     def weights(self) -> dict[str, Weight]:
@@ -236,9 +238,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
 
 class LayerInput(Mixer, Component, frozen=True):
-    """down(activation(gate(x)) · e), where e is the entry of the model's `LayerEmbedding` for the token in this
-    layer (Gemma 3n).
-    """
+    """down(activation(gate(x)) · e), where e is the token's entry of `LayerEmbedding` in this layer (Gemma 3n)."""
 
     label = "layer inputs"
     slot = "layer_input"
@@ -289,16 +289,18 @@ class LayerInput(Mixer, Component, frozen=True):
         )
 
 
-FEW = 8  # numbers of a layer's input in a small copy
+FEW = 8  # the width of a layer's input in a small copy
 UNITS = 640
-"""Units at most of a feed-forward in a small copy, whose stream is as wide as some families' heads of 256 make it."""
+"""The largest number of units of a feed-forward in a small copy. The stream is wide in families with heads of 256."""
 
 MADE = "layer_inputs.summed"
-"""The result before all layers that has every layer's input."""
+"""The id of the result with the inputs of all layers, which is computed before the layers."""
 
 
 def _another(activation: Activation) -> Activation:
-    """GELU in another's place, and its approximation in its own (gelu_10 is GELU below 10)."""
+    """Return another activation to mistake for this one: GELU, or its approximation if this one is GELU (gelu_10 is
+    GELU below 10).
+    """
     return "gelu_tanh" if function_of(activation) in ("gelu", "gelu_10") else "gelu"
 
 

@@ -208,7 +208,7 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     def slips(self) -> dict[str, Self]:
         found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
-        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # YaRN's mscale, in all that were released
+        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # YaRN's mscale, in all released models
             found["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.query_dim**-0.5)
         if isinstance(self.position, Rotary):
             other = self.position.in_other_pairs()
@@ -216,7 +216,7 @@ class LatentAttention(Mixer, Component, frozen=True):
         return found
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
+        row, end = "attention", f"{path}.o_proj"  # results in variables exist until this operation
         heads, found = self.heads, list[AnyOperation]()
         latent, rope = f"{path}.latent_cached", f"{path}.k_rope_cached"
 

@@ -1,4 +1,4 @@
-"""Linear attention: weights that are a polynomial of the scores, so that a state holds all earlier tokens. No torch."""
+"""Linear attention: the weights are a polynomial of the scores, so a state replaces the keys and values. No torch."""
 
 from typing import Any, ClassVar, Self
 
@@ -13,20 +13,20 @@ from .words import Words
 
 __all__ = ["LinearAttention"]
 
-_CHUNK = 128  # tokens that are read at once
+_CHUNK = 128  # the number of tokens in a chunk
 
 
 class LinearAttention(Mixer, Component, frozen=True):
-    """Attention in which an earlier token does not have the weight eˢ, s = scale · q·k, but the first terms of its
-    series, reduced by the decays since then (Arora et al. 2402.18668; the gates of Yang et al. 2312.06635, one per
-    head):
+    """Attention with weights that are a polynomial of the scores, so that a state of fixed size replaces the KV cache.
+
+    With the score s = scale · q·k, an earlier token does not have the weight eˢ, but the first terms of its Taylor
+    series, which decay with every later token (Arora et al. 2402.18668; gates per head: Yang et al. 2312.06635):
 
         y = Σ w v / Σ w,  w = (1 + s + s²/2) · exp(Σ g),  g = −softplus(gate_proj(x))
 
-    where the sum of g is over the tokens after the earlier token. w is above 0 for any s, and is a product of
-    features of q and features of k. So the state of each of `kv_heads` heads has `key_features` numbers times the
-    values, in at least fp32. `position` rotates queries and keys. `q_norm` and `k_norm` normalise each head before
-    that.
+    The sum of g is over the tokens after the earlier token. w is above 0 for any s, and is a product of features of q
+    and features of k. So the state of each of `kv_heads` heads has `key_features` rows, as wide as a value, in at least
+    fp32. `position` rotates queries and keys. `q_norm` and `k_norm` normalise every head before the rotation.
     """
 
     label = "recurrence"
@@ -73,12 +73,12 @@ class LinearAttention(Mixer, Component, frozen=True):
 
     @property
     def group(self) -> int:
-        """Query heads a key-value head."""
+        """The number of query heads per key-value head."""
         return self.heads // self.kv_heads
 
     @property
     def key_features(self) -> int:
-        """Numbers of a key that a state has a row for: 1, its elements, and the products of two of them."""
+        """The number of features of a key: 1, its elements, and the products of two elements."""
         return 1 + self.head_dim + self.head_dim * (self.head_dim + 1) // 2
 
     def weights(self) -> dict[str, Weight]:
@@ -158,9 +158,9 @@ class LinearAttention(Mixer, Component, frozen=True):
         found.append(linear(self, "gate_proj", path, source, ("B", "T", self.kv_heads), row, read))
         values, dim = ("B", "T", self.heads, self.head_dim), self.head_dim
         state = (self.kv_heads, self.key_features, dim + 1)
-        # Scores, what is made of them and the weights; products of two elements, and the elements.
+        # Per pair of tokens: scores, their polynomial, and weights. Per token: the elements and their products.
         weighed, between = _CHUNK * _CHUNK * (3 * self.heads + self.kv_heads), _CHUNK * dim * (dim + 1) // 2
-        known = self.key_features * (dim + 1)  # a head's state
+        known = self.key_features * (dim + 1)  # the size of a head's state
         scan = Scan(
             read,
             (*inputs, found[-1].id),
@@ -173,7 +173,7 @@ class LinearAttention(Mixer, Component, frozen=True):
             products=(self.heads + self.kv_heads) * known,
             wide=True,
             chunk=_CHUNK,
-            # Scores and what they weigh, what the state says to queries, and what keys bring to it.
+            # Scores and the weighted values, the state read by queries, and its update by keys.
             chunk_products=_CHUNK * (self.heads * _CHUNK * (2 * dim + 1) + (self.heads + self.kv_heads) * known),
             spared=self.heads * _CHUNK * known,
             alive=self.heads * 2 * dim + self.kv_heads * (2 * dim + 1),

@@ -16,19 +16,20 @@ from .words import Words
 
 __all__ = ["Mamba"]
 
-_CHOSEN = ("dt", "b", "c")  # what depends on the token, in the order of the rows of the fused projection
+_CHOSEN = ("dt", "b", "c")  # the projections of x, in the order of the rows of the fused projection
 _STEP = math.log(math.expm1(0.01))  # its softplus, 0.01, is the mean step size at the start of training
 
 
 class Mamba(Mixer, Component, frozen=True):
-    """A recurrence with a state S of shape (inner, state_size) (Gu & Dao 2312.00752). At each token, the state decays,
-    adds each channel's input times the token's b, and is read by its c:
+    """A recurrence with a state S of shape (inner, state_size) (Gu & Dao 2312.00752).
+
+    At every token, the state decays, adds the input of every channel times the token's b, and is read by the token's c:
 
         S ← e^(−Δ · exp(A_log)) ⊙ S + (Δ ⊙ x) bᵀ,  y = S c + D ⊙ x
 
-    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution and the activation. dt, b and
-    c are projections of x. y is multiplied by silu(gate_proj(stream)). Tokens are processed one after the other, in
-    at least fp32, like the state.
+    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution and the activation. dt, b and c
+    are projections of x. y is multiplied by silu(gate_proj(stream)). Tokens are processed one after the other, in at
+    least fp32, like the state.
     """
 
     label = "recurrence"
@@ -73,7 +74,7 @@ class Mamba(Mixer, Component, frozen=True):
 
     @property
     def chosen(self) -> dict[str, int]:
-        """The sizes of dt, b and c."""
+        """Return the sizes of dt, b and c."""
         return dict(zip(_CHOSEN, (self.rank, self.state_size, self.state_size), strict=True))
 
     def weights(self) -> dict[str, Weight]:

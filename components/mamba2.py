@@ -1,4 +1,4 @@
-"""Mamba-2: a state space model in which each head has one decay rate. No torch."""
+"""Mamba-2: a state space model in which every head has one decay rate. No torch."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -20,8 +20,9 @@ _MIXED = ("x", "b", "c")  # the projections that pass through the convolution
 
 
 class Mamba2(Mixer, Component, frozen=True):
-    """A recurrence in which every head has a state S of shape (head_dim, state_size) (Dao & Gu 2405.21060). At each
-    token, the state decays, adds the token's input times its b, and is read by its c:
+    """A recurrence in which every head has a state S of shape (head_dim, state_size) (Dao & Gu 2405.21060).
+
+    At every token, the state decays, adds the token's input times its b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) S + Δ x bᵀ,  y = S c + D x
 
@@ -222,7 +223,7 @@ class Mamba2(Mixer, Component, frozen=True):
         inputs = (*(f"{path}.{name}_activated" for name in _MIXED), made["dt"])
         own = tuple((name, (self.heads,)) for name in ("A_log", "D", "dt_bias"))
         wide, long, chunk = self.head_dim, self.state_size, self.chunk
-        kept = -(-wide * long // chunk)  # a state's share of a token
+        kept = -(-wide * long // chunk)  # the size of a state, divided over the tokens of a chunk
         scan = Scan(
             f"{path}.state",
             inputs,
@@ -238,10 +239,10 @@ class Mamba2(Mixer, Component, frozen=True):
             kept_wide=True,
             theirs=self.heads * wide * long,
             chunk=chunk,
-            # In a chunk c with b, that with x, what b brings to the state, and what the state says to c.
+            # The products of a chunk: c with b, the result with x, the update of the state, and the state read by c.
             chunk_products=self.heads * chunk * (chunk * (wide + long) + 2 * wide * long),
             between=self.heads * wide * long,
-            # Weights of pairs, or what the states say, or its sum with what a chunk says; beside each some of a head.
+            # The largest of three steps: weights of pairs, results of states, and their sum with the result of a chunk.
             alive=self.heads
             * (5 + max(3 * chunk + 2 * (wide + long), 4 * wide + 3 * long + 3 * kept, 6 * wide + 2 * long + 2 * kept)),
         )

@@ -28,40 +28,42 @@ from .words import Words
 
 __all__ = ["MOST_EXPERTS", "DenseBesideExperts", "MixtureOfExperts"]
 
-MOST_EXPERTS = 1024  # as many as a mixture may have
+MOST_EXPERTS = 1024  # the largest number of experts in a mixture
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):
-    """`experts` feed-forwards of the same form, from which a router chooses `top_k` for each token (Shazeer
-    1701.06538).
+    """A mixture of `experts` feed-forwards of the same form, from which a router chooses `top_k` for every token
+    (Shazeer 1701.06538).
 
-    Router: p = scores(router(x)), a softmax over all experts or a sigmoid for each (DeepSeek-V3 2412.19437). The
-    output is Σ p_e · expert_e(x) over the top_k largest p. With `normalise`, these p are divided by their sum
-    (Mixtral 2401.04088), or by their sum plus `added` (LFM2-MoE). So identical experts give the output of one of
-    them. The p are then multiplied by `multiplier`. With `jitter` j, each chosen expert has a separate softmax
-    (SparseMixer 2409.12136). This softmax leaves out the experts that were chosen before, and those whose logits
-    are below the expert's own l by more than 2j · max(|logit|, l).
+    Router: p = scores(router(x)), a softmax over all experts or a sigmoid for each (DeepSeek-V3 2412.19437). The output
+    is Σ p_e · expert_e(x) over the top_k largest p. With `normalise`, these p are divided by their sum (Mixtral
+    2401.04088), or by their sum plus `added` (LFM2-MoE). So identical experts give the output of one of them. The p are
+    then multiplied by `multiplier`. With `jitter` j, every chosen expert has a separate softmax (SparseMixer
+    2409.12136). This softmax leaves out the experts that were chosen before, and those whose logits are below the
+    expert's own l by more than 2j · max(|logit|, l).
 
-    Choice: `choice_bias` is added to p when experts are chosen, or with `biased` "logits" to the logits. It is not
-    part of the weights (2408.15664). With `groups`, the router first chooses `top_groups` groups, those in which
-    the sum of the `group_best` largest p is largest.
+    Choice: `choice_bias` is added to p when experts are chosen, or with `biased` "logits" to the logits. It does not
+    change the weights (2408.15664). With `groups`, the router first chooses the `top_groups` groups in which the sum of
+    the `group_best` largest p is largest.
 
     Experts: `shared` is an expert that every token uses (several shared experts equal one with the sum of their
-    widths). With `shared_gate`, it is multiplied by σ(gate(x)), one number per token. With `averaged`, the output
-    is half of the sum. With `weighs` "inputs", an expert reads p_e · x, and its output is not weighted (Llama 4).
-    The router reads `router_multiplier` · `router_norm`(x), and experts read `expert_norm`(x), if there are such
-    norms. With `expert_scale`, each final weight is multiplied by a number of its expert (Gemma 4). With a
+    widths). With `shared_gate`, it is multiplied by σ(gate(x)), one number per token. With `averaged`, the output is
+    half of the sum. With `weighs` "inputs", an expert reads p_e · x, and its output is not weighted (Llama 4). The
+    router reads `router_multiplier` · `router_norm`(x), and experts read `expert_norm`(x), if there are such norms.
+    With `expert_scale`, the final weight of an expert is multiplied by a number of this expert (Gemma 4). With a
     `latent`, experts have its width and read its projection of x, and their sum is projected back.
 
-    Rounding: `routed_in` is the dtype of the router's product, and `scored_in` that of p. `chosen_by` says whether
-    p is computed for all experts, only for those with the largest logits, or as a sigmoid of all, from which these
-    are taken (Llama 4). `in_order` says whether experts are summed in the order of their p, or in the order in
-    which they are listed. `rounded` says whether weights are rounded to the dtype of x first. `wide_router` and
-    `wide_choice` say what is stored in fp32 for any model dtype. `summed` says whether a token's experts are summed
-    at once; or each is added, and rounded, in the order of the experts' numbers (DBRX); or every expert gets all
-    tokens, as zeros if it was not chosen, in one product, which costs as much as if all experts were chosen (Llama
-    4). `total` says whether `normalise` computes its divisor as a sum or as a norm, which differ only in the order
-    of the addition (DBRX).
+    Rounding: `routed_in` is the dtype of the router's product, and `scored_in` that of p. `chosen_by` says whether p is
+    computed for all experts, only for those with the largest logits, or as a sigmoid of all logits, from which the
+    largest are chosen (Llama 4). `in_order` says whether experts are summed in the order of their p or of their
+    numbers. `rounded` says whether weights are rounded to the dtype of x first. `wide_router` and `wide_choice` say
+    which parameters are stored in fp32 for any model dtype.
+
+    `summed` says how the outputs of a token's experts are summed. Either at once, or one after the other with a
+    rounding each time, in the order of the experts' numbers (DBRX). Or one product computes every expert for all
+    tokens, with zeros for tokens that did not choose it, which costs as much as if all experts were chosen (Llama 4).
+    `total` says whether `normalise` computes its divisor as a sum or as a norm, which differ only in the order of the
+    addition (DBRX).
     """
 
     label = "router"
@@ -180,34 +182,37 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     @property
     def intermediate_size(self) -> int:
-        """Of each expert."""
+        """The number of units of an expert."""
         return self.expert.intermediate_size
 
     @property
     def expert_width(self) -> int:
-        """The width of what each expert reads and writes."""
+        """The width of the input and output of an expert."""
         return self.hidden_size if self.latent is None else self.latent.width
 
     @property
     def shared_size(self) -> int:
-        """Of the shared expert; 0 where there is none."""
+        """The number of units of the shared expert; 0 if there is none."""
         return 0 if self.shared is None else self.shared.intermediate_size
 
     @property
     def eligible(self) -> int:
-        """Experts in the groups that are chosen."""
+        """The number of experts in the chosen groups."""
         return self.experts // self.groups * min(self.top_groups, self.groups)
 
     @property
     def beside(self) -> list[str]:
-        """The fields that it has beside those of a softmax over experts: biases, groups, a scale, a shared expert."""
+        """Return the fields that a plain softmax over experts does not have: biases, groups, a scale or a shared
+        expert.
+        """
         found = self.choices().items()
         return [name for name, plain in found if name != "normalise" and getattr(self, name) != plain]
 
     @property
     def of_chosen(self) -> bool:
-        """Whether the scores are computed of the experts with the largest logits alone, which are those that a softmax
-        or sigmoid would choose; of a softmax their sum is 1 then.
+        """Whether the scores are computed only for the experts with the largest logits.
+
+        Softmax and sigmoid choose the same experts. The scores of a softmax then sum to 1.
         """
         alike = self.normalise or self.scores == "sigmoid"
         plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
@@ -241,7 +246,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return one | {name: Words(f"{short}, {few}{routed}{more}", data, f"{few}{given}{more}, each {whole}")}
 
     def _more(self) -> Iterator[str]:
-        """What is beside a softmax over experts, in a few words."""
+        """Yield short descriptions of the differences from a plain softmax over experts."""
         if self.scores == "sigmoid" or self.choice_bias:
             of = " of logits" if self.biased == "logits" else ""
             yield f"{self.scores}{f' + bias{of}' if self.choice_bias else ''}"
@@ -271,8 +276,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """All experts are taken where all were, and one more is there where there are more; groups are of
-        two, or of three where two of the one that is chosen are not all.
+        """Return a small copy, in which the same choices are possible.
+
+        If all experts are chosen, they still are. Otherwise there is at least one more expert. Groups have two experts,
+        or three if only some experts of a single group are chosen.
         """
         if self.groups > 1:
             groups = min(self.groups, 4)
@@ -299,7 +306,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         more = "an expert a token too many"
         counts = {more: self.top_k + 1, f"{more}, the other way round": self.top_k - 1}
         found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.eligible}
-        one = self.scores == "softmax" and self.jitter is None  # of whose weights all together are one
+        one = self.scores == "softmax" and self.jitter is None  # the weights of all experts sum to 1
         if self.top_k < self.experts or not one:
             found["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
         return found
@@ -331,10 +338,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
 
-        whole = self.experts if self.summed == "by expert" else 1  # parts that what is read and given is in
+        whole = self.experts if self.summed == "by expert" else 1  # the number of experts that get all tokens
 
         def copied(each: AnyOperation, **changes: object) -> AnyOperation:
-            """One of many; each token is led to those that were chosen."""
+            """Return an operation of one expert as that of many, from which tokens choose."""
             changes["copies"] = self.experts if each.weights else 1
             if isinstance(each, Linear):
                 changes |= {"inputs": (*each.inputs, chosen), "choice": chosen}
@@ -381,7 +388,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             yield linear(self.latent, "up_proj", f"{path}.latent", combined, shape, "feed-forward")
 
     def _beside(self, path: str, source: str, shape: Sizes, combined: str) -> Iterator[AnyOperation]:
-        """The shared expert, and its sum with the others."""
+        """Yield the operations of the shared expert, and its sum with the others."""
         if self.shared is None:
             return
         row, end = "feed-forward", f"{path}.both"
@@ -401,8 +408,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
 
 class DenseBesideExperts(Mixer, Component, frozen=True):
-    """A feed-forward that every token uses and a mixture, whose results are added (Gemma 4). Both read the same
-    input, and each has a norm after it. The feed-forward also has a norm before it, and the mixture has its own.
+    """A feed-forward that every token uses and a mixture, whose results are added (Gemma 4).
+
+    Both read the same input, and each has a norm after it. The feed-forward also has a norm before it, and the mixture
+    has its own.
     """
 
     slot = "feed_forward"
@@ -428,7 +437,7 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
 
     @property
     def intermediate_size(self) -> int:
-        """Of each expert."""
+        """The number of units of an expert."""
         return self.mixture.intermediate_size
 
     def words(self) -> dict[str, Words]:

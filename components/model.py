@@ -1,4 +1,4 @@
-"""A model as a tree of components, and the walks over any tree: its nodes, parameters, differences. No torch."""
+"""A model as a tree of components, and walks over a tree: its nodes, its parameters, differences. No torch."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -27,13 +27,13 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional.
 
-    A decoder may have an `encoder`, which is a tree without a head and reads another text, the source. Each decoder
-    layer then has a `CrossAttention` to the encoder's output. `context_length` is the longest sequence that the
-    model was trained for, if it is known. Without a `final_norm`, the head reads the last block's output, for
-    example in post-norm models. `first_norm` normalises the sum of all embeddings (BERT). Without a `head`, the
-    model returns hidden states, and a `pooler` makes one vector of them. `relative_bias` is what all layers with
-    `Buckets` as positions add to their scores (T5). With `streams`, layers pass on several streams and have an
-    `altup`, and `joined` combines the streams after the last layer.
+    A decoder may have an `encoder`, which is a tree without a head and reads another text, the source. Every decoder
+    layer then has a `CrossAttention` to the encoder's output. `context_length` is the longest sequence that the model
+    was trained for, if it is known. Without a `final_norm`, the head reads the last block's output, for example in
+    post-norm models. `first_norm` normalises the sum of all embeddings (BERT). Without a `head`, the model returns
+    hidden states, and a `pooler` makes one vector of them. `relative_bias` is added to the scores of all layers whose
+    positions are `Buckets` (T5). With `streams`, layers pass on several residual streams and have an `altup`, and
+    `joined` combines the streams after the last layer.
     """
 
     tells = (
@@ -119,7 +119,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self._encoded()
 
     def _encoded(self) -> None:
-        """Raise ConfigError where cross-attention or biases of distances read what nothing makes."""
+        """Raise ConfigError if cross-attention or relative biases have no encoder or table to read, or the reverse."""
         encoder, table = self.encoder, self.relative_bias
         if encoder is not None and (encoder.head, encoder.pooler, encoder.encoder) != (None, None, None):
             raise ConfigError(
@@ -147,7 +147,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 )
 
     def _given(self) -> None:
-        """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
+        """Raise ConfigError if layers read results that nothing computes: their own inputs, or the keys of an earlier
+        layer.
+        """
         inputs, made, lent = self.layer_inputs, set[Any](), dict[int, Any]()
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
@@ -176,25 +178,25 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def causal(self) -> bool:
-        """Whether no token knows of those behind it: it can be asked for the next one."""
+        """Whether no token attends to later ones, so that the model can predict the next token."""
         return all(getattr(block.mixer("attention"), "causal", True) for block in self.blocks)
 
     @property
     def tied(self) -> bool:
-        """Whether its head has the embedding's table."""
+        """Whether the head uses the embedding's table."""
         return self.head is not None and self.head.tied
 
     def has_head(self) -> Head:
-        """Its head; raises MissingComponent where it has none."""
+        """Return the head; raise MissingComponent if there is none."""
         if self.head is None:
             raise MissingComponent("this needs a head, but the model has none: it outputs hidden states, not logits")
         return self.head
 
     def predicts(self, what: str) -> None:
-        """Refuse a model that predicts no next token, for `what` asks for one.
+        """Raise an error if the model does not predict the next token, which `what` needs.
 
         Raises:
-            MissingComponent: attention in both directions, or no head.
+            MissingComponent: the model has bidirectional attention or no head.
         """
         if not self.causal:
             raise MissingComponent(
@@ -205,7 +207,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self.has_head()
 
     def one_stack(self, what: str) -> None:
-        """Refuse a model with an encoder for `what`, which knows one stack of layers; raises MissingComponent."""
+        """Raise MissingComponent if the model has an encoder, which `what` does not support."""
         if self.encoder is not None:
             raise MissingComponent(
                 f"{what} needs a decoder-only model, but this model also has an encoder",
@@ -214,7 +216,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def beside(self) -> str:
-        """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
+        """The names of the fields that give layers an input in addition to the stream; empty if there are none."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
         there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
         there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.shares}
@@ -222,12 +224,12 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def shares(self) -> bool:
-        """Whether layers run shared blocks, which read again what the first layer did."""
+        """Whether layers run shared blocks, which also read the first layer's input."""
         return any(block.mixer(SharedTransformer.slot) is not None for block in self.blocks)
 
     @property
     def lenders(self) -> dict[int, int]:
-        """Of each layer that runs a shared block the one that stores its weights."""
+        """Return the layer that stores the weights, for every layer that runs a shared block."""
         found: dict[int, int] = {}
         stored: dict[int, int] = {}
         for layer, block in enumerate(self.blocks):
@@ -239,7 +241,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def shared(self) -> frozenset[Any]:
-        """Which keys and values later layers take from earlier ones, by `Attention.remembered`."""
+        """The keys and values that later layers take from earlier ones, as values of `Attention.remembered`."""
         mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
         return frozenset(each.remembered for each in mixers if getattr(each, "kv_from", "") == "earlier")
 
@@ -256,8 +258,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
 
     def __repr__(self) -> str:
-        """The tree in a few lines; `to_json` has all of it."""
-        runs: list[list[Any]] = []  # the first and the last layer of each
+        """Return the tree in a few lines; `to_json` returns all of it."""
+        runs: list[list[Any]] = []  # first layer, last layer and block of a run
         for index, block in enumerate(self.blocks):
             if runs and runs[-1][2] == block:
                 runs[-1][1] = index
@@ -287,7 +289,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def stream_size(self) -> int:
-        """Numbers of a token that a layer passes on to the next."""
+        """The number of elements per token that a layer passes to the next one."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
@@ -295,7 +297,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return self.embedding.vocab_size
 
     def components(self) -> Iterator[Component]:
-        """Every component of the tree, those that can hold no parameters too, depth first."""
+        """Yield every component of the tree, also those without parameters, depth first."""
         for _, root, top in self._roots():
             yield from (node for _, node in walk(top, root))
 
@@ -320,7 +322,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                     yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 
     def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
-        """The trees below this node, and in which layer each is."""
+        """Yield the trees below this node, with the number of the layer, or None outside the layers."""
         for name, value in self.entries().items():
             if isinstance(value, Component):
                 yield None, name, value
@@ -328,7 +330,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 yield from ((layer, f"{name}.{layer}", block) for layer, block in enumerate(value))
 
     def before_blocks(self) -> Program:
-        """From token ids to the stream that the first block reads."""
+        """Return the program from token ids to the input of the first block."""
         ids: Sizes = ("B", "T")
         found: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
         found += self.embedding.operations("embedding", "tokens", ids)
@@ -354,11 +356,11 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return tuple(found)
 
     def block_operations(self, block: Block) -> Program:
-        """From the stream, "x", to the sum that leaves a block, "block_output"."""
+        """Return the program of a block, from the stream "x" to its output "block_output"."""
         return _program(block, self.hidden_size)
 
     def after_blocks(self) -> Program:
-        """From the last block's sum to logits, or to hidden states."""
+        """Return the program from the last block's output to logits, or to hidden states."""
         stream: Sizes = ("B", "T", self.hidden_size)
         found: list[AnyOperation] = []
         if self.joined is not None:
@@ -376,22 +378,22 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def _program(block: Block, width: int) -> Program:
-    """Walks ask for the same again and again."""
+    """Return the program of a block. It is cached, because walks ask for it again and again."""
     return block.operations("", "x", ("B", "T", width))
 
 
-_MOST_RUNS = 8  # runs of layers alike that a tree's repr lists
+_MOST_RUNS = 8  # the largest number of runs of equal layers that a repr lists
 
 
 def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:
-    """A component and all that are inside it, depth first in the order of computation: (path, node)."""
+    """Yield the path of a component and of every component inside it, depth first, in the order of computation."""
     yield path, node
     for name, child in node.children():
         yield from walk(child, f"{path}.{name}")
 
 
 def _told(node: Component) -> str:
-    """A component with its sizes: Attention(heads 12, kv_heads 12, head_dim 64)."""
+    """Return a component with its sizes: Attention(heads 12, kv_heads 12, head_dim 64)."""
     plain = {name: getattr(node, name) for name in node.__struct_fields__ if name not in ("hidden_size", "scale")}
     sizes = [f"{name} {value:,}" for name, value in plain.items() if type(value) is int]
     sizes += [name for name, value in plain.items() if value is True]

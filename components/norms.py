@@ -1,4 +1,4 @@
-"""Norms. No torch."""
+"""LayerNorm and RMSNorm. No torch."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -13,19 +13,17 @@ from .words import Words
 __all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm", "inside"]
 
 Gain = Literal["weight", "1 + weight", "none"]
-"""By what a norm multiplies: its weight, one more than its weight (Gemma), or nothing; it has no weight then."""
+"""The factor of a norm: its weight, 1 plus its weight (Gemma), or none."""
 
 
 class Norm(Open, frozen=True):
-    """What every norm has. A record of a kind inherits it beside `Component`.
-
-    centred: whether it takes the mean away.
-    """
+    """The base class of norms."""
 
     __slots__ = ()
     given = ("size",)
     usual: ClassVar[dict[str, Any]] = {"eps": ("norms with an eps of {:.0e}", (1e-5, 1e-6, 1e-8, 1e-12))}
     centred: ClassVar[bool]
+    """Whether it subtracts the mean."""
     size: int
     eps: float
     gain: Gain
@@ -35,11 +33,11 @@ class Norm(Open, frozen=True):
         return "norm"
 
     def factor(self, weight: Any) -> Any:
-        """What the normed is multiplied by, of a weight (an array of any library): the weight, or 1 + weight."""
+        """Return the factor for a weight, which is an array of any library: the weight, or 1 + weight."""
         return 1.0 + weight if self.gain == "1 + weight" else weight
 
     def weight_of(self, factor: Any) -> Any:
-        """The weight whose `factor` is this: the inverse."""
+        """Return the weight for a factor, as the inverse of `factor`."""
         return factor - 1.0 if self.gain == "1 + weight" else factor
 
     def slips(self) -> dict[str, Any]:
@@ -47,23 +45,23 @@ class Norm(Open, frozen=True):
         return {"eps ten times as large": large, "eps ten times as small": small}
 
     def gains(self) -> dict[str, Weight]:
-        """Its weight, where it has one, which starts where the factor is 1."""
+        """Return the weight, if there is one. Its initial value makes the factor 1."""
         return {} if self.gain == "none" else {"weight": Weight((self.size,), "gain", self.weight_of(1.0))}
 
     def normed(self, path: str, source: str, shape: Sizes, formula: str, shift: str = "", **fields: Any) -> Program:
-        """The operation of a norm; `formula` is without its gain."""
+        """Return the program of a norm. `formula` does not include its gain."""
         factor = {"weight": " · w", "1 + weight": " · (1 + w)", "none": ""}[self.gain]
         fields |= {"formula": formula + factor + shift, "gain": self.gain}
         return (NormOperation(path, (source,), shape, "norms", tuple(self.shapes().items()), **fields),)
 
 
 class LayerNorm(Norm, Component, frozen=True):
-    """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
+    """LayerNorm: (x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
 
-    `groups` is the number of parts of a row. Each part is normalised separately with its part of the weight, as in
-    StableLM's and Cohere's norms of every head. With `apart`, the weight of each part is a separate tensor
-    (StableLM). `cast` says where the norm is computed: in torch's kernel, in this kernel in at least fp32 (OLMo),
-    or written out in at least fp32 (Cohere).
+    `groups` is the number of parts of a row. Every part is normalised separately with its part of the weight, as in
+    StableLM's and Cohere's norms of every head. With `apart`, the weight of a part is a separate tensor (StableLM).
+    `cast` says where the norm is computed: in torch's kernel, in this kernel in at least fp32 (OLMo), or written out in
+    at least fp32 (Cohere).
     """
 
     label = "norms"
@@ -108,7 +106,7 @@ class LayerNorm(Norm, Component, frozen=True):
         kind = "LayerNorm" if self.bias else "LayerNorm, no bias"
         formula = f"(x − mean) / √(var + {self.eps:g})"
         shift = " + b" if self.bias else ""
-        written = self.cast == "float32"  # the mean's rows are tensors then, and the statistic is one number
+        written = self.cast == "float32"  # the centred rows are a tensor, and one statistic per row is saved
         statistics = (1 if written else 2) * self.groups
         fields: dict[str, Any] = {"kind": kind, "statistics": statistics, "shift": shift, "centred": written}
         return self.normed(
@@ -117,10 +115,10 @@ class LayerNorm(Norm, Component, frozen=True):
 
 
 class RMSNorm(Norm, Component, frozen=True):
-    """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32.
+    """RMSNorm: x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32.
 
-    `groups` is the number of parts of a row. Each part is normalised separately with its part of the weight
-    (Mamba-2). `cast` says where the result returns to the model's dtype. Llama multiplies by the weight afterwards.
+    `groups` is the number of parts of a row. Every part is normalised separately with its part of the weight (Mamba-2).
+    `cast` says where the result returns to the model's dtype. Llama multiplies by the weight afterwards.
     """
 
     label = "norms"
@@ -163,12 +161,12 @@ def _check_groups(norm: Any) -> None:
 
 
 def _groups(norm: Any, size: int) -> int:
-    """As many in rows of that size as are of the same width."""
+    """Return the number of groups for rows of another size, so that groups have the same width."""
     return 1 if norm.groups == 1 else size * norm.groups // norm.size
 
 
 def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:
-    """The norms that a mixer has inside of it, where it has any; `short` and `whole` say of what they are."""
+    """Return the words for the norms inside a mixer; `short` and `whole` name what they normalise."""
     there = {name: norm for name, norm in norms.items() if norm is not None}
     if not there:
         return Words("none", [])

@@ -1,12 +1,13 @@
-"""What components do: the closed vocabulary of operations, of which each component's `operations` is a short program.
+"""The operations of components: a closed vocabulary, of which every component's `operations` is a short program.
 
-An operation names its inputs and the weights that it reads, says the shape of its result, and has the fields of its
-component that it needs. Who asks what a model costs, keeps or looks like walks over operations, with one entry for
-each, and never asks which component they come from. So a new component that does known things is known to every walk,
-and an operation that a walk does not know is refused by its name (`unknown`). No torch.
+An operation names its inputs and the weights that it reads, gives the shape of its result, and has the fields of its
+component that it needs. A function that counts FLOPs, caches or memory, or that draws a model, walks over operations
+and has one case for every operation. It never asks from which component an operation comes. A new component that
+consists of known operations therefore works in all of these functions. A function that does not know an operation
+raises the error of `unknown`, which names it. No torch.
 
-Sizes of a shape are numbers or B (sequences), T (tokens of each), S (tokens in sight, those in the cache included) and
-U (tokens of the source that an encoder has read).
+The sizes in a shape are numbers or letters: B (sequences), T (tokens per sequence), S (visible tokens, including those
+in the cache) and U (tokens of the source that an encoder reads).
 """
 
 from __future__ import annotations
@@ -39,116 +40,128 @@ _Joined = TypeVar("_Joined", "Linear", "Scale")
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One operation.
-
-    id: a module's name within its block, or a name for what has no weights; unique in a program. inputs: ids, in the
-    order of the operation's arguments. shape: of the result. row: under which row of a table of costs its products and
-    its result are counted. weights: the module's own, by name. copies: so many modules alike, of which a token takes
-    some. apart: so many are run one after the other, each on its share of the tokens. held: the id of the operation
-    until which the module has a name for the result; without one it is gone after its last use. tied: the operation
-    whose weights it uses. kept_wide: its result stays in fp32 at least.
-    """
+    """One operation."""
 
     id: str
+    """The name of a module within its block, or another name if the operation has no weights; unique in a program."""
     inputs: tuple[str, ...]
+    """The ids of the inputs, in the order of the operation's arguments."""
     shape: Sizes
+    """The shape of the result."""
     row: str
+    """The row of a cost table under which the products and the result are counted."""
     weights: tuple[tuple[str, Shape], ...] = ()
+    """The names and shapes of the module's own weights."""
     copies: int = 1
+    """The number of equal modules, of which a token uses some (experts)."""
     apart: int = 1
+    """The number of modules that run one after the other, each on its share of the tokens."""
     held: str = ""
+    """The id of the operation up to which the module's code has a variable for the result. Without one, the result is
+    freed after its last use."""
     tied: str | None = None
+    """The operation whose weights this one uses."""
     kept_wide: bool = False
+    """Whether the result stays in at least fp32."""
 
     @property
     def parameters(self) -> int:
-        """Stored under this operation, all copies together."""
+        """Return the number of stored parameters, over all copies."""
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     def numbers(self, **symbols: int) -> int:
-        """Elements of the result for given B, T and S; of a source there are as many tokens where nobody says U."""
+        """Return the number of elements of the result for given B, T and S. By default the source has the same number
+        of tokens, U.
+        """
         symbols = {"U": symbols.get("T", symbols.get("S", 1)), **symbols}
         return math.prod(size if isinstance(size, int) else symbols[size] for size in self.shape)
 
 
 class Tokens(Operation, frozen=True, kw_only=True):
-    """The ids of tokens, or with `types` of which segment each is, (B, T)."""
+    """The ids of tokens (B, T), or with `types` their token types."""
 
     types: bool = False
 
 
 class Stream(Operation, frozen=True, kw_only=True):
-    """What goes on as it is: a block's input, which the block before it gave, or what passes by a branch."""
+    """The residual stream, passed on unchanged: the input of a block, or the stream past a branch."""
 
 
 class Given(Operation, frozen=True, kw_only=True):
-    """What another part of the model made for this one, in `words`; its input is that part's result, where that has a
-    name of its own in the whole model. again: it is kept there, as keys of a layer are.
+    """A result that another part of the model passes to this one. The input is the id of that result, if it has a name
+    in the whole model.
     """
 
     words: str
+    """The result in words."""
     again: bool = False
+    """Whether the result is stored elsewhere already, such as the keys of an earlier layer."""
 
 
 class Embed(Operation, frozen=True, kw_only=True):
-    """The rows of a table that ids name."""
+    """The rows of a table, selected by ids."""
 
 
 class Positions(Operation, frozen=True, kw_only=True):
-    """A row of a table for each token's position and `offset`. Tokens of the id `padding` are not counted, so that each
-    text of a batch has positions of its own: (B, T, hidden), and not (T, hidden).
-    """
+    """The rows of a position table: the row of a token is its position plus `offset`."""
 
     offset: int = 0
     padding: int | None = None
+    """The id of padding tokens, which are not counted. Every text of a batch then has positions of its own, so the
+    shape is (B, T, hidden) and not (T, hidden)."""
 
 
 class NormOperation(Operation, frozen=True, kw_only=True):
-    """Rows divided by a statistic of theirs, and multiplied by a gain.
-
-    kind, formula: what its component says it is. lies: where rows are before the gain: inside a "kernel", or, as steps
-    in fp32 at least, in tensors of the "input"'s dtype or of "float32". statistics: numbers a row that are kept for the
-    backward pass. gain: what is multiplied by. centred: rows without their mean are a tensor of their own, and the gain
-    is taken in fp32 at least. narrowed: of a stream in fp32, which it reads as narrow as the model is.
-    """
+    """A norm: rows are divided by a statistic of theirs and multiplied by a gain."""
 
     kind: str
+    """The name of the norm."""
     formula: str
+    """The formula of the norm."""
     lies: Literal["kernel", "input", "float32"]
+    """Where rows are stored before the gain: inside a fused "kernel", or in tensors of the dtype of the "input" or of
+    "float32", which steps in at least fp32 compute."""
     statistics: int = 1
+    """The numbers per row that are saved for the backward pass."""
     gain: Literal["weight", "1 + weight", "none"] = "weight"
+    """The factor of the rows."""
     centred: bool = False
+    """Whether the centred rows are a separate tensor. The gain is then applied in at least fp32."""
     narrowed: bool = False
+    """Whether the input is an fp32 stream that is read in the model's dtype."""
 
 
 class Linear(Operation, frozen=True, kw_only=True):
-    """x·Wᵀ, and b where there is one; the last dimension is cut into heads as the shape says.
-
-    together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
-    whose result the rows lie in `groups`, and out of which this one's are `copied`. joined: their results are put side
-    by side in a tensor of their own. choice: the input that tells which of the copies a token takes. window: of the
-    cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its
-    weight too, of which it makes a copy. by_channel: so its input lies, which of several sequences is copied.
-    """
+    """A linear layer, x·Wᵀ + b. The last dimension of the result is split into heads according to the shape."""
 
     inputs_wide: int
+    """The width of the input."""
     wide: Literal["", "input", "both"] = ""
+    """"input": the input is converted to at least fp32. "both": the weight is too, which needs a copy."""
     arithmetic: Arithmetic = "linear"
     together: str = ""
+    """A name shared by the projections of one input that are computed together."""
     fused: bool = False
+    """Whether the projections with the same `together` are one matrix product."""
     groups: int = 1
+    """The number of groups of rows in the product's result, if it is fused."""
     copied: bool = False
+    """Whether this projection's rows are copied out of the fused result."""
     joined: bool = False
+    """Whether the results of the projections are concatenated in a separate tensor."""
     choice: str | None = None
+    """The input that says which of the copies a token uses."""
     window: int | None = None
+    """The number of visible tokens among the cached tokens that the layer reads."""
     by_channel: bool = False
+    """Whether the input is stored by channel, so that it is copied if there are several sequences."""
 
     @property
     def bias(self) -> bool:
         return any(name == "bias" for name, _ in self.weights)
 
     def made_together(self, program: Iterable[Operation]) -> list[Linear]:
-        """The linears of its program that are made at once with this one, which is among them."""
+        """Return the linear layers of a program that are computed together with this one, including this one."""
         return _made_together(self, program)
 
 
@@ -158,7 +171,7 @@ def _made_together(one: _Joined, program: Iterable[Operation]) -> list[_Joined]:
 
 
 class Rotate(Operation, frozen=True, kw_only=True):
-    """Rotary positions on `parts` parts of a head, one behind the other, the first from its element `start` on."""
+    """Rotary positions on `parts` consecutive parts of a head, the first of which begins at element `start`."""
 
     rotary: Turning
     start: int = 0
@@ -166,41 +179,38 @@ class Rotate(Operation, frozen=True, kw_only=True):
 
     @property
     def turned(self) -> int:
-        """Elements of a head that turn."""
+        """Return the number of rotated elements per head."""
         return self.parts * self.rotary.dim
 
 
 class Temper(Operation, frozen=True, kw_only=True):
-    """Each token's elements times a number that grows with its position."""
+    """The product of every token with a factor that grows with its position."""
 
     temperature: Temperature
 
 
 class CacheOperation(Operation, frozen=True, kw_only=True):
-    """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
-
-    repeats: how often a head is there behind the cache, and in the cache of transformers. ours: no family of
-    transformers has such a cache. as_given: without one they are as they were, not copied head by head. once: they are
-    the source's, are all there after the first step, and do not grow.
+    """The KV cache: x of the earlier tokens, then x of these, so that T becomes S. With a window, all tokens but one
+    stay for the next step.
     """
 
     window: int | None = None
     repeats: int = 1
+    """The number of copies of a head after the cache, which transformers' cache stores too."""
     ours: bool = False
+    """Whether no family of transformers has such a cache."""
     as_given: bool = False
+    """Whether the tensors are used as they are if there is no cache. Otherwise they are copied head by head."""
     once: bool = False
+    """Whether the keys and values are those of the source, which are complete after the first step and do not grow."""
 
 
 class Concat(Operation, frozen=True, kw_only=True):
-    """Parts of a token's numbers side by side, or of a key; what has fewer heads than the result is shared by all."""
+    """The concatenation of parts of a token or of a key. All heads use a part that has fewer heads than the result."""
 
 
 class Scores(Operation, frozen=True, kw_only=True):
-    """q·kᵀ · scale, (B, heads, T, S); query heads in groups where there are fewer key heads.
-
-    wide: the product is made in fp32 at least. broadcast: key heads become query heads inside the matrix product, which
-    no fused kernel does. written: they are written out under every kernel. causal: see `Softmax`.
-    """
+    """Attention scores, q·kᵀ · scale, of shape (B, heads, T, S). With fewer key heads, query heads are grouped."""
 
     scale: float
     query_dim: int
@@ -208,9 +218,13 @@ class Scores(Operation, frozen=True, kw_only=True):
     window: int | None = None
     chunked: bool = False
     causal: bool = True
+    """See `Softmax`."""
     wide: bool = False
+    """Whether the product is computed in at least fp32."""
     broadcast: bool = False
+    """Whether a key head is repeated inside the matrix product, which no fused kernel does."""
     written: bool = False
+    """Whether the scores are computed explicitly, whichever kernel is requested."""
 
     @property
     def heads(self) -> int:
@@ -218,37 +232,41 @@ class Scores(Operation, frozen=True, kw_only=True):
 
 
 class Alibi(Operation, frozen=True, kw_only=True):
-    """Scores + slope(head) · position of the key, times the scores' scale where the bias is `scaled`."""
+    """Scores plus slope(head) · position of the key, multiplied by the scale of the scores if the bias is `scaled`."""
 
     alibi: Biasing
     scale: float
 
 
 class Cap(Operation, frozen=True, kw_only=True):
-    """limit · tanh(x / limit), or with `hard` x itself up to the limit on either side of 0, and no further."""
+    """limit · tanh(x / limit), or with `hard` the limitation of x to -limit … limit."""
 
     limit: float
     hard: bool = False
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
-    """Over the keys that a query may see: itself and what is before it, `window` of them at most, or with
-    `chunked` those of its own chunk of so many. Where it is not `causal` what comes behind it too, as far.
+    """The softmax over the keys that a query sees.
 
-    wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
-    without a value, beside those of the keys (a sink), which are first made less by the largest; with `sunk` "in
-    float32" they are not, and "behind it" it is not among these, and their sum is multiplied by what is left to them.
+    A query sees itself and earlier tokens: at most `window` tokens, or with `chunked` those of its own chunk of
+    `window` tokens. If it is not `causal`, it also sees later tokens, up to the same distance.
+
+    The weight, if there is one, is a score per head for a key without a value (a sink).
     """
 
     window: int | None = None
     chunked: bool = False
     causal: bool = True
     wide: bool = True
+    """Whether it is computed in at least fp32, instead of the dtype of the scores."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
+    """How the sink acts. "in softmax": it is one of the scores, and the largest score is subtracted from all. "in
+    float32": the largest score is not subtracted. "behind it": it is not one of the scores, and the output is
+    multiplied by the share that it leaves to them."""
 
 
 class Mix(Operation, frozen=True, kw_only=True):
-    """The values' sum, each with its weight; heads in groups as for the scores. (B, T, heads, value dim)."""
+    """The weighted sum of the values, (B, T, heads, value dim). Heads are grouped as for the scores."""
 
     window: int | None = None
     chunked: bool = False
@@ -256,112 +274,124 @@ class Mix(Operation, frozen=True, kw_only=True):
 
 
 class Scan(Operation, frozen=True, kw_only=True):
-    """A recurrence over tokens: each reads a state that the one before it left.
+    """A recurrence over tokens: every token reads and changes the state that the previous token left.
 
-    state: its shape for one sequence, all that is carried from token to token. title, formula: what its component says
-    it is. saved: how many tensors of the result's size the steps keep for the backward pass beside the inputs.
-    products: how many multiplications a token are matrix products (of keys with values, say), not element by element.
-    wide: it is computed, and its state kept, in fp32 at least. theirs: numbers that transformers' cache holds of it;
-    None where none of its families has such a state.
-
-    chunk: tokens that are read at once are taken in chunks of so many, the last of them filled up with zeros; each
-    takes `chunk_products` multiplications, of which the first is `spared` those with a state; at the worst moment there
-    are `alive` numbers a token of all chunks beside inputs and result, and `within` of the chunk that is taken, the
-    first or one behind it. States of chunks may be sums over all of them, the one before the first among them, which
-    takes `between` multiplications for each with each. Chunks are made again for the backward pass, which keeps none of
-    their steps; so are steps of single tokens with `again`. narrow: what is `alive` is in the model's dtype.
+    Tokens that are read at once are processed in chunks. The last chunk is padded with zeros. The backward pass
+    computes the chunks again and saves none of their steps.
     """
 
     state: Shape
+    """The shape of the state for one sequence."""
     title: str
+    """The name of the recurrence."""
     formula: str
+    """The formula of the recurrence."""
     saved: int = 1
+    """The number of tensors of the result's size that are saved for the backward pass, in addition to the inputs."""
     products: int = 0
+    """The number of multiplications per token in matrix products, such as keys with values, and not element by element.
+    """
     wide: bool = False
+    """Whether the computation and the state are in at least fp32."""
     theirs: int | None = None
+    """The number of elements that transformers' cache stores for it; None if none of its families has such a state."""
     narrow: bool = False
+    """Whether the elements counted in `alive` are in the model's dtype."""
     chunk: int = 1
+    """The number of tokens in a chunk."""
     chunk_products: int = 0
+    """The number of multiplications per chunk."""
     spared: int = 0
+    """The multiplications that the first chunk does not need, because it has no earlier state."""
     between: int = 0
+    """The multiplications for every pair of chunks, if the state of a chunk is a sum over all chunks, including the
+    initial state."""
     alive: int = 0
+    """The largest number of elements per token of all chunks that exist at once, in addition to inputs and result."""
     again: bool = False
+    """Whether the backward pass also computes single tokens again."""
     within: tuple[int, int] = (0, 0)
+    """The number of additional elements for the current chunk: for the first chunk, and for a later one."""
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
-    """A causal convolution over `width` tokens, a kernel a channel; the last `width` of them are carried. It is made of
-    a tensor with tokens and channels exchanged, of `width` tokens at least, with zeros before and behind them. joined:
-    its kernels are put together with others in a tensor of their own. carried: of how many tokens behind it something
-    is left, where not of `width`; one token is then a sum of products, and no convolution.
+    """A causal convolution over `width` tokens, with a kernel per channel. The last `width` tokens stay for the next
+    step. The convolution reads a transposed copy of at least `width` tokens, padded with zeros on both sides.
     """
 
     width: int
     joined: bool = False
+    """Whether its kernels are concatenated with others in a separate tensor."""
     carried: int | None = None
+    """The number of earlier tokens of which something stays, if it is not `width`. A single token is then computed as a
+    sum of products, without a convolution."""
 
 
 class Pairs(Operation, frozen=True, kw_only=True):
-    """Each token's input beside that of the token before, (B, T, 2, hidden), which is zeros for the first. The last one
-    is carried.
+    """The input of every token together with that of the previous token, (B, T, 2, hidden). It is zeros for the first
+    token. The last input stays for the next step.
     """
 
 
 class Blend(Operation, frozen=True, kw_only=True):
-    """w · x + (1 − w) · y of pairs of x and y, w its weight, a number a column."""
+    """w · x + (1 − w) · y for pairs of x and y. The weight w has a number per column."""
 
 
 class Activation(Operation, frozen=True, kw_only=True):
-    """A function of each element. wide: in fp32 at least, and "rounded" behind it, or "kept" so."""
+    """A function of every element."""
 
     function: Function
     wide: Literal["", "rounded", "kept"] = ""
+    """Whether it is computed in at least fp32, and its result then "rounded" or "kept" in fp32."""
 
 
 class Sparse(Operation, frozen=True, kw_only=True):
-    """What of each element is above the number below which `share` of a row lie where it is normal, and 0 of others."""
+    """The part of every element above a threshold, and 0 below it. A share of `share` of a normally distributed row is
+    below the threshold.
+    """
 
     share: float
 
 
 class Product(Operation, frozen=True, kw_only=True):
-    """Element by element; `in_place` writes over the first factor where no gradient is wanted."""
+    """The product of two inputs, element by element. With `in_place`, it overwrites the first input if no gradient is
+    needed.
+    """
 
     in_place: bool = False
 
 
 class Scale(Operation, frozen=True, kw_only=True):
-    """The input times a number, and times its weight, where it has one: a number too, and one that is not trained, or
-    one a column. together: a name that those share whose results lie side by side in one tensor.
-    """
+    """The input times a number, and times the weight if there is one: an untrained number, or a number per column."""
 
     factor: float
     together: str = ""
+    """A name shared by operations whose results are parts of one tensor."""
 
     def made_together(self, program: Iterable[Operation]) -> list[Scale]:
-        """Those of its program whose results lie beside this one's, which is among them."""
+        """Return the operations of a program whose results are in the same tensor as this one's, including this one."""
         return _made_together(self, program)
 
 
 class Shift(Operation, frozen=True, kw_only=True):
-    """The input and a number."""
+    """The sum of the input and a number."""
 
     number: float
 
 
 class Add(Operation, frozen=True, kw_only=True):
-    """The sum. residual: which input came past a branch."""
+    """The sum of two inputs."""
 
     residual: str | None = None
+    """The input that bypasses the branch."""
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum
-    and `added` with `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups`
-    best of these, by the sum of the `group_best` largest in each. Its bias, where it has one, is added for the
-    choice alone, to scores or to logits (`biased`); its weight is a factor of each expert, by which what it is
-    weighed by is multiplied in the end. of_chosen: scores are made of the chosen experts' logits alone. wide: in
-    fp32 at least. jitter: each is weighed by a softmax of its own, see `MixtureOfExperts`.
+    """The choice of experts: the `top_k` largest of a router's scores, as weights. See `MixtureOfExperts` for the
+    fields.
+
+    The operation's bias, if there is one, is added only for the choice. Its weight is a factor per expert, which the
+    final weights are multiplied by.
     """
 
     top_k: int
@@ -374,40 +404,42 @@ class Choose(Operation, frozen=True, kw_only=True):
     top_groups: int = 1
     group_best: int = 2
     of_chosen: bool = False
+    """Whether scores are computed only from the logits of the chosen experts."""
     wide: bool = True
+    """Whether they are computed in at least fp32."""
     jitter: float | None = None
     biased: Literal["scores", "logits"] = "scores"
 
 
 class Gather(Operation, frozen=True, kw_only=True):
-    """Tokens in the order of the experts that were chosen for them, each once for each of its experts, and
-    with `weighs` times the weight of that.
+    """The tokens in the order of the experts that were chosen for them, once per expert. With `weighs`, they are
+    multiplied by the weight of the expert.
     """
 
     weighs: bool = False
 
 
 class Combine(Operation, frozen=True, kw_only=True):
-    """Outputs of the experts that were chosen, and their weights -> the weighted sum of each token.
-
-    wide: weights are in fp32 at least. one_by_one: one expert after the other is added. Without `weighs` it is a sum of
-    what has been weighed before.
-    """
+    """The weighted sum of the outputs of a token's experts."""
 
     wide: bool = True
+    """Whether the weights are in at least fp32."""
     one_by_one: bool = False
+    """Whether the experts are added one after the other."""
     weighs: bool = True
+    """Whether the outputs are multiplied by the weights. Otherwise the inputs were."""
 
 
 class AltUp(Operation, frozen=True, kw_only=True):
-    """A step with several streams of a token, (streams, B, T, hidden).
+    """A step with several streams per token, (streams, B, T, hidden).
 
-    - split: the first input, and each other as long as it, become streams
+    - split: the first input, and the other inputs scaled to its length, become streams
     - pick: the stream `index` of `count`
-    - predict: each stream and the sum of all times a token's numbers, one for each pair of streams
-    - correct: the predicted streams, each with a number times what the second input is off the one with `index`
-    - spread: the streams with the second input added to all but the first
-    - join: the mean of the first input and each other, as long as it
+    - predict: every stream plus the sum of all streams, weighted by a number per pair of streams
+    - correct: the predicted streams, each plus a factor times the difference between the second input and the stream
+      `index`
+    - spread: the streams, with the second input added to all except the first
+    - join: the mean of the first input and of the others, scaled to its length
     """
 
     step: Literal["split", "pick", "predict", "correct", "spread", "join"]
@@ -422,14 +454,14 @@ AnyOperation = (
     | Combine | Temper | Sparse | AltUp | Pairs | Blend
 )
 # fmt: on
-"""The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""
+"""The closed vocabulary of operations. A `match` over it ends with `raise unknown(…)`."""
 
 Program = tuple[AnyOperation, ...]
-"""Operations in an order in which they can be evaluated; the last one's result is the program's."""
+"""Operations in an order in which they can be evaluated. The result of the last one is the program's result."""
 
 
 def unknown(operation: Never, walk: str) -> ConfigError:
-    """What the last entry of every `match` over operations raises: it names the operation and the walk."""
+    """Return the error for an operation that a `match` in the function `walk` has no case for."""
     return ConfigError(f"{walk} has no entry for the operation {type(operation).__name__} ({operation.id})")
 
 
@@ -439,7 +471,7 @@ def unknown(operation: Never, walk: str) -> ConfigError:
 def linear(
     node: Component, name: str, path: str, source: str, shape: Sizes, row: str, held: str = "", **fields: Any
 ) -> Linear:
-    """The linear `name` of a component at `path`, with that component's parameters of the name."""
+    """Return the linear operation `name` of a component at `path`, with the parameters of that name."""
     own = {key.partition(".")[2]: value for key, value in node.shapes().items() if key.partition(".")[0] == name}
     weights, arithmetic = tuple(own.items()), getattr(node, "arithmetic", "linear")
     fields = {"arithmetic": arithmetic, "inputs_wide": own["weight"][1], **fields}
@@ -462,9 +494,11 @@ def attend(
     sinks: Literal["", "in softmax", "in float32", "behind it"] = "",
     keys: Literal["S", "U"] = "S",
 ) -> Iterator[AnyOperation]:
-    """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
+    """Yield the operations of attention, softmax(cap(q·kᵀ · scale + bias))·v.
 
-    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether it has a weight, and where. keys: whose they are.
+    The inputs are q (B, T, heads, query dim), k and v (B, S, kv heads, …). `scores` has fields of `Scores`, and `wide`
+    is the field of `Softmax`. `sinks` says how a sink acts, if there is one. `keys` is "U" if the keys are those of the
+    source.
     """
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", keys)
@@ -483,5 +517,5 @@ def attend(
 
 
 def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:
-    """The same with their results counted under another row: a norm within attention is attention's."""
+    """Yield the operations, counted under another row: a norm within attention counts as attention."""
     return (msgspec.structs.replace(each, row=row) for each in operations)

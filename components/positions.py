@@ -1,4 +1,4 @@
-"""Positions: a learned table, rotary positions with their scalings, and ALiBi. No torch."""
+"""Position encodings: a learned table, sinusoids, RoPE with its scalings, ALiBi and relative biases. No torch."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -31,12 +31,12 @@ __all__ = [
 
 
 class LearnedPositions(Component, frozen=True):
-    """A table that is added to the token embeddings.
+    """A table of position embeddings that are added to the token embeddings.
 
     A token's row is its position plus `offset` (2 in OPT), so the table has `offset` rows more than the longest
-    sequence. `counts` says how positions are counted by default: all earlier tokens, including padding, or only
-    "real tokens" (OPT). With `padding`, tokens with this id are not counted, whatever the mask contains, and have
-    the row before the first position (RoBERTa).
+    sequence. `counts` says how positions are counted by default: all earlier tokens, including padding, or only "real
+    tokens" (OPT). With `padding`, tokens with this id are not counted, whatever the mask contains, and have the row
+    before the first position (RoBERTa).
     """
 
     label = "positions"
@@ -73,11 +73,11 @@ class LearnedPositions(Component, frozen=True):
 
 
 class SinusoidalPositions(Component, frozen=True):
-    """Sines and then cosines of a token's position plus `offset`, added to its embedding (Vaswani et al. 2017), for
-    sequences up to `length`.
+    """Sinusoids added to the token embeddings (Vaswani et al. 2017), for sequences of up to `length` tokens.
 
-    With `ends` "both", the slowest pair has a period of 2π · 10,000 tokens (XGLM, tensor2tensor). Otherwise the
-    pair after the slowest one would have it (the paper, CTRL). `made` is the dtype in which angles are computed.
+    They are the sines and then the cosines of a token's position plus `offset`. With `ends` "both", the slowest pair
+    has a period of 2π · 10,000 tokens (XGLM, tensor2tensor). Otherwise the pair after the slowest one would have it
+    (the paper, CTRL). `made` is the dtype in which angles are computed.
     """
 
     label = "positions"
@@ -107,7 +107,7 @@ class SinusoidalPositions(Component, frozen=True):
 
 
 class LinearScaling(Component, frozen=True):
-    """Positions divided by `factor` (kaiokendev 2023)."""
+    """Linear RoPE scaling: positions are divided by `factor` (kaiokendev 2023)."""
 
     factor: Positive
 
@@ -116,7 +116,7 @@ class LinearScaling(Component, frozen=True):
 
 
 class DynamicScaling(Component, frozen=True):
-    """An NTK-aware base that grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
+    """Dynamic NTK scaling: the base grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
 
     factor: Positive
     original_context: Size
@@ -126,8 +126,10 @@ class DynamicScaling(Component, frozen=True):
 
 
 class YarnScaling(Component, frozen=True):
-    """YaRN (Peng et al. 2309.00071): slow pairs are interpolated, fast pairs are unchanged, with a ramp between
-    them, and cos and sin are scaled.
+    """YaRN (Peng et al. 2309.00071), a RoPE scaling.
+
+    Slow pairs are interpolated, and fast pairs are unchanged, with a ramp between them. cos and sin are multiplied by a
+    factor.
     """
 
     forgotten: ClassVar[dict[str, str]] = {
@@ -148,11 +150,11 @@ class YarnScaling(Component, frozen=True):
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753): one divisor per pair, another set of divisors beyond `original_context`, and scaled
-    cos and sin.
+    """LongRoPE (2402.13753), a RoPE scaling with one divisor per pair, other divisors beyond `original_context`, and a
+    factor of cos and sin.
 
-    `renewed` says what happens when a text grows past `original_context`. Either the keys of all tokens are
-    computed again, as if the text had been read at once (Phi-3), or the old keys stay as they are (llama).
+    `renewed` says what happens when a text grows past `original_context`. Either the keys of all tokens are computed
+    again, as if the text had been read at once (Phi-3), or the old keys stay as they are (llama).
     """
 
     rounds = ("renewed",)
@@ -167,7 +169,7 @@ class LongRopeScaling(Component, frozen=True):
 
 
 class Llama3Scaling(Component, frozen=True):
-    """Llama 3.1's scaling: slow pairs are divided by `factor`, fast pairs are unchanged, with a ramp in wavelength
+    """Llama 3.1's RoPE scaling: slow pairs are divided by `factor`, fast pairs are unchanged, with a ramp in wavelength
     between them.
     """
 
@@ -181,8 +183,8 @@ class Llama3Scaling(Component, frozen=True):
 
 
 class ProportionalScaling(Component, frozen=True):
-    """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs rotate, at frequencies divided by `factor`,
-    and the slower ones never rotate.
+    """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs rotate, at frequencies divided by `factor`, and
+    the slower pairs never rotate.
     """
 
     factor: Turns
@@ -195,7 +197,7 @@ class ProportionalScaling(Component, frozen=True):
 
 
 def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]:
-    """Its words, with `more` where they are whole, and all of its numbers."""
+    """Return the words for a RoPE scaling, with all of its numbers as data. `more` is added to the description."""
     data: dict[str, Any] = msgspec.to_builtins(scaling)
     kind = data.pop("type").removesuffix("Scaling").lower()
     return {"scaling": Words(short, {"kind": kind, **data}, short + more)}
@@ -204,81 +206,82 @@ def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling | ProportionalScaling
 
 
-ALL_OF_IT = Words("", None)  # that a position is on all elements of every head
+ALL_OF_IT = Words("", None)  # the positions are on all elements of every head
 
 
 class Position(Open, frozen=True):
-    """What stands in an attention as its positions. A record of a kind inherits it beside `Component`.
-
-    turns, biases: whether it turns queries and keys, or adds to their scores.
-    """
+    """The base class of position encodings inside attention."""
 
     __slots__ = ()
     turns: ClassVar[bool] = False
+    """Whether they rotate queries and keys."""
     biases: ClassVar[bool] = False
+    """Whether they add a bias to the scores."""
 
     @property
     def aspect(self) -> str:
         return "position"
 
     def aspects_on(self, on: Words) -> dict[str, Words]:  # noqa: ARG002 - of most it is the same on any
-        """Its `aspects` on what `on` says of the heads that it is on."""
+        """Return the `aspects` for heads that the words `on` describe."""
         return self.aspects()
 
 
 class Turning(Position, frozen=True):
-    """Positions that turn the first `dim` elements of every query and key; title: what a drawing calls that."""
+    """Positions that rotate the first `dim` elements of every query and key."""
 
     __slots__ = ()
     turns = True
     title: ClassVar[str]
+    """The name of the rotation in a drawing."""
     dim: int
 
 
 class Biasing(Position, frozen=True):
-    """Positions that add to the scores, of each head and key; title and formula: what a drawing says of it."""
+    """Positions that add a bias to the scores, by head and key."""
 
     __slots__ = ()
     biases = True
     title: ClassVar[str]
+    """The name of the bias in a drawing."""
     formula: ClassVar[str]
+    """The formula in a drawing."""
 
     @property
     def scaled(self) -> bool:
-        """Whether it is multiplied by the attention scale too."""
+        """Whether the bias is multiplied by the attention scale."""
         return False
 
     @property
     def apart(self) -> bool:
-        """Whether it is added to scores that are rounded already."""
+        """Whether the bias is added to scores that are already rounded."""
         return False
 
     @property
     def fused(self) -> bool:
-        """Whether fused kernels are handed it, or scores are written out under all of them."""
+        """Whether fused kernels accept the bias. Otherwise scores are computed explicitly for all kernels."""
         return self.scaled
 
 
 PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
 PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
-"""The two mistakes in which elements of a head are rotated together that are not a pair in the model."""
+"""The two mistakes that rotate the wrong pairs of elements."""
 
 
 class Rotary(Turning, Component, frozen=True):
-    """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
+    """Rotary positions (RoPE, Su et al. 2104.09864) on the first `dim` elements of a head.
 
-    `pairs` says which elements are rotated together: i and i + dim/2 (GPT-NeoX, llama), or 2i and 2i + 1 (the
-    paper, GPT-J). The frequencies are the same. `direction` says whether later tokens are rotated by larger or by
-    smaller angles (nanochat). `spread`: pair i rotates by base^(-2i / spread) per token, if that differs from 2i /
-    dim. If config.json has an odd number of dimensions, transformers rotates one element more and divides by the
-    odd number.
+    `pairs` says which elements are rotated together: i and i + dim/2 (GPT-NeoX, llama), or 2i and 2i + 1 (the paper,
+    GPT-J). The frequencies are the same. `direction` says whether later tokens are rotated by larger or by smaller
+    angles (nanochat). `spread`: pair i rotates by base^(-2i / spread) per token, if that differs from 2i / dim. If
+    config.json has an odd number of dimensions, transformers rotates one element more and divides by the odd number.
 
     Rounding: `rounding` says what is rounded to the dtype of the queries and keys: cos, sin and their products
     ("input"), only the "result" (OLMo), only the result of "keys" (CodeGen), or the "tables" of cos and sin and the
-    result (Cohere). "complex" rounds only the result of complex products (DeepSeek-V2, with adjacent pairs).
-    `joined` says whether rotated and other elements are concatenated even if the whole head is rotated (GPT-NeoX),
-    or one half with the other (gpt-oss). `lie` is the memory layout of the result: head by head, or token by token
-    as projected (GPT-J).
+    result (Cohere). "complex" rounds only the result of complex products (DeepSeek-V2, with adjacent pairs). `joined`
+    says whether rotated and other elements are concatenated even if the whole head is rotated (GPT-NeoX), or the two
+    halves of a head (gpt-oss). `lie` is the memory layout of the result: head by head, or token by token as projected
+    (GPT-J).
     """
 
     title = "RoPE"
@@ -353,21 +356,22 @@ class Rotary(Turning, Component, frozen=True):
         return {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
 
     def in_other_pairs(self) -> Self:
-        """Return the same rotation of neighbouring elements instead of halves, or the reverse."""
+        """Return the same rotation of adjacent elements instead of halves, or the reverse."""
         return msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
 
     def partners(self) -> list[int]:
-        """Of each element that turns, the one that turns with it."""
+        """Return, for every rotated element, the element that is rotated together with it."""
         half = self.dim // 2
         return [(at + half) % self.dim if self.pairs == "halves" else at ^ 1 for at in range(self.dim)]
 
 
 class ALiBi(Biasing, Component, frozen=True):
-    """A bias of slope(head) · position of the key (Press et al. 2108.12409).
+    """ALiBi: a bias of slope(head) · position of the key (Press et al. 2108.12409).
 
-    `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or is added after the
-    scaling (BLOOM). `rounding`: the dtype to which slopes and products are rounded before they are added to the
-    scores. "apart" counts positions back from the last key and adds the bias to the scaled scores in fp32 (MPT).
+    With `scaled`, the bias is multiplied by the attention scale together with q·k (Falcon). Otherwise it is added after
+    the scaling (BLOOM). `rounding` is the dtype to which slopes and products are rounded before they are added to the
+    scores. With "apart", positions are counted back from the last key, and the bias is added to the scaled scores in
+    fp32 (MPT).
     """
 
     title = "ALiBi"
@@ -387,18 +391,17 @@ class ALiBi(Biasing, Component, frozen=True):
         return {"position": Words(short, {"kind": "ALiBi", "scaled": self.scaled}, "ALiBi")}
 
     def by_slope(self, heads: int) -> list[int]:
-        """The heads by falling slopes; see `modules.positions.alibi_slopes`."""
+        """Return the heads in the order of descending slopes; see `modules.positions.alibi_slopes`."""
         whole = 1 << heads.bit_length() - 1
         return sorted(range(heads), key=[*range(2, 2 * whole + 1, 2), *range(1, 2 * (heads - whole), 2)].__getitem__)
 
 
 class Buckets(Biasing, Component, frozen=True):
-    """A bias per head that depends on the distance between key and query, and is looked up in the tree's
-    `RelativeBias` (T5, 1910.10683).
+    """A relative position bias: a bias per head that depends on the distance between key and query (T5, 1910.10683).
 
-    There are `buckets` buckets of distances. Half of them have one distance each, the others have wider and wider
-    ranges, and the last has `furthest` and all longer distances. With `both`, one half of all buckets is for keys
-    after the query, and the other half for those before it.
+    The biases are in the `RelativeBias` of the tree. There are `buckets` buckets of distances. Half of them have one
+    distance each, the others have wider and wider ranges, and the last has the distance `furthest` and all longer ones.
+    With `both`, one half of all buckets is for keys after the query, and the other half for those before it.
     """
 
     title = "relative bias"
@@ -421,7 +424,7 @@ class Buckets(Biasing, Component, frozen=True):
 
     @property
     def exact(self) -> int:
-        """Buckets of one distance each, on a side."""
+        """The number of buckets with a single distance, for one direction."""
         return self.buckets // (4 if self.both else 2)
 
     def words(self) -> dict[str, Words]:
@@ -430,7 +433,7 @@ class Buckets(Biasing, Component, frozen=True):
         return {"position": Words("relative bias", data, f"relative bias, {told}")}
 
     def table(self, heads: int) -> "RelativeBias":
-        """The table that is looked into for so many heads."""
+        """Return the table for a number of heads."""
         return RelativeBias(buckets=self.buckets, heads=heads)
 
     def slips(self) -> dict[str, Self]:
@@ -439,7 +442,7 @@ class Buckets(Biasing, Component, frozen=True):
 
 
 class RelativeBias(Component, frozen=True):
-    """A table with a number per bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
+    """A table with a bias per bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
 
     label = "attention"
     given = ("heads", "buckets")
@@ -467,13 +470,12 @@ class RelativeBias(Component, frozen=True):
 
 
 class Temperature(Component, frozen=True):
-    """A factor of queries that grows with a token's position t (2501.19399, Llama 4):
+    """A factor of queries that grows with the position t of a token (2501.19399, Llama 4):
 
         1 + growth · log(1 + floor((t + offset) / original_context))
 
     `counts` says what t is. Either it is the given position, and the factor is rounded to the dtype of queries
-    (Ministral 3). Or it is the number of earlier tokens, including padding, and only the result is rounded (Llama
-    4).
+    (Ministral 3). Or it is the number of earlier tokens, including padding, and only the result is rounded (Llama 4).
     """
 
     rounds = ("counts",)

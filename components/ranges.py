@@ -1,4 +1,4 @@
-"""Lists in words: numbers of layers or rows, neighbours folded ("0–3, 8"); the first of many names."""
+"""Lists in words: numbers of layers or rows with neighbours folded ("0–3, 8"), and the first of many names."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -8,7 +8,7 @@ __all__ = ["layer_ranges", "number_ranges", "number_runs", "range_label", "some_
 
 
 def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
-    """Equal neighbours folded: (first index, last index, value)."""
+    """Return the runs of equal neighbours: (first index, last index, value)."""
     runs = []
     for value, run in groupby(enumerate(values), key=lambda pair: pair[1]):
         indices = [index for index, _ in run]
@@ -17,23 +17,23 @@ def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
 
 
 def range_label(first: int, last: int) -> str:
-    """The layers `first` to `last`, both included: "3", "0–13"."""
+    """Return the label of the layers from `first` to `last`, both included: "3", "0–13"."""
     return f"{first}" if first == last else f"{first}–{last}"
 
 
 def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Rising numbers, those that follow one another folded: (first, last)."""
+    """Return the runs of consecutive numbers in a rising sequence: (first, last)."""
     listed = list(numbers)
-    # Neighbours have one and the same number less their place in the list.
+    # For consecutive numbers, the difference between number and index is the same.
     folded = layer_ranges(number - place for place, number in enumerate(listed))
     return [(listed[first], listed[last]) for first, last, _ in folded]
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """The same in words: "0–3, 8"."""
+    """Return the runs of consecutive numbers in words: "0–3, 8"."""
     return ", ".join(range_label(*run) for run in number_runs(numbers))
 
 
 def some_of(names: Sequence[object], most: int, more: str = " and {} more") -> str:
-    """The first `most` of some names, and behind them `more`, in which {} is how many more there are."""
+    """Return the first `most` names, and then `more`, in which {} is the number of remaining names."""
     return ", ".join(map(str, names[:most])) + (more.format(len(names) - most) if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit of Griffin, between a convolution and a gate. No torch."""
+"""The real-gated linear recurrent unit (RG-LRU) of Griffin, between a convolution and a gate. No torch."""
 
 from typing import Any, Self
 
@@ -18,15 +18,15 @@ _GATES = ("input_gate", "decay_gate")
 
 
 class RGLRU(Mixer, Component, frozen=True):
-    """A recurrence with a state h of `inner` channels (De et al. 2402.19427). One gate controls how fast each
-    channel decays, and another how much of its input is added:
+    """The RG-LRU, a recurrence with a state h of `inner` channels (De et al. 2402.19427).
+
+    One gate controls how fast a channel decays, and another how much of its input is added:
 
         a = e^(−8 · softplus(decay) ⊙ σ(decay_gate(x))),  h ← a ⊙ h + √(1 − a²) ⊙ σ(input_gate(x)) ⊙ x
 
-    x is a projection that has passed through a causal convolution, with a kernel of `kernel` tokens per channel. A
-    gate has a matrix for each of `heads` parts of the channels. For the first token of a text, a is 0. h is
-    multiplied by activation(gate_proj(x)). The state is in at least fp32. All linear layers and the convolution
-    have biases.
+    x is a projection that has passed through a causal convolution, with a kernel of `kernel` tokens per channel. A gate
+    has a matrix for each of `heads` parts of the channels. For the first token of a text, a is 0. h is multiplied by
+    activation(gate_proj(x)). The state is in at least fp32. All linear layers and the convolution have biases.
     """
 
     label = "recurrence"
@@ -49,12 +49,12 @@ class RGLRU(Mixer, Component, frozen=True):
 
     @property
     def units(self) -> int:
-        """What a head's gate gives."""
+        """The number of outputs of a gate's matrix, which are the channels of a head."""
         return self.inner // self.heads
 
     @property
     def channels(self) -> int:
-        """What a head's gate reads: as much."""
+        """The number of inputs of a gate's matrix, which equals its outputs."""
         return self.units
 
     def weights(self) -> dict[str, Weight]:
@@ -67,7 +67,9 @@ class RGLRU(Mixer, Component, frozen=True):
         for name in _GATES:
             found[f"{name}.weight"] = Weight((self.heads, self.units, self.channels), "inner")
             found[f"{name}.bias"] = bias(self.inner)
-        found["decay"] = Weight((self.inner,), "inner", Logs(0.001, 0.1))  # of the open gate some 0.5 to 0.99 are left
+        found["decay"] = Weight(
+            (self.inner,), "inner", Logs(0.001, 0.1)
+        )  # with an open gate, about 0.5 to 0.99 of h remains
         found["o_proj.weight"] = Weight((self.hidden_size, self.inner), "writes")
         found["o_proj.bias"] = bias(self.hidden_size)
         return found

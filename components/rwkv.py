@@ -1,4 +1,4 @@
-"""RWKV's two mixers, of time and of channels, which read a token and the one before it. No torch."""
+"""RWKV-4's two mixers, time mixing and channel mixing, which read a token and the previous one. No torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,18 @@ __all__ = ["ChannelMixing", "TimeMixing"]
 
 
 class TimeMixing(Mixer, Component, frozen=True):
-    """A weighted mean of the values of all tokens so far (RWKV-4, Peng et al. 2305.13048). A token has the weight
-    e^key, which decays with every later step. The current token's weight has an additional factor e^bonus:
+    """A weighted mean of the values of all tokens so far (RWKV-4, Peng et al. 2305.13048).
+
+    A token has the weight e^key, which decays with every later step. The current token's weight has an additional
+    factor e^bonus:
 
         a ← e^(−e^decay) ⊙ a + e^k ⊙ v,  b ← e^(−e^decay) ⊙ b + e^k,  y = (a + e^(bonus + k) ⊙ v) / (b + e^(bonus + k))
 
-    where y uses the a and b of the previous token. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x',
-    where x' is the input of the previous token, and μ has one number per column, separately for the three. y is
-    multiplied by σ(r). The state consists of a and b, divided by e^m for the largest exponent m, of m, in at least
-    fp32, and of x'.
+    where y uses the a and b of the previous token. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x'. Here x'
+    is the input of the previous token, and μ has one number per column, separately for k, v and r. y is multiplied by
+    σ(r).
+
+    The state consists of a and b, divided by e^m, and of the largest exponent m, in at least fp32. It also contains x'.
     """
 
     label = "recurrence"
@@ -83,9 +86,10 @@ class TimeMixing(Mixer, Component, frozen=True):
 
 
 class ChannelMixing(Mixer, Component, frozen=True):
-    """σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²) (RWKV-4, Peng et al. 2305.13048). x_g and x_u are μ ⊙ x +
-    (1 − μ) ⊙ x', where x' is the input of the previous token, and μ has one number per column, separately for the
-    two.
+    """The feed-forward σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²) (RWKV-4, Peng et al. 2305.13048).
+
+    x_g and x_u are μ ⊙ x + (1 − μ) ⊙ x', where x' is the input of the previous token, and μ has one number per column,
+    separately for x_g and x_u.
     """
 
     label = "feed-forward"
@@ -135,7 +139,7 @@ class ChannelMixing(Mixer, Component, frozen=True):
 
 
 def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
-    """What reads the stream by these names: for each how much a token's own input counts, and a projection."""
+    """Return the weights of projections from the stream, by name: the share of a token's own input, and the matrix."""
     mixes = {f"{name}_mix": Weight((hidden,), "columns", 0.5) for name in widths}
     return mixes | {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in widths.items()}
 
@@ -143,7 +147,7 @@ def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
 def _blended(
     node: Component, path: str, source: str, shape: Sizes, row: str, names: Sequence[str], held: str
 ) -> Iterator[AnyOperation]:
-    """A token's input with that of the token before, once for each name."""
+    """Yield the blends of a token's input with that of the previous token, one per name."""
     pairs = Pairs(f"{path}.before", (source,), (*shape[:-1], 2, shape[-1]), row)
     yield pairs
     for name in names:

@@ -1,8 +1,8 @@
-"""A tree as plain JSON values and back. No torch.
+"""Trees as plain JSON values, and back. No torch.
 
-A field is written where it does not equal its default: equal trees have one text, a file says no more than it needs,
-and a gptkit that is older than a field reads every file that does without it. A block is written by the names of its
-parts, "attention_norm" and "attention", its sub-layers in their order.
+A field is written only if it does not have its default value. So equal trees have the same text, and a gptkit that does
+not know a new field can read every file that does not use it. A block is written by the names of its parts, such as
+"attention_norm" and "attention", in the order of its sub-layers.
 """
 
 import re
@@ -29,7 +29,7 @@ def to_json(spec: ModelSpec) -> Any:
 
 
 def _with_parts(plain: dict[str, Any], spec: Any) -> None:
-    """Write the blocks of a tree, and of its encoder, by the names of their parts."""
+    """Write the blocks of a tree, and those of its encoder, by the names of their parts."""
     if plain.get("encoder") is not None:
         _with_parts(plain["encoder"], spec.encoder)
     for block, node in zip(plain.get("blocks", ()), getattr(spec, "blocks", ()), strict=True):
@@ -40,7 +40,7 @@ def _with_parts(plain: dict[str, Any], spec: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec would write, which takes for a default only the very object that is it."""
+    """Return a component as plain values. msgspec omits a field only if its value is the same object as the default."""
     if isinstance(value, Component):
         plain = value.defaults()
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
@@ -80,11 +80,13 @@ def from_json(data: Any) -> ModelSpec:
 
 
 class _Explained(msgspec.ValidationError):
-    """What is wrong of a component, which it is and what there is."""
+    """An error message that names the wrong component and lists the known ones."""
 
 
 def explained(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
-    """What msgspec says of a value that is no `kind`, and for an unknown field or word the nearest one, or all."""
+    """Return msgspec's message for a value that is not a `kind`. For an unknown field or word, add the nearest known
+    one, or all.
+    """
     from msgspec import inspect
 
     told = str(error)
@@ -105,13 +107,13 @@ def explained(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Ask for the name that somebody may have meant, or list all."""
+    """Return a question for the name that was probably meant, or the list of known names."""
     near = meant(name, known)
     return f"did you mean {near}?" if near else f"known: {', '.join(known)}"
 
 
 def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
-    """A tree with the parts of blocks gathered by sub-layer."""
+    """Return the plain values of a tree with the parts of blocks grouped by sub-layer."""
     blocks = plain.get("blocks")
     if not isinstance(blocks, list):
         return plain
@@ -119,7 +121,9 @@ def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _component(kind: type[Any], value: Any) -> Any:
-    """The component of plain values, where a component of `kind` stands: for msgspec, which knows no open unions."""
+    """Return the component for plain values where msgspec expects a `kind`, since msgspec does not support open
+    unions.
+    """
     if not isinstance(value, dict):
         raise msgspec.ValidationError(f"a component (an object with a type) was expected, not {shown(value, 40)}")
     name = value.get("type", kind.__name__)
@@ -131,7 +135,7 @@ def _component(kind: type[Any], value: Any) -> Any:
         raise _Explained(f"{named}; {nearest(str(name), likely)}")
     try:
         found = msgspec.convert(value, KINDS[name], dec_hook=_component)
-    except _Explained:  # of a component within it
+    except _Explained:  # it describes an inner component
         raise
     except msgspec.ValidationError as error:
         raise _Explained(f"{name}: {explained(error, KINDS[name])}") from error
@@ -141,7 +145,9 @@ def _component(kind: type[Any], value: Any) -> Any:
 
 
 def _with_sublayers(block: dict[str, Any]) -> dict[str, Any]:
-    """A block's parts gathered by sub-layer; what belongs to none stays, and is refused as an unknown field."""
+    """Return a block with its parts grouped by sub-layer. Parts that belong to none stay, and are refused as unknown
+    fields.
+    """
     rest, sublayers = dict(block), []
     for slot, mixer in block.items():
         kind = KINDS.get(str(mixer.get("type"))) if isinstance(mixer, dict) else None

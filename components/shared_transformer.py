@@ -40,11 +40,11 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
         y = stream_proj(down(activation(gate(a)) · up(a))),  a = inner_norm(attention(norm([x, e])))
 
-    e is the input of the model's first layer, concatenated with x, so queries, keys and values are computed from
+    e is the input of the model's first layer. It is concatenated with x, so queries, keys and values are computed from
     twice the stream's width. There is no residual connection in between.
 
-    Every layer has its own stream_proj, its own KV cache and its own low-rank adapters. The outputs of the adapters
-    are added to the outputs of the shared projections.
+    Every layer has its own stream_proj, its own KV cache and its own low-rank adapters. The outputs of the adapters are
+    added to the outputs of the shared projections.
     """
 
     label = "shared block"
@@ -66,7 +66,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
     heads: Size
     """The number of query heads."""
     kv_heads: Size
-    """The number of key-value heads, each shared by the same number of query heads."""
+    """The number of key-value heads. Every one is used by the same number of query heads."""
     head_dim: Size
     scale: Scale
     """The factor of q·k."""

@@ -13,10 +13,11 @@ __all__ = ["ShortConvolution"]
 
 
 class ShortConvolution(Mixer, Component, frozen=True):
-    """out(c ⊙ conv(b ⊙ x)), where x, b and c are projections of the input to `channels`. The convolution is causal,
-    with a kernel of `kernel` tokens per channel (LFM2, Liquid AI 2511.23404).
+    """A gated short convolution, out(c ⊙ conv(b ⊙ x)) (LFM2, Liquid AI 2511.23404).
 
-    One matrix product gives b, c and x, in this order. With `bias`, all linear layers and the convolution have one.
+    x, b and c are projections of the input to `channels`. One matrix product computes b, c and x, in this order. The
+    convolution is causal, with a kernel of `kernel` tokens per channel. With `bias`, all linear layers and the
+    convolution have a bias.
     """
 
     label = "convolution"
@@ -79,7 +80,7 @@ _READ = ("before_proj", "behind_proj", "in_proj")
 
 
 def misread_kernels(*names: str) -> dict[str, Misread]:
-    """What goes wrong with the kernels of convolutions of these names."""
+    """Return the mistakes in the kernels of convolutions with these names."""
     return {
         "kernels of convolutions back to front": lambda own: {
             f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names
@@ -89,6 +90,8 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
 
 
 def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
-    """The causal convolution `name` of a component at `path`, with that component's parameters of the name."""
+    """Return the operation of the causal convolution `name` of a component at `path`, with the parameters of that
+    name.
+    """
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
     return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

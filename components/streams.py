@@ -1,4 +1,4 @@
-"""What carries a token in several streams from layer to layer, and a residual of low rank. No torch."""
+"""Several residual streams per token (AltUp), and a low-rank residual. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 
 
 class Streams(Component, frozen=True):
-    """A token's embedding as `count` streams (Gemma 3n). The first is the embedding itself, and matrices compute
-    the others from it, scaled to its length. After the last layer, the result is the mean of the first stream and
-    of the others, which pass through matrices and are scaled to the length of the first.
+    """The streams of a token, `count` in number, computed from its embedding (Gemma 3n).
+
+    The first stream is the embedding itself, and matrices compute the others from it, scaled to its length. After the
+    last layer, the result is the mean of the first stream and of the others, which pass through matrices and are scaled
+    to the length of the first.
     """
 
     label = "streams"
@@ -44,7 +46,7 @@ class Streams(Component, frozen=True):
         return {"rows of streams shifted by one": {f"{i}": turned for i in range(self.count - 1)}}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """From one stream (B, T, hidden) to all, (streams, B, T, hidden), or from all to one."""
+        """Return the program from one stream (B, T, hidden) to all (streams, B, T, hidden), or from all to one."""
         split = len(shape) == 3
         one = shape if split else shape[1:]
         found: list[AnyOperation] = []
@@ -59,13 +61,13 @@ class Streams(Component, frozen=True):
 
 
 class AlternatingUpdates(Component, frozen=True):
-    """Layers that compute one of a token's streams and predict the others (AltUp, 2301.13310).
+    """An addition to a layer that computes one of several streams and predicts the others (AltUp, 2301.13310).
 
-    Before the layer's sub-layers, all streams are predicted from all streams, with numbers that a router computes
-    from the stream number `active`. The sub-layers read the active stream. After them, every stream is corrected by
-    the error of the active one, times numbers that the same router computes from their result. `norm` is before the
-    router, whose input is divided by its width. Sub-layers `onto` the others read the active one of the corrected
-    streams, times a weight.
+    Before the layer's sub-layers, all streams are predicted from all streams, with numbers that a router computes from
+    the stream number `active`. The sub-layers read the active stream. After them, every stream is corrected by the
+    error of the active one, times numbers that the same router computes from the sub-layers' result. `norm` is before
+    the router, whose input is divided by its width. A sub-layer with `onto` "others" reads the active one of the
+    corrected streams, times a weight.
     """
 
     label = "streams"
@@ -115,7 +117,9 @@ class AlternatingUpdates(Component, frozen=True):
         return replace(self, hidden_size=hidden, norm=self.norm.small(hidden))
 
     def _routed(self, path: str, source: str, shape: Sizes, step: str, rows: int) -> Iterator[AnyOperation]:
-        """The numbers of a step, of the active stream; norm and router are those of the first step in either."""
+        """Yield the operations that compute the numbers of a step from the active stream. Both steps use the same norm
+        and router.
+        """
         own: dict[str, Any] = {} if step == "prediction" else {"weights": ()}
         at = path if step == "prediction" else f"{path}.{step}"
 
@@ -131,7 +135,7 @@ class AlternatingUpdates(Component, frozen=True):
         yield linear(self, step, path, f"{at}.numbers", (*shape[:-1], rows), "streams")
 
     def predicted(self, path: str, source: str, shape: Sizes) -> Program:
-        """Of all streams the predicted ones, `.predicted`, and the active one of them, `.active`."""
+        """Return the program that predicts all streams, `.predicted`, and picks the active one, `.active`."""
         wide = (self.count, *shape)
         return (
             _pick(self, f"{path}.first", source, shape, self.active),
@@ -141,7 +145,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def corrected(self, path: str, source: str, shape: Sizes) -> Program:
-        """Of what the sub-layers gave the corrected streams."""
+        """Return the program that corrects the streams by the sub-layers' result `source`."""
         inputs = (f"{path}.predicted", source, f"{path}.correction")
         return (
             *self._routed(path, source, shape, "correction", self.count),
@@ -149,7 +153,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def scaled(self, path: str, shape: Sizes) -> Program:
-        """The active one of the corrected streams, times a weight."""
+        """Return the program for the active one of the corrected streams, times a weight."""
         own = (("weight", (self.hidden_size,)),)
         return (
             _pick(self, f"{path}.computed", f"{path}.corrected", shape, self.active),
@@ -158,8 +162,8 @@ class AlternatingUpdates(Component, frozen=True):
 
 
 class LowRankResidual(Component, frozen=True):
-    """x + norm(right(left(x))) with `rank` dimensions between the two matrices, next to the mixer's result (LAuReL,
-    2411.07501).
+    """A low-rank residual, x + norm(right(left(x))), in parallel with the mixer (LAuReL, 2411.07501). `rank` is the
+    width between its two matrices.
     """
 
     label = "low rank"
@@ -202,5 +206,5 @@ class LowRankResidual(Component, frozen=True):
 
 
 def _pick(node: Streams | AlternatingUpdates, name: str, source: str, shape: Sizes, index: int) -> AltUp:
-    """One of several streams."""
+    """Return the operation that picks one of several streams."""
     return AltUp(name, (source,), shape, "streams", step="pick", index=index, count=node.count)

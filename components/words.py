@@ -1,4 +1,4 @@
-"""Words: what a component is called in a table, in a description, and as data. No torch."""
+"""Words: the description of a component in a table, in a sentence and as data. No torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ __all__ = ["NOT_THERE", "Words", "plain_number"]
 
 
 class Words(NamedTuple):
-    """One thing about a component in the `short` words of a table ("GQA 32/8"), as plain JSON values ({"kind": "GQA",
-    "heads": 32, "kv_heads": 8}), and in the whole words of a description ("GQA, 32 q, 8 kv, head dim 128"), which are
-    the short ones where they are not given.
-    """
+    """One property of a component in words and as data."""
 
     short: str
+    """The words for a table, such as "GQA 32/8"."""
     data: Any
+    """Plain JSON values, such as {"kind": "GQA", "heads": 32, "kv_heads": 8}."""
     whole: str = ""
+    """The words for a description, such as "GQA, 32 q, 8 kv, head dim 128"; by default those for a table."""
 
     @property
     def long(self) -> str:
         return self.whole or self.short
 
     def also(self, fields: dict[str, tuple[str, Any]]) -> Words:
-        """These with fields appended, each of which comes in words and as data."""
+        """Return the words with fields appended, which are given in words and as data."""
         if not fields:
             return self
         data = self.data if isinstance(self.data, dict) else {"kind": self.data}
@@ -31,7 +31,7 @@ class Words(NamedTuple):
         return Words(", ".join([self.short, *told]), data, ", ".join([self.long, *told]))
 
     def beside(self, other: Words) -> Words:
-        """What two parts of a block say of one aspect."""
+        """Return the words for two parts of a block that have the same aspect."""
         return Words(f"{self.short}; {other.short}", [self.data, other.data], f"{self.long}; {other.long}")
 
 
@@ -39,5 +39,5 @@ NOT_THERE = Words("–", None, "none")
 
 
 def plain_number(value: float) -> str:
-    """A float without loss, and without an exponent where it is whole and of usual size: 1,000,000; 8; 1.25."""
+    """Return a number without loss, without an exponent if it is a whole number of usual size: 1,000,000; 8; 1.25."""
     return f"{int(value):,}" if float(value).is_integer() and value < 1e15 else repr(value)

@@ -40,7 +40,7 @@ UNCOUNTED = frozenset({
 
 
 def _reason(kind: str) -> str:
-    return next((why for why, kinds in _WHY.items() if kind in kinds.split()), "other components")
+    return next((why for why, kinds in _WHY.items() if kind in kinds.split()), "other unsupported components")
 
 
 def causal_types() -> dict[str, str]:

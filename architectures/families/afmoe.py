@@ -1,6 +1,6 @@
 """AFMoE (Arcee 2025, Trinity): gated attention, norms on query and key heads, positions only in layers with a window,
-four norms per layer, and mixtures with a sigmoid router, a bias for the choice and shared experts. The first layers are
-dense.
+four norms per layer, and mixtures with a sigmoid router, a bias for the choice of experts, and shared experts. The
+first layers are dense.
 
 Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 """

@@ -1,5 +1,5 @@
 """DeepSeek-V3 and R1 (2412.19437), Kimi K2, Moonlight: latent attention, and mixtures with a sigmoid router, which has
-a bias for the choice and chooses groups of experts first. The first layers are dense.
+a bias for the choice of experts, and first chooses groups of experts. The first layers are dense.
 
 Source: transformers models/deepseek_v3/{configuration,modeling}_deepseek_v3.py. The layer behind the last, which drafts
 tokens (`layers.61`), is left out there, and carried along here.

@@ -1,4 +1,5 @@
-"""ERNIE 4.5 (Baidu 2025) with mixtures: a softmax router in fp32 with a bias for the choice, and shared experts.
+"""ERNIE 4.5 (Baidu 2025) with mixtures: a softmax router in fp32 with a bias for the choice of experts, and shared
+experts.
 
 Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.py. The one switch for biases is for all
 linears but those of experts and routers, the head among them. Layers that draft tokens are left out there too.

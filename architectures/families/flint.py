@@ -46,5 +46,5 @@ FLINT = _DECODER.architecture(
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
     stacked=(*STACKED, Stacked(T + "self_attn.sinks", (_SINKS,))),
-    **only_eager("no fused kernel has sinks, and transformers has none for flint"),
+    **only_eager("no fused attention kernel supports sinks, and transformers has no sdpa path for flint"),
 )

@@ -1,5 +1,6 @@
 """GLM-4.5 (2508.06471): RoPE on a part of each head, optional norms on query and key heads, and DeepSeek-V3's mixtures:
-a sigmoid router with a bias for the choice, groups of experts, a scale, shared experts, and dense first layers.
+a sigmoid router with a bias for the choice of experts, groups of experts, a scale, shared experts, and dense first
+layers.
 
 Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py. Layers behind the last, which draft tokens,
 are left out there too.

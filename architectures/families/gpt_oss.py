@@ -1,5 +1,5 @@
 """gpt-oss (OpenAI, 2508.10925): attention with sinks and biases, a window in every second layer, YaRN, and mixtures in
-every layer. The experts have biases, and clamp the gate and the other factor, to which they add 1.
+every layer. The experts have biases. They limit gate and up, and add 1 to up.
 
 Source: transformers models/gpt_oss/{configuration,modeling}_gpt_oss.py. One tensor holds all experts, [in, out], gate
 and up in turns. The released files have experts in MXFP4, which `converter.quantised` undoes.

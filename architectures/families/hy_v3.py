@@ -1,5 +1,5 @@
-"""Hunyuan 3 (Tencent 2025): qwen3's attention, and mixtures with a sigmoid router, a bias for the choice, a scale and
-shared experts. The first layer is dense.
+"""Hunyuan 3 (Tencent 2025): qwen3's attention, and mixtures with a sigmoid router, a bias for the choice of experts, a
+scale and shared experts. The first layer is dense.
 
 Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py. What experts and shared experts give is added in
 fp32 and rounded once, as every sum of two numbers is.

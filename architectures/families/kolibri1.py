@@ -1,5 +1,5 @@
 """Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention with norms before and after it, and in every layer a mixture with
-a shared expert and a router bias for the choice.
+a shared expert and a router bias for the choice of experts.
 
 Source: transformers models/kolibri1/{configuration,modeling}_kolibri1.py, and conversion_mapping.py: files have other
 names of the bias and of the norms behind sub-layers.

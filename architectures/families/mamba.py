@@ -83,7 +83,7 @@ FAMILY: dict[str, Any] = {
     "prefix": "backbone.",
     "token_ids": {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
     "reference": lambda _: ("eager",),
-    "reference_quirk": "transformers' class has no attention, and knows no other path",
+    "reference_quirk": "transformers' class has no attention, and therefore only one path",
 }
 
 _MAMBA = Architecture(

@@ -92,5 +92,5 @@ _MAMBA2 = Architecture(
     aliases=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     irrelevant=_STARTS,
-    **only_eager("transformers' class has no attention, and knows no other path"),
+    **only_eager("transformers' class has no attention, and therefore only one path"),
 )

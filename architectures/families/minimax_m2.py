@@ -1,5 +1,5 @@
 """MiniMax-M2 (MiniMax 2025): one norm over all query heads and one over all key heads, RoPE on a part of each head, and
-mixtures in every layer with a sigmoid router and a bias for the choice.
+mixtures in every layer with a sigmoid router and a bias for the choice of experts.
 
 Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. Its tensors are named as mixtral's.
 """

@@ -1,4 +1,5 @@
-"""Qwen3 (2505.09388), dense: llama with an RMSNorm on every query and key head, and a separate head_dim.
+"""Qwen3 (2505.09388), dense: llama with an RMSNorm on every query and key head, and a head_dim that does not depend on
+the hidden size.
 
 Source: transformers models/qwen3/{configuration,modeling}_qwen3.py.
 """

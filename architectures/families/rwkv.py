@@ -151,7 +151,7 @@ _RWKV = Architecture(
     prefix="rwkv.",
     token_ids={"bos_token_id": 0, "eos_token_id": 0},
     config_aliases={"context_length": ("max_position_embeddings",)},
-    **only_eager("transformers' class has no attention, and knows no other path"),
+    **only_eager("transformers' class has no attention, and therefore only one path"),
     apart=("padding", "steps"),
     rescaled=_rescaled,
     prepare=lambda model: model.rwkv.eval()._rescale_layers(),

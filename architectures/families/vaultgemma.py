@@ -27,5 +27,5 @@ VAULTGEMMA = _DECODER.architecture(
     released="2025-09",
     token_ids=GEMMA_IDS,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
-    **only_eager("no fused kernel caps scores, and transformers has none for vaultgemma"),
+    **only_eager("no fused attention kernel caps scores, and transformers has no sdpa path for vaultgemma"),
 )
