@@ -82,11 +82,13 @@ class Attention(Mixer, Component, frozen=True):
     # --- what is computed ---
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
     """The number of query heads."""
     kv_heads: Size
     """The number of key-value heads. Every one is used by the same number of query heads."""
     head_dim: Size
+    """The number of elements per head."""
     scale: Scale
     """The factor of q·k."""
     causal: bool = True
@@ -103,7 +105,9 @@ class Attention(Mixer, Component, frozen=True):
     k_norm: Norm | None = None
     """The norm of every key head, or of all key heads at once."""
     qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have a bias."""
     output_bias: bool = False
+    """Whether the output projection has a bias."""
     cap: Positive | None = None
     """With c, every score s becomes c · tanh(s / c), before the mask (Gemma 2)."""
     clip: Positive | None = None

@@ -48,6 +48,7 @@ class SubLayer(Component, frozen=True):
     }
 
     mixer: Mixer
+    """The attention, feed-forward or recurrence."""
     norm: Norm | None = None
     """The norm of the mixer's input."""
     low_rank: LowRankResidual | None = None
@@ -133,6 +134,7 @@ class Block(Component, frozen=True):
     }
 
     sublayers: tuple[SubLayer, ...]
+    """The sub-layers in their order."""
     parallel: bool = False
     """Whether all sub-layers read the layer's input and their outputs are added to it. A sub-layer without a norm then
     reads the output of the first sub-layer's norm."""

@@ -16,7 +16,7 @@ class CrossAttention(Mixer, Component, frozen=True):
     """Attention of every token to the encoder's output (Vaswani et al. 2017).
 
     Queries are computed from the decoder's stream. Keys and values are computed from the encoder's output, once per
-    source text. Fields that `Attention` also has mean the same as there.
+    source text.
     """
 
     label = "cross-attention"
@@ -29,13 +29,21 @@ class CrossAttention(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
+    """The number of query heads, and of key-value heads."""
     head_dim: Size
+    """The number of elements per head."""
     scale: Scale
+    """The factor of q·k."""
     qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have a bias."""
     output_bias: bool = False
+    """Whether the output projection has a bias."""
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
+    """Where the scale is applied, as in `Attention`."""
     softmax: Literal["float32", "input"] = "input"
+    """The dtype of the softmax, as in `Attention`."""
 
     def weights(self) -> dict[str, Weight]:
         inner, hidden = self.heads * self.head_dim, self.hidden_size

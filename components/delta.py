@@ -26,14 +26,10 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
 
         S ← eᵍ S,  S ← S + k (β (v − Sᵀk))ᵀ,  y = Sᵀq
 
-    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries and keys are normalised to
-    length 1, and queries are divided by √key_dim. All of this is in at least fp32. There are `key_heads` queries and
-    keys, and heads / key_heads consecutive heads share one. Queries, keys and values pass through a causal convolution
-    with a kernel of `kernel` tokens per channel, and then the `activation`. The y of every head is normalised and
-    multiplied by silu(gate_proj(x)).
-
-    `fused` says what one matrix product computes: queries, keys and values ("by part", Qwen3.5), or the query, key,
-    values and gates of a key head, with β and decays in a second product ("by head", Qwen3-Next).
+    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries, keys and values pass
+    through a causal convolution and the activation. Queries and keys are then normalised to length 1, and queries are
+    divided by √key_dim. All of this is in at least fp32. The y of every head is normalised and multiplied by
+    silu(gate_proj(x)).
     """
 
     label = "recurrence"
@@ -44,14 +40,24 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
     tells = ("key_dim", "value_dim", "norm")
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
+    """The number of states, and of values per token."""
     key_heads: Size
+    """The number of queries and of keys per token. heads / key_heads consecutive heads share one."""
     key_dim: Size
+    """The number of elements of a query or a key."""
     value_dim: Size
+    """The number of elements of a value."""
     kernel: Size
+    """The length of the convolution's kernel, in tokens."""
     activation: Activation
+    """The activation after the convolution."""
     norm: RMSNorm
+    """The norm of y in every head."""
     fused: Literal["by part", "by head"] = "by part"
+    """What one matrix product computes: queries, keys and values ("by part", Qwen3.5), or the query, key, values and
+    gates of a key head, with β and decays in a second product ("by head", Qwen3-Next). It changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads:

@@ -24,7 +24,9 @@ class TokenTypes(Component, frozen=True):
     given = ("hidden_size",)
 
     count: Size
+    """The number of token types."""
     hidden_size: Size
+    """The width of the residual stream."""
 
     def words(self) -> dict[str, Words]:
         return {"token types": Words(f"{self.count:,}", {"count": self.count})}
@@ -55,9 +57,13 @@ class HeadTransform(Component, frozen=True):
     tells = ("activation", "norm")
 
     hidden_size: Size
+    """The width of the residual stream."""
     activation: Activation
+    """The activation."""
     norm: Norm
+    """The norm of the result."""
     bias: bool = False
+    """Whether the linear layer has a bias."""
 
     def __post_init__(self) -> None:
         if self.norm.size != self.hidden_size:
@@ -92,7 +98,9 @@ class Pooler(Component, frozen=True):
     given = ("hidden_size",)
 
     hidden_size: Size
+    """The width of the residual stream."""
     activation: Activation
+    """The activation."""
 
     def words(self) -> dict[str, Words]:
         function = function_of(self.activation)

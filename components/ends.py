@@ -17,15 +17,7 @@ __all__ = ["Embedding", "Head", "LayerEmbedding"]
 
 
 class Embedding(Component, frozen=True):
-    """The token embedding: a table with a row per token.
-
-    Its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before the first block
-    (BLOOM). With `width`, rows have this width, and a matrix projects them to the stream (OPT 350m). If the table of an
-    encoder is `shared`, it is the decoder's table, which is stored once. The row of the token `blank` counts as zeros,
-    whatever it contains, also in a tied head (Youtu's padding token).
-
-    `scaling` "rounded" rounds the multiplier to the dtype of the rows first.
-    """
+    """The token embedding: a table with a row per token."""
 
     label = "embedding"
     rows = "V"
@@ -41,13 +33,22 @@ class Embedding(Component, frozen=True):
     tells = ("vocab_size", "hidden_size", "norm")
 
     vocab_size: Size
+    """The number of rows."""
     hidden_size: Size
+    """The width of the residual stream."""
     norm: Norm | None = None
+    """The norm of the rows before the first block (BLOOM)."""
     multiplier: Positive = 1.0
+    """The factor of the rows (√hidden in Gemma)."""
     width: Size | None = None
+    """The width of the rows, if a matrix projects them to the stream (OPT 350m)."""
     shared: bool = False
+    """Whether an encoder uses the table of the model that it belongs to, which is stored once."""
     scaling: Literal["exact", "rounded"] = "exact"
+    """With "rounded", the multiplier is rounded to the dtype of the rows first."""
     blank: Annotated[int, Meta(ge=0)] | None = None
+    """The id of a token whose row counts as zeros, whatever it contains, also in a tied head (Youtu's padding
+    token)."""
 
     def __post_init__(self) -> None:
         if self.blank is not None and self.blank >= self.vocab_size:
@@ -90,10 +91,8 @@ class Embedding(Component, frozen=True):
 class LayerEmbedding(Component, frozen=True):
     """An additional input per layer for every token, from a table whose rows have `width` numbers per layer (Gemma 3n).
 
-    The inputs are summed · (row + norm(projected · projection(x))), where x is the token's embedding, and `summed` and
-    `projected` are factors. The norm is applied separately for every layer, and the layer's `LayerInput` reads the
-    result. A token outside the table has the first row. `scaling` "rounded" rounds both factors to the dtype of the
-    rows before they multiply.
+    The inputs are summed · (row + norm(projected · projection(x))), where x is the token's embedding. The `LayerInput`
+    of a layer reads its part. A token outside the table has the first row.
     """
 
     label = "embedding"
@@ -102,13 +101,21 @@ class LayerEmbedding(Component, frozen=True):
     given = ("hidden_size", "layers")
 
     table: Embedding
+    """The table of rows."""
     hidden_size: Size
+    """The width of the residual stream."""
     layers: Size
+    """The number of layers."""
     width: Size
+    """The number of elements per layer."""
     norm: Norm
+    """The norm of every layer's part of the projection."""
     projected: Positive
+    """A factor of the projection."""
     summed: Positive
+    """A factor of the sum."""
     scaling: Literal["exact", "rounded"] = "exact"
+    """With "rounded", both factors are rounded to the dtype of the rows before they multiply."""
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
@@ -174,15 +181,7 @@ class LayerEmbedding(Component, frozen=True):
 
 
 class Head(Component, frozen=True):
-    """The output layer, which computes logits from hidden states. If it is `tied`, its weight is the embedding's and is
-    stored once.
-
-    Logits are multiplied by `multiplier` (Cohere). With `scaling` "divide", they are divided by its inverse (Granite).
-    With "divide states", the hidden states are divided before the product (MiniCPM), and with "multiply states" they
-    are multiplied (T5). Then `cap` c replaces every logit x by c · tanh(x / c) (Gemma 2). With `width`, a matrix
-    projects hidden states to this width first (OPT 350m). With a `transform`, they pass through it first (BERT).
-    `added` says whether a bias is added inside the matrix product or after it (BART).
-    """
+    """The output layer, which computes logits from hidden states."""
 
     label = "head"
     forgotten: ClassVar[dict[str, str]] = {
@@ -199,15 +198,27 @@ class Head(Component, frozen=True):
     given = ("vocab_size", "hidden_size")
 
     vocab_size: Size
+    """The number of logits."""
     hidden_size: Size
+    """The width of the hidden states."""
     tied: bool = False
+    """Whether the weight is the embedding's, which is stored once."""
     bias: bool = False
+    """Whether the head has a bias."""
     cap: Positive | None = None
+    """With c, every logit x is replaced by c · tanh(x / c) (Gemma 2). It is the last step."""
     multiplier: Positive = 1.0
+    """A factor of the logits (Cohere), or of the hidden states; see `scaling`."""
     width: Size | None = None
+    """With a width, a matrix projects hidden states to it first (OPT 350m)."""
     transform: HeadTransform | None = None
+    """The transform of the hidden states before the product (BERT)."""
     scaling: Literal["multiply", "divide", "divide states", "multiply states"] = "multiply"
+    """How the multiplier is applied. "multiply": to the logits. "divide": the logits are divided by its inverse
+    (Granite). "divide states": the hidden states are divided before the product (MiniCPM). "multiply states": they are
+    multiplied (T5)."""
     added: Literal["in the product", "behind it"] = "in the product"
+    """Whether a bias is added inside the matrix product or after it ("behind it", BART)."""
 
     def __post_init__(self) -> None:
         if self.transform is not None and self.transform.hidden_size != self.hidden_size:

@@ -18,11 +18,7 @@ _USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Ac
 
 
 class FeedForward(Mixer, Component, frozen=True):
-    """A plain feed-forward, down(activation(up(x))).
-
-    An activation may have parameters of its own (`activations.LEARNT`). With `inside`, it reads and writes a latent of
-    the component that contains it, and not the residual stream.
-    """
+    """A plain feed-forward, down(activation(up(x)))."""
 
     label = "feed-forward"
     slot = "feed_forward"
@@ -36,12 +32,19 @@ class FeedForward(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of its input and output."""
     intermediate_size: Size
+    """The number of units."""
     activation: Activation
+    """The activation. Some have parameters of their own (`activations.LEARNT`)."""
     up_bias: bool = False
+    """Whether the up projection has a bias."""
     down_bias: bool = False
+    """Whether the down projection has a bias."""
     arithmetic: Arithmetic = "linear"
+    """How the projections multiply and add their bias. It changes only the rounding."""
     inside: bool = False
+    """Whether it reads and writes a latent of the component that contains it, and not the residual stream."""
 
     def weights(self) -> dict[str, Weight]:
         found = {
@@ -93,16 +96,17 @@ class FeedForward(Mixer, Component, frozen=True):
 
 
 class ExpertLatent(Component, frozen=True):
-    """The projections between the residual stream and a latent of width `width`, which experts read and write (Nemotron
-    3 Super).
-    """
+    """The projections between the residual stream and a latent that experts read and write (Nemotron 3 Super)."""
 
     label = FeedForward.label
     forgotten: ClassVar[dict[str, str]] = {"bias": "biases around the experts' latent dropped"}
 
     hidden_size: Size
+    """The width of the residual stream."""
     width: Size
+    """The width of the latent."""
     bias: bool = False
+    """Whether the projections have a bias."""
 
     def weights(self) -> dict[str, Weight]:
         found = {
@@ -118,16 +122,7 @@ class ExpertLatent(Component, frozen=True):
 
 
 class GatedFeedForward(Mixer, Component, frozen=True):
-    """A gated feed-forward, down(activation(gate(x)) · up(x)) (Shazeer 2002.05202). With silu it is called SwiGLU.
-
-    `limit` l limits gate(x) to at most l, and up(x) to -l … l. Then `up_shift` is added to up(x) (gpt-oss 2508.10925).
-    `gate_multiplier` scales gate(x) before these steps (Falcon-H1). With `sparsity` s, about this share of a token's
-    units is 0: gate(x) is reduced to its part above mean + Φ⁻¹(s) · deviation of the units (Gemma 3n). `inner_norm`
-    normalises the product before the down projection (BitNet).
-
-    `fused` computes gate and up in one matrix product. With `down_turned`, the down projection is stored as [in, out],
-    and the others are not (DBRX).
-    """
+    """A gated feed-forward, down(activation(gate(x)) · up(x)) (Shazeer 2002.05202). With silu it is called SwiGLU."""
 
     label = "feed-forward"
     slot = "feed_forward"
@@ -145,18 +140,32 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of its input and output."""
     intermediate_size: Size
+    """The number of units."""
     activation: Activation
+    """The activation of the gate."""
     up_bias: bool = False
+    """Whether the gate and up projections have a bias."""
     down_bias: bool = False
+    """Whether the down projection has a bias."""
     limit: Positive | None = None
+    """With l, gate(x) is limited to at most l, and up(x) to -l … l (gpt-oss 2508.10925)."""
     up_shift: float = 0.0
+    """A number that is added to up(x) after the limit (gpt-oss)."""
     inner_norm: Norm | None = None
+    """The norm of the product before the down projection (BitNet)."""
     sparsity: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    """With s, about this share of a token's units is 0: gate(x) is reduced to its part above mean + Φ⁻¹(s) · deviation
+    of the units (Gemma 3n)."""
     gate_multiplier: Positive = 1.0
+    """A factor of gate(x), applied before all other steps (Falcon-H1)."""
     arithmetic: Arithmetic = "linear"
+    """How the projections multiply and add their bias. It changes only the rounding, like the fields below."""
     fused: bool = False
+    """Whether gate and up are computed in one matrix product."""
     down_turned: bool = False
+    """Whether the down projection is stored as [in, out], and the others are not (DBRX)."""
 
     def __post_init__(self) -> None:
         if self.activation in LEARNT:
@@ -246,8 +255,11 @@ class LayerInput(Mixer, Component, frozen=True):
     usual: ClassVar[dict[str, Any]] = _USUAL
 
     hidden_size: Size
+    """The width of the residual stream."""
     width: Size
+    """The width of a layer's entry."""
     activation: Activation
+    """The activation of the gate."""
 
     def weights(self) -> dict[str, Weight]:
         return {

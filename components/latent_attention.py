@@ -54,6 +54,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
     """The number of query heads."""
     kv_rank: Size
@@ -81,6 +82,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     kv_bias: bool = False
     """Whether only the projections to c and k_rope have a bias."""
     output_bias: bool = False
+    """Whether the output projection has a bias."""
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias. It changes only the rounding, like the fields below."""
     fused: bool = False

@@ -25,8 +25,7 @@ class LinearAttention(Mixer, Component, frozen=True):
         y = Σ w v / Σ w,  w = (1 + s + s²/2) · exp(Σ g),  g = −softplus(gate_proj(x))
 
     The sum of g is over the tokens after the earlier token. w is above 0 for any s, and is a product of features of q
-    and features of k. So the state of each of `kv_heads` heads has `key_features` rows, as wide as a value, in at least
-    fp32. `position` rotates queries and keys. `q_norm` and `k_norm` normalise every head before the rotation.
+    and features of k. So the state of a key-value head has `key_features` rows, as wide as a value, in at least fp32.
     """
 
     label = "recurrence"
@@ -43,15 +42,25 @@ class LinearAttention(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
+    """The number of query heads."""
     kv_heads: Size
+    """The number of key-value heads. Every one is used by the same number of query heads."""
     head_dim: Size
+    """The number of elements per head."""
     scale: Scale
+    """The factor of q·k."""
     position: Position | None = None
+    """The rotation of queries and keys."""
     q_norm: Norm | None = None
+    """The norm of every query head, before the rotation."""
     k_norm: Norm | None = None
+    """The norm of every key head, before the rotation."""
     qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have a bias."""
     output_bias: bool = False
+    """Whether the output projection has a bias."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -45,6 +45,7 @@ class Mamba(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of the residual stream."""
     inner: Size
     """The number of channels of the recurrence."""
     state_size: Size

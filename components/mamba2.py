@@ -48,8 +48,11 @@ class Mamba2(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
+    """The number of heads."""
     head_dim: Size
+    """The number of channels per head."""
     groups: Size
     """The number of b vectors and of c vectors per token. heads / groups consecutive heads share one."""
     state_size: Size

@@ -32,38 +32,11 @@ MOST_EXPERTS = 1024  # the largest number of experts in a mixture
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):
-    """A mixture of `experts` feed-forwards of the same form, from which a router chooses `top_k` for every token
-    (Shazeer 1701.06538).
+    """A mixture of feed-forwards of the same form, from which a router chooses `top_k` for every token (Shazeer
+    1701.06538).
 
-    Router: p = scores(router(x)), a softmax over all experts or a sigmoid for each (DeepSeek-V3 2412.19437). The output
-    is Σ p_e · expert_e(x) over the top_k largest p. With `normalise`, these p are divided by their sum (Mixtral
-    2401.04088), or by their sum plus `added` (LFM2-MoE). So identical experts give the output of one of them. The p are
-    then multiplied by `multiplier`. With `jitter` j, every chosen expert has a separate softmax (SparseMixer
-    2409.12136). This softmax leaves out the experts that were chosen before, and those whose logits are below the
-    expert's own l by more than 2j · max(|logit|, l).
-
-    Choice: `choice_bias` is added to p when experts are chosen, or with `biased` "logits" to the logits. It does not
-    change the weights (2408.15664). With `groups`, the router first chooses the `top_groups` groups in which the sum of
-    the `group_best` largest p is largest.
-
-    Experts: `shared` is an expert that every token uses (several shared experts equal one with the sum of their
-    widths). With `shared_gate`, it is multiplied by σ(gate(x)), one number per token. With `averaged`, the output is
-    half of the sum. With `weighs` "inputs", an expert reads p_e · x, and its output is not weighted (Llama 4). The
-    router reads `router_multiplier` · `router_norm`(x), and experts read `expert_norm`(x), if there are such norms.
-    With `expert_scale`, the final weight of an expert is multiplied by a number of this expert (Gemma 4). With a
-    `latent`, experts have its width and read its projection of x, and their sum is projected back.
-
-    Rounding: `routed_in` is the dtype of the router's product, and `scored_in` that of p. `chosen_by` says whether p is
-    computed for all experts, only for those with the largest logits, or as a sigmoid of all logits, from which the
-    largest are chosen (Llama 4). `in_order` says whether experts are summed in the order of their p or of their
-    numbers. `rounded` says whether weights are rounded to the dtype of x first. `wide_router` and `wide_choice` say
-    which parameters are stored in fp32 for any model dtype.
-
-    `summed` says how the outputs of a token's experts are summed. Either at once, or one after the other with a
-    rounding each time, in the order of the experts' numbers (DBRX). Or one product computes every expert for all
-    tokens, with zeros for tokens that did not choose it, which costs as much as if all experts were chosen (Llama 4).
-    `total` says whether `normalise` computes its divisor as a sum or as a norm, which differ only in the order of the
-    addition (DBRX).
+    The router computes logits and from them p, a number per expert. The output is the sum of the chosen experts'
+    outputs, weighted by their p, and of the shared expert, if there is one.
     """
 
     label = "router"
@@ -105,38 +78,77 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     tells = ("expert",)
 
     hidden_size: Size
+    """The width of the residual stream."""
     experts: Annotated[int, Meta(ge=1, le=MOST_EXPERTS)]
+    """The number of experts."""
     top_k: Size
+    """The number of experts per token."""
     expert: FeedForward | GatedFeedForward
+    """The form of an expert."""
     normalise: bool = True
+    """Whether the largest p are divided by their sum (Mixtral 2401.04088). Identical experts then give the output of
+    one of them."""
     added: Annotated[float, Meta(ge=0)] = 0.0
+    """A number that is added to this sum (LFM2-MoE)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How p is computed from the logits: a softmax over all experts, or a sigmoid for each (DeepSeek-V3 2412.19437)."""
     multiplier: Positive = 1.0
+    """A factor of the weights."""
     choice_bias: bool = False
+    """Whether a bias is added to p when experts are chosen. It does not change the weights (2408.15664)."""
     biased: Literal["scores", "logits"] = "scores"
+    """Whether this bias is added to p or to the logits."""
     router_bias: bool = False
+    """Whether the router has a bias."""
     groups: Size = 1
+    """The number of groups of experts, of which the router first chooses some."""
     top_groups: Size = 1
+    """The number of chosen groups: those in which the sum of the largest p is largest."""
     group_best: Literal[1, 2] = 2
+    """The number of largest p of a group in this sum."""
     shared: FeedForward | GatedFeedForward | None = None
+    """An expert that every token uses. Several shared experts equal one with the sum of their widths."""
     shared_gate: bool = False
+    """Whether the shared expert is multiplied by σ(gate(x)), one number per token."""
     averaged: bool = False
+    """Whether the output is half of the sum of the shared expert and the others."""
     jitter: Positive | None = None
+    """With j, every chosen expert has a separate softmax (SparseMixer 2409.12136). It leaves out the experts that were
+    chosen before, and those whose logits are below the expert's own l by more than 2j · max(|logit|, l)."""
     weighs: Literal["outputs", "inputs"] = "outputs"
+    """With "inputs", an expert reads p · x, and its output is not weighted (Llama 4)."""
     router_norm: Norm | None = None
+    """The norm of the router's input."""
     router_multiplier: Positive = 1.0
+    """A factor of the router's input."""
     expert_norm: Norm | None = None
+    """The norm of the experts' input."""
     expert_scale: bool = False
+    """Whether the final weight of an expert is multiplied by a number of this expert (Gemma 4)."""
     latent: ExpertLatent | None = None
+    """The projections around the experts, if they read and write a latent."""
     routed_in: Literal["input", "float32"] = "input"
+    """The dtype of the router's product. It changes only the rounding, like the fields below."""
     chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
+    """How p is computed: for all experts ("scores"), only for those with the largest logits ("logits"), or as a sigmoid
+    of all logits, from which the largest are chosen ("logits of all", Llama 4)."""
     scored_in: Literal["float32", "input"] = "float32"
+    """The dtype of p."""
     in_order: bool = True
+    """Whether the chosen experts are sorted by p before they are summed."""
     rounded: bool = False
+    """Whether weights are rounded to the dtype of x first."""
     wide_router: bool = False
+    """Whether the router is stored in fp32 for any model dtype."""
     wide_choice: bool = False
+    """Whether the choice bias is stored in fp32 for any model dtype."""
     summed: Literal["by token", "by expert", "over all"] = "by token"
+    """How the experts are summed. "by token": the outputs of a token are summed at once. "by expert": one after the
+    other in the order of their numbers, with a rounding each time (DBRX). "over all": every expert gets all tokens, as
+    zeros if it was not chosen, in one product, which costs as much as if all experts were chosen (Llama 4)."""
     total: Literal["sum", "norm"] = "sum"
+    """Whether `normalise` computes its divisor as a sum or as a norm, which differ only in the order of the addition
+    (DBRX)."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -338,7 +350,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
 
-        whole = self.experts if self.summed == "by expert" else 1  # the number of experts that get all tokens
+        whole = (
+            self.experts if self.summed == "by expert" else 1
+        )  # the number of parts of inputs and outputs, which are processed one after the other
 
         def copied(each: AnyOperation, **changes: object) -> AnyOperation:
             """Return an operation of one expert as that of many, from which tokens choose."""
@@ -408,10 +422,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
 
 class DenseBesideExperts(Mixer, Component, frozen=True):
-    """A feed-forward that every token uses and a mixture, whose results are added (Gemma 4).
-
-    Both read the same input, and each has a norm after it. The feed-forward also has a norm before it, and the mixture
-    has its own.
+    """A feed-forward that every token uses and a mixture, which read the same input and whose results are added (Gemma
+    4).
     """
 
     slot = "feed_forward"
@@ -419,11 +431,17 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
     tells = ("dense", "dense_norm", "dense_output_norm", "mixture", "mixture_output_norm")
 
     hidden_size: Size
+    """The width of the residual stream."""
     dense: GatedFeedForward
+    """The feed-forward."""
     dense_norm: Norm
+    """The norm of the feed-forward's input."""
     dense_output_norm: Norm
+    """The norm of the feed-forward's output."""
     mixture: MixtureOfExperts
+    """The mixture, which has an input norm of its own."""
     mixture_output_norm: Norm
+    """The norm of the mixture's output."""
 
     def __post_init__(self) -> None:
         for name, part in self.entries().items():

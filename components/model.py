@@ -25,16 +25,7 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional.
-
-    A decoder may have an `encoder`, which is a tree without a head and reads another text, the source. Every decoder
-    layer then has a `CrossAttention` to the encoder's output. `context_length` is the longest sequence that the model
-    was trained for, if it is known. Without a `final_norm`, the head reads the last block's output, for example in
-    post-norm models. `first_norm` normalises the sum of all embeddings (BERT). Without a `head`, the model returns
-    hidden states, and a `pooler` makes one vector of them. `relative_bias` is added to the scores of all layers whose
-    positions are `Buckets` (T5). With `streams`, layers pass on several residual streams and have an `altup`, and
-    `joined` combines the streams after the last layer.
-    """
+    """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional."""
 
     tells = (
         "embedding",
@@ -68,19 +59,34 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     }
 
     embedding: Embedding
+    """The token embedding."""
     encoder: "ModelSpec | None" = None
+    """The encoder of an encoder-decoder: a tree without a head, which reads another text, the source. Every decoder
+    layer then has a `CrossAttention` to its output."""
     token_types: TokenTypes | None = None
+    """The token types (BERT)."""
     positions: LearnedPositions | SinusoidalPositions | None = None
+    """The position embeddings, if positions are added to the token embeddings."""
     first_norm: Norm | None = None
+    """The norm of the sum of all embeddings (BERT)."""
     layer_inputs: LayerEmbedding | None = None
+    """The additional inputs of layers (Gemma 3n)."""
     streams: Streams | None = None
+    """The matrices that compute several residual streams from the embedding. Layers then have an `altup` (Gemma 3n)."""
     relative_bias: RelativeBias | None = None
+    """The table that all layers with `Buckets` as positions add to their scores (T5)."""
     blocks: tuple[Block, ...]
+    """The layers."""
     joined: Streams | None = None
+    """The matrices that combine the streams after the last layer."""
     final_norm: Norm | None = None
+    """The norm before the head. Without one, the head reads the last block's output, as in post-norm models."""
     head: Head | None
+    """The head. Without one, the model returns hidden states."""
     pooler: Pooler | None = None
+    """The component that computes a vector per text from hidden states."""
     context_length: Size | None = None
+    """The longest sequence that the model was trained for, in tokens, if it is known."""
 
     def __post_init__(self) -> None:
         if not self.blocks:

@@ -25,8 +25,11 @@ class Norm(Open, frozen=True):
     centred: ClassVar[bool]
     """Whether it subtracts the mean."""
     size: int
+    """The number of elements of a row."""
     eps: float
+    """The number that is added to the variance or the mean square."""
     gain: Gain
+    """The factor of the normalised row."""
 
     @property
     def aspect(self) -> str:
@@ -56,13 +59,7 @@ class Norm(Open, frozen=True):
 
 
 class LayerNorm(Norm, Component, frozen=True):
-    """LayerNorm: (x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
-
-    `groups` is the number of parts of a row. Every part is normalised separately with its part of the weight, as in
-    StableLM's and Cohere's norms of every head. With `apart`, the weight of a part is a separate tensor (StableLM).
-    `cast` says where the norm is computed: in torch's kernel, in this kernel in at least fp32 (OLMo), or written out in
-    at least fp32 (Cohere).
-    """
+    """LayerNorm: (x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
 
     label = "norms"
     centred = True
@@ -76,12 +73,21 @@ class LayerNorm(Norm, Component, frozen=True):
     }
 
     size: Size
+    """The number of elements of a row."""
     eps: Positive
+    """The number that is added to the variance."""
     bias: bool = True
+    """Whether a bias is added."""
     gain: Gain = "weight"
+    """The factor of the normalised row."""
     groups: Size = 1
+    """The number of parts of a row. Every part is normalised separately with its part of the weight, as in StableLM's
+    and Cohere's norms of every head."""
     cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
+    """Where the norm is computed: in torch's kernel, in this kernel in at least fp32 (OLMo), or written out in at least
+    fp32 (Cohere). It changes only the rounding."""
     apart: bool = False
+    """Whether the weight of every part is a separate tensor (StableLM)."""
 
     def __post_init__(self) -> None:
         _check_groups(self)
@@ -115,11 +121,7 @@ class LayerNorm(Norm, Component, frozen=True):
 
 
 class RMSNorm(Norm, Component, frozen=True):
-    """RMSNorm: x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32.
-
-    `groups` is the number of parts of a row. Every part is normalised separately with its part of the weight (Mamba-2).
-    `cast` says where the result returns to the model's dtype. Llama multiplies by the weight afterwards.
-    """
+    """RMSNorm: x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32."""
 
     label = "norms"
     centred = False
@@ -131,10 +133,16 @@ class RMSNorm(Norm, Component, frozen=True):
     }
 
     size: Size
+    """The number of elements of a row."""
     eps: Positive
+    """The number that is added to the mean square."""
     cast: Literal["before_weight", "after_weight"] = "before_weight"
+    """Whether the result returns to the model's dtype before it is multiplied by the weight (Llama) or after. It
+    changes only the rounding."""
     gain: Gain = "weight"
+    """The factor of the normalised row."""
     groups: Size = 1
+    """The number of parts of a row. Every part is normalised separately with its part of the weight (Mamba-2)."""
 
     def __post_init__(self) -> None:
         _check_groups(self)

@@ -31,13 +31,7 @@ __all__ = [
 
 
 class LearnedPositions(Component, frozen=True):
-    """A table of position embeddings that are added to the token embeddings.
-
-    A token's row is its position plus `offset` (2 in OPT), so the table has `offset` rows more than the longest
-    sequence. `counts` says how positions are counted by default: all earlier tokens, including padding, or only "real
-    tokens" (OPT). With `padding`, tokens with this id are not counted, whatever the mask contains, and have the row
-    before the first position (RoBERTa).
-    """
+    """A table of position embeddings that are added to the token embeddings."""
 
     label = "positions"
     rows = "T"
@@ -50,10 +44,17 @@ class LearnedPositions(Component, frozen=True):
     }
 
     length: Size
+    """The length of the longest sequence, in tokens."""
     size: Size
+    """The width of the residual stream."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """The number that is added to a token's position to get its row (2 in OPT). The table has this number of additional
+    rows."""
     counts: Literal["tokens", "real tokens"] = "tokens"
+    """How positions are counted by default: all earlier tokens, including padding, or only "real tokens" (OPT)."""
     padding: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """The id of padding tokens, which are not counted, whatever the mask contains, and have the row before the first
+    position (RoBERTa)."""
 
     def __post_init__(self) -> None:
         if self.padding is not None and (not self.offset or self.counts != "tokens"):
@@ -73,11 +74,8 @@ class LearnedPositions(Component, frozen=True):
 
 
 class SinusoidalPositions(Component, frozen=True):
-    """Sinusoids added to the token embeddings (Vaswani et al. 2017), for sequences of up to `length` tokens.
-
-    They are the sines and then the cosines of a token's position plus `offset`. With `ends` "both", the slowest pair
-    has a period of 2π · 10,000 tokens (XGLM, tensor2tensor). Otherwise the pair after the slowest one would have it
-    (the paper, CTRL). `made` is the dtype in which angles are computed.
+    """Sinusoids added to the token embeddings (Vaswani et al. 2017): the sines and then the cosines of a token's
+    position.
     """
 
     label = "positions"
@@ -92,10 +90,16 @@ class SinusoidalPositions(Component, frozen=True):
     padding: ClassVar[None] = None
 
     length: Size
+    """The length of the longest sequence, in tokens."""
     size: Size
+    """The width of the residual stream."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """A number that is added to every position."""
     ends: Literal["one", "both"] = "one"
+    """With "both", the slowest pair has a period of 2π · 10,000 tokens (XGLM, tensor2tensor). Otherwise the pair after
+    the slowest one would have it (the paper, CTRL)."""
     made: Literal["float32", "float64"] = "float32"
+    """The dtype in which angles are computed. It changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.size % 2 or (self.ends == "both" and self.size < 4):
@@ -110,6 +114,7 @@ class LinearScaling(Component, frozen=True):
     """Linear RoPE scaling: positions are divided by `factor` (kaiokendev 2023)."""
 
     factor: Positive
+    """The number that positions are divided by."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"linear ×{plain_number(self.factor)}")
@@ -119,7 +124,9 @@ class DynamicScaling(Component, frozen=True):
     """Dynamic NTK scaling: the base grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
 
     factor: Positive
+    """The factor by which the context grows."""
     original_context: Size
+    """The original context, in tokens."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"dynamic ×{plain_number(self.factor)}", f" beyond {self.original_context:,}")
@@ -139,30 +146,37 @@ class YarnScaling(Component, frozen=True):
     }
 
     factor: Positive
+    """The factor by which the context grows."""
     original_context: Size
+    """The original context, in tokens."""
     attention_factor: Positive
+    """The factor of cos and sin."""
     beta_fast: Turns = 32.0
+    """Pairs with more turns than this in the original context are unchanged."""
     beta_slow: Turns = 1.0
+    """Pairs with fewer turns than this are interpolated."""
     truncate: bool = True
+    """Whether the ramp begins and ends at whole pairs."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"YaRN ×{plain_number(self.factor)}", f" from {self.original_context:,}")
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753), a RoPE scaling with one divisor per pair, other divisors beyond `original_context`, and a
-    factor of cos and sin.
-
-    `renewed` says what happens when a text grows past `original_context`. Either the keys of all tokens are computed
-    again, as if the text had been read at once (Phi-3), or the old keys stay as they are (llama).
-    """
+    """LongRoPE (2402.13753), a RoPE scaling with one divisor per pair, and other divisors for long sequences."""
 
     rounds = ("renewed",)
     short_factor: tuple[Positive, ...]
+    """The divisors of the pairs up to the original context."""
     long_factor: tuple[Positive, ...]
+    """The divisors of the pairs for longer sequences."""
     original_context: Size
+    """The original context, in tokens."""
     attention_factor: Positive
+    """The factor of cos and sin."""
     renewed: bool = False
+    """What happens when a text grows past the original context. If true, the keys of all tokens are computed again, as
+    if the text had been read at once (Phi-3). Otherwise old keys stay as they are (llama)."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, "LongRoPE", f" from {self.original_context:,}")
@@ -174,21 +188,25 @@ class Llama3Scaling(Component, frozen=True):
     """
 
     factor: Positive
+    """The divisor of slow pairs."""
     low_freq_factor: Positive
+    """Pairs whose wavelength is longer than the original context divided by this number are slow."""
     high_freq_factor: Positive
+    """Pairs whose wavelength is shorter than the original context divided by this number are fast."""
     original_context: Size
+    """The original context, in tokens."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"llama3 ×{plain_number(self.factor)}", f" from {self.original_context:,}")
 
 
 class ProportionalScaling(Component, frozen=True):
-    """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs rotate, at frequencies divided by `factor`, and
-    the slower pairs never rotate.
-    """
+    """p-RoPE (Barbero et al. 2410.06205): the fastest pairs rotate, and the slower ones never do."""
 
     factor: Turns
+    """The divisor of the frequencies."""
     turning: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    """The number of pairs that rotate."""
 
     def words(self) -> dict[str, Words]:
         linear = "" if self.factor == 1 else f", linear ×{plain_number(self.factor)}"
@@ -235,6 +253,7 @@ class Turning(Position, frozen=True):
     title: ClassVar[str]
     """The name of the rotation in a drawing."""
     dim: int
+    """The number of rotated elements per head."""
 
 
 class Biasing(Position, frozen=True):
@@ -269,20 +288,7 @@ PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
 
 
 class Rotary(Turning, Component, frozen=True):
-    """Rotary positions (RoPE, Su et al. 2104.09864) on the first `dim` elements of a head.
-
-    `pairs` says which elements are rotated together: i and i + dim/2 (GPT-NeoX, llama), or 2i and 2i + 1 (the paper,
-    GPT-J). The frequencies are the same. `direction` says whether later tokens are rotated by larger or by smaller
-    angles (nanochat). `spread`: pair i rotates by base^(-2i / spread) per token, if that differs from 2i / dim. If
-    config.json has an odd number of dimensions, transformers rotates one element more and divides by the odd number.
-
-    Rounding: `rounding` says what is rounded to the dtype of the queries and keys: cos, sin and their products
-    ("input"), only the "result" (OLMo), only the result of "keys" (CodeGen), or the "tables" of cos and sin and the
-    result (Cohere). "complex" rounds only the result of complex products (DeepSeek-V2, with adjacent pairs). `joined`
-    says whether rotated and other elements are concatenated even if the whole head is rotated (GPT-NeoX), or the two
-    halves of a head (gpt-oss). `lie` is the memory layout of the result: head by head, or token by token as projected
-    (GPT-J).
-    """
+    """Rotary positions (RoPE, Su et al. 2104.09864) on the first `dim` elements of a head."""
 
     title = "RoPE"
     rounds = ("rounding", "joined", "lie")
@@ -297,14 +303,28 @@ class Rotary(Turning, Component, frozen=True):
     }
 
     dim: Size
+    """The number of rotated elements per head."""
     base: Positive
+    """The base of the frequencies: pair i rotates by base^(-2i / dim) per token."""
     scaling: RopeScaling | None = None
+    """The scaling for longer contexts."""
     pairs: Literal["halves", "adjacent"] = "halves"
+    """Which elements are rotated together: i and i + dim/2 ("halves": GPT-NeoX, llama), or 2i and 2i + 1 ("adjacent":
+    the paper, GPT-J). The frequencies are the same."""
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
+    """What is rounded to the dtype of the queries and keys: cos, sin and their products ("input"), only the "result"
+    (OLMo), only the result of "keys" (CodeGen), the "tables" of cos and sin and the result (Cohere), or only the result
+    of "complex" products (DeepSeek-V2, with adjacent pairs)."""
     direction: Literal["forward", "backward"] = "forward"
+    """Whether later tokens are rotated by larger or by smaller angles ("backward", nanochat)."""
     joined: bool = False
+    """Whether rotated and other elements are concatenated even if the whole head is rotated (GPT-NeoX), or the two
+    halves of a head (gpt-oss)."""
     lie: Literal["by head", "by token"] = "by head"
+    """The memory layout of the result: head by head, or token by token as projected (GPT-J)."""
     spread: Size | None = None
+    """With a number, pair i rotates by base^(-2i / spread) per token. If config.json has an odd number of dimensions,
+    transformers rotates one element more and divides by the odd number."""
 
     def __post_init__(self) -> None:
         if self.dim % 2:
@@ -366,13 +386,7 @@ class Rotary(Turning, Component, frozen=True):
 
 
 class ALiBi(Biasing, Component, frozen=True):
-    """ALiBi: a bias of slope(head) · position of the key (Press et al. 2108.12409).
-
-    With `scaled`, the bias is multiplied by the attention scale together with q·k (Falcon). Otherwise it is added after
-    the scaling (BLOOM). `rounding` is the dtype to which slopes and products are rounded before they are added to the
-    scores. With "apart", positions are counted back from the last key, and the bias is added to the scaled scores in
-    fp32 (MPT).
-    """
+    """ALiBi: a bias of slope(head) · position of the key (Press et al. 2108.12409)."""
 
     title = "ALiBi"
     formula = "slope(head) · s"
@@ -380,7 +394,11 @@ class ALiBi(Biasing, Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {"scaled": "ALiBi's bias not scaled"}
 
     scaled: bool = False
+    """Whether the bias is multiplied by the attention scale together with q·k (Falcon). Otherwise it is added after the
+    scaling (BLOOM)."""
     rounding: Literal["float32", "bfloat16", "apart"] = "float32"
+    """The dtype to which slopes and products are rounded before they are added to the scores. With "apart", positions
+    are counted back from the last key, and the bias is added to the scaled scores in fp32 (MPT)."""
 
     @property
     def apart(self) -> bool:
@@ -397,11 +415,8 @@ class ALiBi(Biasing, Component, frozen=True):
 
 
 class Buckets(Biasing, Component, frozen=True):
-    """A relative position bias: a bias per head that depends on the distance between key and query (T5, 1910.10683).
-
-    The biases are in the `RelativeBias` of the tree. There are `buckets` buckets of distances. Half of them have one
-    distance each, the others have wider and wider ranges, and the last has the distance `furthest` and all longer ones.
-    With `both`, one half of all buckets is for keys after the query, and the other half for those before it.
+    """A relative position bias: a bias per head that depends on the distance between key and query, from the
+    `RelativeBias` of the tree (T5, 1910.10683).
     """
 
     title = "relative bias"
@@ -412,8 +427,11 @@ class Buckets(Biasing, Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {"both": "buckets of one direction"}
 
     buckets: Size
+    """The number of buckets. Half of them have one distance each, and the others have wider and wider ranges."""
     furthest: Size
+    """The distance from which on all distances are in the last bucket."""
     both: bool = False
+    """Whether one half of all buckets is for keys after the query, and the other half for those before it."""
 
     def __post_init__(self) -> None:
         if not self.exact or self.furthest <= self.exact:
@@ -448,7 +466,9 @@ class RelativeBias(Component, frozen=True):
     given = ("heads", "buckets")
 
     buckets: Size
+    """The number of buckets."""
     heads: Size
+    """The number of heads."""
 
     def words(self) -> dict[str, Words]:
         return {"relative bias": Words("one table", {})}
@@ -472,10 +492,7 @@ class RelativeBias(Component, frozen=True):
 class Temperature(Component, frozen=True):
     """A factor of queries that grows with the position t of a token (2501.19399, Llama 4):
 
-        1 + growth · log(1 + floor((t + offset) / original_context))
-
-    `counts` says what t is. Either it is the given position, and the factor is rounded to the dtype of queries
-    (Ministral 3). Or it is the number of earlier tokens, including padding, and only the result is rounded (Llama 4).
+    1 + growth · log(1 + floor((t + offset) / original_context))
     """
 
     rounds = ("counts",)
@@ -483,9 +500,14 @@ class Temperature(Component, frozen=True):
     tells = ("growth", "original_context")
 
     growth: Positive
+    """The factor of the logarithm."""
     original_context: Size
+    """The original context, in tokens."""
     offset: Literal[0, 1] = 0
+    """A number that is added to the position."""
     counts: Literal["positions", "tokens"] = "positions"
+    """What t is. "positions": the given position, and the factor is rounded to the dtype of queries (Ministral 3).
+    "tokens": the number of earlier tokens, including padding, and only the result is rounded (Llama 4)."""
 
     def words(self) -> dict[str, Words]:
         data = {"growth": self.growth, "original_context": self.original_context}

@@ -18,15 +18,15 @@ _GATES = ("input_gate", "decay_gate")
 
 
 class RGLRU(Mixer, Component, frozen=True):
-    """The RG-LRU, a recurrence with a state h of `inner` channels (De et al. 2402.19427).
+    """The RG-LRU, a recurrence with one state h per channel (De et al. 2402.19427).
 
     One gate controls how fast a channel decays, and another how much of its input is added:
 
         a = e^(−8 · softplus(decay) ⊙ σ(decay_gate(x))),  h ← a ⊙ h + √(1 − a²) ⊙ σ(input_gate(x)) ⊙ x
 
-    x is a projection that has passed through a causal convolution, with a kernel of `kernel` tokens per channel. A gate
-    has a matrix for each of `heads` parts of the channels. For the first token of a text, a is 0. h is multiplied by
-    activation(gate_proj(x)). The state is in at least fp32. All linear layers and the convolution have biases.
+    x is a projection that has passed through a causal convolution. For the first token of a text, a is 0. h is
+    multiplied by activation(gate_proj(x)). The state is in at least fp32. All linear layers and the convolution have
+    biases.
     """
 
     label = "recurrence"
@@ -36,10 +36,15 @@ class RGLRU(Mixer, Component, frozen=True):
     axes = ("units", "channels")
 
     hidden_size: Size
+    """The width of the residual stream."""
     inner: Size
+    """The number of channels."""
     heads: Size
+    """The number of parts of the channels. A gate has a matrix for each."""
     kernel: Size
+    """The length of the convolution's kernel, in tokens."""
     activation: Activation
+    """The activation of the output gate."""
 
     def __post_init__(self) -> None:
         if self.inner % self.heads:

@@ -34,7 +34,9 @@ class TimeMixing(Mixer, Component, frozen=True):
     tells = ("inner",)
 
     hidden_size: Size
+    """The width of the residual stream."""
     inner: Size
+    """The number of channels."""
 
     def weights(self) -> dict[str, Weight]:
         found = {"decay": Weight((self.inner,), "inner", Logs(math.exp(-5), math.exp(3)))}
@@ -98,7 +100,9 @@ class ChannelMixing(Mixer, Component, frozen=True):
     tells = ("intermediate_size",)
 
     hidden_size: Size
+    """The width of the residual stream."""
     intermediate_size: Size
+    """The number of units."""
 
     @property
     def aspect(self) -> str:

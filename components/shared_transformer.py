@@ -63,16 +63,19 @@ class SharedTransformer(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
+    """The width of the residual stream."""
     heads: Size
     """The number of query heads."""
     kv_heads: Size
     """The number of key-value heads. Every one is used by the same number of query heads."""
     head_dim: Size
+    """The number of elements per head."""
     scale: Scale
     """The factor of q·k."""
     intermediate_size: Size
     """The number of units of the feed-forward."""
     activation: Activation
+    """The activation of the feed-forward's gate."""
     norm: Norm
     """The norm of the concatenation [x, e]."""
     inner_norm: Norm

@@ -15,9 +15,7 @@ __all__ = ["ShortConvolution"]
 class ShortConvolution(Mixer, Component, frozen=True):
     """A gated short convolution, out(c ⊙ conv(b ⊙ x)) (LFM2, Liquid AI 2511.23404).
 
-    x, b and c are projections of the input to `channels`. One matrix product computes b, c and x, in this order. The
-    convolution is causal, with a kernel of `kernel` tokens per channel. With `bias`, all linear layers and the
-    convolution have a bias.
+    One matrix product computes b, c and x from the input, in this order. The convolution is causal.
     """
 
     label = "convolution"
@@ -27,9 +25,13 @@ class ShortConvolution(Mixer, Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {"bias": "biases of short convolutions dropped"}
 
     hidden_size: Size
+    """The width of the residual stream."""
     channels: Size
+    """The number of channels of x, b and c."""
     kernel: Size
+    """The length of the kernel, in tokens."""
     bias: bool = False
+    """Whether all linear layers and the convolution have a bias."""
 
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.channels, self.hidden_size), "reads")

@@ -21,7 +21,7 @@ _Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 
 
 class Streams(Component, frozen=True):
-    """The streams of a token, `count` in number, computed from its embedding (Gemma 3n).
+    """Several residual streams per token, computed from its embedding (Gemma 3n).
 
     The first stream is the embedding itself, and matrices compute the others from it, scaled to its length. After the
     last layer, the result is the mean of the first stream and of the others, which pass through matrices and are scaled
@@ -32,7 +32,9 @@ class Streams(Component, frozen=True):
     given = ("hidden_size",)
 
     hidden_size: Size
+    """The width of the residual stream."""
     count: _Count
+    """The number of streams."""
 
     def weights(self) -> dict[str, Weight]:
         square = Weight((self.hidden_size, self.hidden_size), "inner")
@@ -64,10 +66,9 @@ class AlternatingUpdates(Component, frozen=True):
     """An addition to a layer that computes one of several streams and predicts the others (AltUp, 2301.13310).
 
     Before the layer's sub-layers, all streams are predicted from all streams, with numbers that a router computes from
-    the stream number `active`. The sub-layers read the active stream. After them, every stream is corrected by the
-    error of the active one, times numbers that the same router computes from the sub-layers' result. `norm` is before
-    the router, whose input is divided by its width. A sub-layer with `onto` "others" reads the active one of the
-    corrected streams, times a weight.
+    the active stream. The sub-layers read the active stream. After them, every stream is corrected by the error of the
+    active one, times numbers that the same router computes from the sub-layers' result. A sub-layer with `onto`
+    "others" reads the active one of the corrected streams, times a weight.
     """
 
     label = "streams"
@@ -76,9 +77,13 @@ class AlternatingUpdates(Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {"active": "the first stream computed, not the active one"}
 
     hidden_size: Size
+    """The width of the residual stream."""
     count: _Count
+    """The number of streams."""
     norm: Norm
+    """The norm of the router's input, which is then divided by its width."""
     active: Annotated[int, Meta(ge=0, lt=MOST_STREAMS)] = 0
+    """The number of the stream that the sub-layers read."""
 
     def __post_init__(self) -> None:
         if self.active >= self.count:
@@ -162,17 +167,18 @@ class AlternatingUpdates(Component, frozen=True):
 
 
 class LowRankResidual(Component, frozen=True):
-    """A low-rank residual, x + norm(right(left(x))), in parallel with the mixer (LAuReL, 2411.07501). `rank` is the
-    width between its two matrices.
-    """
+    """A low-rank residual, x + norm(right(left(x))), in parallel with the mixer (LAuReL, 2411.07501)."""
 
     label = "low rank"
     given = ("hidden_size",)
     tells = ("rank", "norm")
 
     hidden_size: Size
+    """The width of the residual stream."""
     rank: Size
+    """The width between the two matrices."""
     norm: Norm
+    """The norm of the second matrix's output."""
 
     def __post_init__(self) -> None:
         if self.norm.size != self.hidden_size:

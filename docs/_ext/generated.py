@@ -5,16 +5,19 @@ The functions know nothing of Sphinx, so that a test can call them too.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
@@ -241,20 +244,37 @@ def names_table(reference: str) -> str:
     return table(["shared name", "shape", "component"], rows)
 
 
+def meanings(component: type[tree.Component]) -> dict[str, str]:
+    """Return the docstrings of a component's fields, which are the strings after them in the class."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(component))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
 def components_page() -> str:
-    """Every component: its text, and its fields as a table."""
+    """Return every component: its text, and its fields as a table."""
     parts = []
     for each in COMPONENTS:
         hints = get_type_hints(each, include_extras=True)
-        rounding = each.rounds
+        meaning = meanings(each)
         rows = [
-            [f"`{field.name}`", kind(hints[field.name]), default(field), "rounding" if field.name in rounding else ""]
+            [
+                f"`{field.name}`",
+                kind(hints[field.name]),
+                default(field),
+                ("*Rounding.* " if field.name in each.rounds else "") + meaning.get(field.name, ""),
+            ]
             for field in msgspec.structs.fields(each)
         ]
         name = each.__name__
         text = f"(component-{name.lower()})=\n## {name}\n\n```{{eval-rst}}\n"
         text += f".. autoclass:: gptkit.components.{name}\n```"
-        parts.append(text + ("\n\n" + table(["field", "type", "default", ""], rows) if rows else ""))
+        parts.append(text + ("\n\n" + table(["field", "type", "default", "meaning"], rows) if rows else ""))
     return "\n\n".join(parts)
 
 
