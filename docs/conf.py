@@ -1,6 +1,6 @@
-"""The documentation site: `make docs` builds it into build/docs, without a network and without a warning.
+"""The documentation site: `make docs` builds it in build/docs, without a network and without warnings.
 
-What can be told by the code is written by the code, each time the site is built: see `_ext/`.
+Tables and outputs are generated from the code when the site is built; see `_ext/`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-# With it the hub's library warns while transformers is imported, and no warning is let through.
+# With this variable, the hub's library warns while transformers is imported, and warnings are errors.
 os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -23,18 +23,18 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "generated", "mathml"]
 exclude_patterns = ["_ext"]
 nitpicky = True
-# What is another package's, or a name within ours that is described in the sentence beside it, has no page here.
+# Names of other packages, and gptkit's own names that a sentence describes, have no page here.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|pathlib|collections|typing|msgspec|fractions|argparse)\..*"),
     ("py:.*", r"(Any|Callable|ClassVar|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional|np\.ndarray)"),
     ("py:.*", r"gptkit\.(?!errors\.|spec\.(ModelSpec|Parameter)$).*"),
 ]
 
-# Markdown: $formulas$, lists of terms, and a name for every heading down to the third level.
+# Markdown: $formulas$, lists of terms, and an anchor for every heading down to the third level.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-smartquotes = False  # "--" is how options begin
+smartquotes = False  # options begin with "--"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -48,7 +48,7 @@ html_css_files = ["gptkit.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
-html_show_search_summary = False  # which are fetched: pages from the disk may not
+html_show_search_summary = False  # summaries are fetched, which pages on the disk cannot do
 html_last_updated_fmt = None
 highlight_language = "none"
 pygments_style = "default"

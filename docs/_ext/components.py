@@ -1,4 +1,4 @@
-"""Who uses a component, and what it costs there: tables for the explanations, from the presets' own trees."""
+"""Tables for the explanations, from the presets: the models that have a component, and its costs."""
 
 from __future__ import annotations
 
@@ -32,63 +32,63 @@ from gptkit.components import (
 )
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]], Sequence[int]]
-"""Heads, rows, and the columns of figures."""
+"""Headings, rows, and the indices of columns with figures."""
 
 
 @cache
 def spec_of(name: str) -> ModelSpec:
-    """The tree of a preset."""
+    """Return the tree of a preset."""
     config = presets()[name].config
     return architecture_of(config).spec(config)
 
 
 def blocks(test: Callable[[Block], bool]) -> Callable[[ModelSpec], bool]:
-    """Whether any layer passes."""
+    """Return whether any layer passes a test, as a function of a tree."""
     return lambda spec: any(test(block) for block in spec.blocks)
 
 
 def attention_of(block: Block) -> Any:
-    """Its attention, None where it has none."""
+    """Return the attention of a block, or None."""
     return block.mixer("attention")
 
 
 def rotary(block: Block) -> Rotary | None:
-    """The block's rotary positions, where it has such."""
+    """Return the rotary positions of a block, or None."""
     position = getattr(attention_of(block), "position", None)
     return position if isinstance(position, Rotary) else None
 
 
 def scaled(name: str) -> Callable[[Block], bool]:
-    """Whether a block's rotary positions are scaled in this way."""
+    """Return whether the rotary positions of a block have this scaling, as a function of the block."""
     return lambda block: type(getattr(rotary(block), "scaling", None)).__name__ == name
 
 
 def heads(block: Block) -> tuple[int, int] | None:
-    """(query heads, key-value heads), None of latent attention."""
+    """Return the numbers of query heads and of key-value heads; None for latent attention."""
     attention = attention_of(block)
     return (attention.heads, attention.kv_heads) if isinstance(attention, Attention) else None
 
 
 def is_mha(block: Block) -> bool:
-    """As many key-value heads as query heads."""
+    """Return whether the numbers of query heads and of key-value heads are equal."""
     found = heads(block)
     return found is not None and found[0] == found[1]
 
 
 def is_mqa(block: Block) -> bool:
-    """One key-value head."""
+    """Return whether there is one key-value head."""
     found = heads(block)
     return found is not None and found[1] == 1 < found[0]
 
 
 def is_gqa(block: Block) -> bool:
-    """Fewer key-value heads, more than one."""
+    """Return whether there are several key-value heads, and more query heads."""
     found = heads(block)
     return found is not None and 1 < found[1] < found[0]
 
 
 def dense(block: Block) -> FeedForward | GatedFeedForward:
-    """A block's feed-forward, or the one that each of its experts is."""
+    """Return the feed-forward of a block, or one of its experts."""
     found = block.mixer("feed_forward")
     if isinstance(found, DenseBesideExperts):
         return found.dense
@@ -96,7 +96,7 @@ def dense(block: Block) -> FeedForward | GatedFeedForward:
 
 
 def has_bias(block: Block) -> bool:
-    """On any linear of the block."""
+    """Return whether any linear layer of the block has a bias."""
     return any(words.data for each in block.sublayers for words in each.mixer.biases().values())
 
 
@@ -133,11 +133,11 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "biases": blocks(has_bias),
     "no biases": lambda spec: not any(map(has_bias, spec.blocks)),
 }
-"""What a page may ask for, and how a tree is known to have it."""
+"""The names that a page may request, and tests for them on a tree."""
 
 
 def users(what: str) -> Table:
-    """The families and presets that have a component; one row that says so where none has."""
+    """Return the families and presets that have a component, or one row that says that there are none."""
     found: dict[str, list[str]] = {}
     for name, preset in presets().items():
         if USERS[what](spec_of(name)):
@@ -153,12 +153,12 @@ def users(what: str) -> Table:
 
 
 def share(part: int, whole: int) -> str:
-    """A part in per cent."""
+    """Return a share in per cent."""
     return "<0.01 %" if 0 < part < whole / 20_000 else f"{100 * part / whole:.2f} %"
 
 
 def norm_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     counted = count(spec)
     return [
         "–" if spec.final_norm is None else type(spec.final_norm).__name__,
@@ -168,7 +168,7 @@ def norm_row(spec: ModelSpec) -> list[str]:
 
 
 def attention_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     found, attention = costs_of(spec), spec.blocks[0].attention
     kv = str(attention.kv_heads) if isinstance(attention, Attention) else f"latent {attention.kv_rank}"
     weights = f"{count(spec).by_component['attention']:,}"
@@ -178,14 +178,14 @@ def attention_row(spec: ModelSpec) -> list[str]:
 
 
 def cache_row(spec: ModelSpec) -> list[str]:
-    """The cache after some lengths, in bf16."""
+    """Return the window and the cache at three context lengths, in bf16."""
     window = spec.blocks[0].attention.window
     held = [costs_of(spec, context).held_bytes(2) / 10**6 for context in (4096, 8192, 32768)]
     return ["none" if window is None else f"{window:,}", *(f"{each:,.0f}" for each in held)]
 
 
 def state_row(spec: ModelSpec) -> list[str]:
-    """States and the whole cache after some lengths, in bf16 and, where states are so, in fp32."""
+    """Return the states and the whole cache at two context lengths. Caches are in bf16, and some states in fp32."""
     sizes = [cache_bytes(spec, context) for context in (4096, 32768)]
     recurrent = sum(block.mixer("attention") is None for block in spec.blocks)
     cells = (sizes[0].states, *(each.held for each in sizes))
@@ -193,7 +193,7 @@ def state_row(spec: ModelSpec) -> list[str]:
 
 
 def feed_forward_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     found, inner = costs_of(spec), dense(spec.blocks[0])
     form = "gated" if isinstance(inner, GatedFeedForward) else "plain"
     counted = count(spec)
@@ -209,7 +209,7 @@ def feed_forward_row(spec: ModelSpec) -> list[str]:
 
 
 def expert_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     found, feed_forward = costs_of(spec), spec.blocks[0].feed_forward
     mixed = isinstance(feed_forward, MixtureOfExperts)
     number = (
@@ -222,7 +222,7 @@ def expert_row(spec: ModelSpec) -> list[str]:
 
 
 def ends_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     counted = count(spec)
     table = spec.vocab_size * spec.hidden_size
     return [
@@ -235,7 +235,7 @@ def ends_row(spec: ModelSpec) -> list[str]:
 
 
 def position_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     position = spec.blocks[0].attention.position
     if isinstance(position, Rotary):
         scaling = "" if position.scaling is None else f", {type(position.scaling).__name__}"
@@ -247,14 +247,14 @@ def position_row(spec: ModelSpec) -> list[str]:
 
 
 def block_row(spec: ModelSpec) -> list[str]:
-    """See TOPICS."""
+    """Return the cells of a model; see `TOPICS`."""
     block = spec.blocks[0]
     norms = 1 + (block.feed_forward_norm is not None)
     return ["parallel" if block.parallel else "serial", str(norms), f"{len(spec.blocks)}"]
 
 
 def bias_row(spec: ModelSpec) -> list[str]:
-    """Biases of linear layers; those of norms are not counted."""
+    """Return the number and share of parameters in biases of linear layers, without those of norms."""
     shapes = [(parameter.name, parameter.count) for parameter in spec.parameters()]
     biases = sum(number for name, number in shapes if name.endswith(".bias") and "norm" not in name.split(".")[-2])
     return [f"{biases:,}", share(biases, count(spec).total)]
@@ -284,11 +284,13 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
     "block": (block_row, ("block", "norms per layer", "layers")),
     "biases": (bias_row, ("parameters in biases", "share of all parameters")),
 }
-"""What a table of costs is about: a row's cells, and their heads. Figures end on one line, words do not."""
+"""The topics of cost tables: a function that returns the cells of a row, and the headings."""
 
 
 def costs(topic: str, names: Sequence[str]) -> Table:
-    """What a component costs in some presets. FLOPs are of one token that sees the whole context; caches are bf16."""
+    """Return the costs of a component in some presets. FLOPs are for one token that sees the whole context; caches are
+    in bf16.
+    """
     row, heads = TOPICS[topic]
     rows = [[f"`{name}`", *row(spec_of(name))] for name in names]
     figures = [column for column in range(1, len(heads) + 1) if all(line[column][:1] in "<0123456789" for line in rows)]

@@ -1,4 +1,4 @@
-"""Docstrings as reStructuredText: they are plain text, with code in single backticks and formulas set in."""
+"""Convert docstrings, which are plain text with code in single backticks and indented formulas, to reStructuredText."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
 
 
 def escaped(line: str) -> str:
-    """A line of prose: `code` as ``code``, and no other sign that reStructuredText would obey."""
+    """Return a line of prose with `code` as ``code``, and with all other markup characters escaped."""
     parts = line.split("`")
-    if len(parts) % 2 == 0:  # a lone backtick: code that goes on in the next line is not told from it
+    if len(parts) % 2 == 0:  # an unpaired backtick, or code that continues in the next line
         return re.sub(r"([*|`\\])", r"\\\1", line)
     prose = [re.sub(r"([*|\\])", r"\\\1", part) for part in parts]
     prose = [re.sub(r"(\w)_(?=\W|$)", r"\1\\_", part) for part in prose]
@@ -25,8 +25,10 @@ def escaped(line: str) -> str:
 
 
 def restructured(lines: list[str]) -> list[str]:
-    """The docstring's lines, its set-in blocks as literal text; sections with arguments are napoleon's, but that of
-    attributes, which are properties and fields that have entries of their own, becomes a list.
+    """Return the lines of a docstring, with indented blocks as literal text.
+
+    Sections with arguments stay as they are, for napoleon. The section "Attributes" becomes a list, because properties
+    and fields have entries of their own.
     """
     found: list[str] = []
     section = literal = attributes = False
@@ -52,19 +54,21 @@ def restructured(lines: list[str]) -> list[str]:
 
 
 def process(app: Sphinx, what: Any, name: str, subject: Any, options: Any, lines: list[str]) -> None:
-    """For autodoc. napoleon is asked here, for it would take a property's text up to a colon for its type."""
+    """Handle the event of autodoc. napoleon is called here, because by itself it takes the start of a property's text
+    for a type.
+    """
     kind: Any = "method" if what in ("attribute", "property") else what
     lines[:] = str(GoogleDocstring(restructured(lines), what=kind, name=name, obj=subject)).splitlines()
 
 
 def signature(app: Sphinx, what: str, name: str, subject: Any, *_: Any) -> tuple[str, None] | None:
-    """A component's fields stand in a table, not in a line of ranges and unions."""
+    """Leave out the signature of a component, because its fields are in a table."""
     component = isinstance(subject, type) and issubclass(subject, msgspec.Struct)
     return ("", None) if component else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect both."""
+    """Connect both functions to their events."""
     app.connect("autodoc-process-docstring", process)
     app.connect("autodoc-process-signature", signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,6 +1,6 @@
-"""What the pages take from the code itself: `<!-- generated: NAME ARGUMENT… -->` in a page becomes Markdown.
+"""Generate parts of pages from the code: `<!-- generated: NAME ARGUMENT… -->` in a page becomes Markdown.
 
-The functions know nothing of Sphinx, so that a test can call them too.
+The functions do not need Sphinx, so that tests can call them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A Markdown table; columns of figures in `right` end on one line."""
+    """Return a Markdown table. The columns in `right` have figures and are right-aligned."""
     rule = ["---:" if number in right else "---" for number in range(len(heads))]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in (heads, rule, *rows))
 
@@ -54,13 +54,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[i
 
 
 def commands() -> list[str]:
-    """The names of all commands, as --help lists them."""
+    """Return the names of all commands, in the order of --help."""
     group = typer.main.get_command(gptkit_app)
     return group.list_commands(None)  # type: ignore[attr-defined, no-any-return]
 
 
 def help_of(*words: str) -> str:
-    """What `gptkit … --help` prints at 80 columns."""
+    """Return the output of `gptkit … --help` at 80 columns."""
     env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "PYTHONUTF8": "1", "TERMINAL_WIDTH": "80"}
     run = subprocess.run(
         [sys.executable, "-m", "gptkit", *words, "--help"], capture_output=True, text=True, env=env, check=True
@@ -70,7 +70,7 @@ def help_of(*words: str) -> str:
 
 
 def commands_page(*only: str) -> str:
-    """Every command's help, a heading each."""
+    """Return the help of every command, each with a heading."""
     parts = [f"## gptkit\n\n```text\n{help_of()}\n```"] if not only else []
     parts += [f"(command-{name})=\n## gptkit {name}\n\n```text\n{help_of(name)}\n```" for name in only or commands()]
     return "\n\n".join(parts)
@@ -80,17 +80,17 @@ def commands_page(*only: str) -> str:
 
 
 def families() -> str:
-    """A row a family: what is read as it, which class it is written for, how many presets it has."""
+    """Return a table of the decoders: a family's model types, transformers' class, and its number of presets."""
     return _families(lambda family: not (family.base_class or family.two_stacks))
 
 
 def encoders() -> str:
-    """The same of encoders."""
+    """Return the same table for encoders."""
     return _families(lambda family: bool(family.base_class))
 
 
 def encoder_decoders() -> str:
-    """The same of models of two stacks."""
+    """Return the same table for encoder-decoders."""
     return _families(lambda family: family.two_stacks)
 
 
@@ -109,7 +109,7 @@ def _families(wanted: Callable[[Architecture], bool]) -> str:
 
 
 def home(family: Architecture) -> ModuleType:
-    """The file of a family, which others may import it from."""
+    """Return the module that defines a family. Other modules may import the family from it."""
     found = [
         module
         for name, module in sys.modules.items()
@@ -119,7 +119,7 @@ def home(family: Architecture) -> ModuleType:
 
 
 def gguf_families() -> str:
-    """A row for each of llama.cpp's architectures: which families' models are written for it."""
+    """Return a table of llama.cpp's architectures, with the families that gptkit writes for them."""
     known: dict[str, list[str]] = {}
     for row in GGUF.values():
         known.setdefault(row.name, []).extend(f"`{family}`" for family in row.written)
@@ -129,7 +129,7 @@ def gguf_families() -> str:
 
 
 def others() -> str:
-    """A row a reason why causal language models of the installed transformers are not read yet."""
+    """Return a table of the causal language models of transformers that are not supported, by reason."""
     reasons: dict[str, list[str]] = {}
     for each in families_json(everything=True)["others"]:
         reasons.setdefault(each["why"], []).append(f"`{each['model_type']}`")
@@ -148,7 +148,7 @@ def how_many() -> str:
 
 
 def paths() -> str:
-    """A line a family that is not held against all of transformers' attention paths, and why."""
+    """Return a list of the families that are compared with only one of transformers' attention paths, and why."""
     found = [
         f"- `{name}`: {family.reference_quirk}" for name, family in ARCHITECTURES.items() if family.reference_quirk
     ]
@@ -156,7 +156,7 @@ def paths() -> str:
 
 
 def sourced(source: str) -> str:
-    """Where a preset's config is from, its address as a link."""
+    """Return the source of a preset's config, with its address as a link."""
     link = re.match(r"https?://[^\s,;]+", source)
     if link is None:
         return source
@@ -165,7 +165,9 @@ def sourced(source: str) -> str:
 
 
 def presets_table(*only: str) -> str:
-    """A row a preset: names, total, where its config comes from; `only` those of some families."""
+    """Return a table of presets: names, number of parameters, source of the config; with `only`, those of some
+    families.
+    """
     rows = []
     for preset in presets().values():
         architecture = architecture_of(preset.config)
@@ -177,12 +179,12 @@ def presets_table(*only: str) -> str:
 
 
 def presets_page() -> str:
-    """A table of presets a family."""
+    """Return a table of presets for every family."""
     return "\n\n".join(f"## {name}\n\n{presets_table(name)}" for name in ARCHITECTURES)
 
 
 def extras() -> str:
-    """The extras of pyproject.toml and what each installs."""
+    """Return a table of the extras in pyproject.toml and the packages that they install."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     return table(
         ["extra", "installs"], [[f"`{name}`", ", ".join(f"`{each}`" for each in data[name])] for name in sorted(data)]
@@ -194,11 +196,11 @@ def extras() -> str:
 COMPONENTS: tuple[type[tree.Component], ...] = tuple(
     each for each in vars(tree).values() if isinstance(each, type) and issubclass(each, tree.Component)
 )
-"""In the order of `components`."""
+"""All components, in the order of `components`."""
 
 
 def kind(hint: object) -> str:
-    """A field's type in words."""
+    """Return the type of a field in words."""
     if get_origin(hint) is Literal:
         return " or ".join(f"`{each}`" for each in get_args(hint))
     if hasattr(hint, "__metadata__"):
@@ -219,14 +221,14 @@ def kind(hint: object) -> str:
 
 
 def default(field: msgspec.structs.FieldInfo) -> str:
-    """A field's default; a dash where it must be given."""
+    """Return the default of a field, or a dash if it has none."""
     if field.default is msgspec.NODEFAULT:
         return "–"
     return "nothing" if field.default is None else f"`{msgspec.json.encode(field.default).decode()}`"
 
 
 def tree_json(reference: str) -> str:
-    """A sample's tree as JSON, with one block."""
+    """Return a sample's tree as JSON, with only its first block."""
     from gptkit import open_checkpoint
 
     data = tree.to_json(open_checkpoint(reference, offline=True).spec)
@@ -235,7 +237,7 @@ def tree_json(reference: str) -> str:
 
 
 def names_table(reference: str) -> str:
-    """A sample's parameters outside its layers and in the first: shared name, shape, component."""
+    """Return a table of a sample's parameters outside its layers and in the first layer."""
     from gptkit import open_checkpoint
 
     some = [each for each in open_checkpoint(reference, offline=True).spec.parameters() if each.layer in (None, 0)]
@@ -282,13 +284,15 @@ def components_page() -> str:
 
 
 def linked(source: str) -> str:
-    """A source with the papers that it names by number as links."""
+    """Return a source with its arXiv numbers as links."""
     return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", source)
 
 
 def swaps_table(*options: str) -> str:
-    """The swaps of some options, or of all; `attention:mla` is those whose form starts with mla. Forms that follow one
-    another and need and give alike share a row; where they come from stands below.
+    """Return a table of the swaps of some options, or of all.
+
+    `attention:mla` stands for the swaps of --attention whose form starts with mla. Consecutive swaps with the same
+    conditions and guarantee share a row. The sources are listed below the table.
     """
     from gptkit.surgery.registry import all_swaps
 
@@ -315,7 +319,7 @@ def swaps_table(*options: str) -> str:
 
 
 def swap_options() -> str:
-    """The options of `swap` by group, as the registry and the command line share them."""
+    """Return the swaps of all options, by group."""
     parts = []
     for group in dict.fromkeys(option.group for option in all_options()):
         names = [option.name for option in all_options() if option.group == group]
@@ -324,7 +328,7 @@ def swap_options() -> str:
 
 
 def recipes() -> str:
-    """The recipes that come along, as they lie there."""
+    """Return the recipes that come with gptkit."""
     from gptkit.surgery.recipe import read_recipe, shipped
 
     found = [read_recipe(name) for name in shipped()]
@@ -378,18 +382,18 @@ GENERATORS: Mapping[str, Callable[..., str]] = {
 
 @cache
 def generate(words: str) -> str:
-    """The Markdown that "NAME ARGUMENT…" stands for."""
+    """Return the Markdown for "NAME ARGUMENT…"."""
     name, *arguments = words.split()
     return GENERATORS[name](*arguments)
 
 
 def filled(text: str) -> str:
-    """A page with every mark replaced."""
+    """Return a page with every mark replaced."""
     return MARK.sub(lambda match: generate(match["words"]), text)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Fill each page as it is read."""
+    """Fill in every page when it is read."""
 
     def fill(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = filled(source[0])

@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw by themselves: no script, no font, no server."""
+"""Formulas as MathML, which browsers draw without scripts, fonts or a server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from sphinx.application import Sphinx
 
 
 def mathml(formula: str, display: str) -> str:
-    """A formula drawn.
+    """Return a formula as MathML.
 
     Raises:
-        ValueError: it has a command that the converter does not know and would show as it is written.
-
+        ValueError: the converter does not know a command of the formula, and would show it as text.
     """
     found: str = convert(formula, display=display)
     if "\\" in found:
@@ -23,19 +22,19 @@ def mathml(formula: str, display: str) -> str:
 
 
 def inline(translator: Any, node: nodes.math) -> None:
-    """A formula in a line."""
+    """Write a formula within a line."""
     translator.body.append(mathml(node.astext(), "inline"))
     raise nodes.SkipNode
 
 
 def block(translator: Any, node: nodes.math_block) -> None:
-    """A formula on a line of its own, which scrolls where a phone is too narrow for it."""
+    """Write a formula on a line of its own. It scrolls if the screen is too narrow."""
     translator.body.append(f'<div class="math-block" tabindex="0">{mathml(node.astext(), "block")}</div>')
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Make it the renderer of this site."""
+    """Use this renderer for the site."""
     app.add_html_math_renderer("mathml", inline_renderers=(inline, None), block_renderers=(block, None))
     app.connect("config-inited", lambda app, config: setattr(config, "html_math_renderer", "mathml"))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

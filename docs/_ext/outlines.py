@@ -1,4 +1,4 @@
-"""What `--json` prints, shortened: of a list its first entry, of a long table of names the first two."""
+"""The output of `--json`, shortened: the first entry of a list, and the first two of a long table of names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from gptkit.cli import app
 
 NAMES = re.compile(r"[a-z][a-z0-9_]*")
-"""How keys of a format look; others are names of tensors, files or models."""
+"""The form of the keys of a format. Other keys are names of tensors, files or models."""
 
 
 def printed(words: Sequence[str]) -> Any:
-    """The JSON that a command prints; 3 is an answer too."""
+    """Return the JSON that a command prints. The exit code 3 is not an error."""
     out = io.StringIO()
     with redirect_stdout(out):
         try:
@@ -28,7 +28,7 @@ def printed(words: Sequence[str]) -> Any:
 
 
 def shortened(data: Any) -> Any:
-    """The same with one entry of every list, and two of every table of names."""
+    """Return the data with one entry of every list, and two entries of every long table of names."""
     if isinstance(data, list):
         if all(isinstance(each, int | float) for each in data):
             return data
@@ -44,14 +44,14 @@ def shortened(data: Any) -> Any:
 
 
 def outline(*words: str) -> str:
-    """What a command prints as JSON, shortened, as a block."""
+    """Return the shortened JSON output of a command, as a code block."""
     text = json.dumps(shortened(printed(words)), indent=2, ensure_ascii=False)
     text = re.sub(r"\[\s+((?:-?[\d.]+(?:,\s+)?)+)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     return f"```json\n{text}\n```"
 
 
 def paths(data: Any, path: str = "") -> Iterator[str]:
-    """Every key's path: `models[].total`, and `[]` for the entries of a list."""
+    """Yield the path of every key: `models[].total`, with `[]` for the entries of a list."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield (here := f"{path}.{key}" if path else key)
