@@ -68,8 +68,8 @@ def ablate(
 def fit_scaling(
     runs: list[Path] = argument(
         "RUNS…",
-        "One or more folders written by gptkit ablate. Together, they need models of several sizes, trained "
-        "on several numbers of tokens.",
+        "One or more folders written by gptkit ablate. Together, they must have runs with several model "
+        "sizes and several numbers of training tokens.",
     ),
     *,
     flops: list[float] | None = option(

@@ -201,7 +201,11 @@ MODEL = argument(
     complete=complete_model,
 )
 JSON = flag("--json", "Print JSON instead of text.")
-FORCE = flag("--force", "Replace the output if it already exists. Your own files in the output folder are not deleted.")
+FORCE = flag(
+    "--force",
+    "Replace the output if it already exists. Files in the output folder that do not belong to a "
+    "checkpoint, such as notes, are kept.",
+)
 QUIET = flag("-q --quiet", "Print nothing but errors.")
 WORKERS = option("N", "The number of threads, such as 4. The default is one per CPU core.", min=1)
 
@@ -249,13 +253,19 @@ class _PictureFiles:
 def _pictures(page: str) -> _OptionGroup:
     figure = option(
         "--figure NAME",
-        "With --png or --svg: the figure of the report to draw, given by words of its title. The default is "
-        "the first figure.",
+        "With --png or --svg: the figure of the report to draw. Give its title, or some words of the title. "
+        "The default is the first figure.",
     )
     options = {
         "html": (Path | None, option("--html FILE", page)),
-        "png": (Path | None, option("--png FILE", "Write one figure of the report as a PNG picture, for slides.")),
-        "svg": (Path | None, option("--svg FILE", "Write one figure of the report as an SVG drawing, for a paper.")),
+        "png": (
+            Path | None,
+            option("--png FILE", "Write one figure of the report (see --figure) to this PNG file, for slides."),
+        ),
+        "svg": (
+            Path | None,
+            option("--svg FILE", "Write one figure of the report (see --figure) to this SVG file, for a paper."),
+        ),
         "figure": (str | None, figure),
     }
     return _OptionGroup(options, _PictureFiles)
@@ -274,11 +284,11 @@ _EXTRA = flag(
 _TREE = {"offline": (bool, _OFFLINE), "allow_pickle": (bool, _PICKLE)}
 
 Pictures = Annotated[
-    _PictureFiles, _pictures("Write the report with its figures as an HTML page. The page opens without a network.")
+    _PictureFiles, _pictures("Write the report with its figures to this HTML file, which opens without a network.")
 ]
 HeatMap = Annotated[
     _PictureFiles,
-    _pictures("Write the report as an HTML page, with a heat map of the differences by layer and component."),
+    _pictures("Write the report to this HTML file, with a heat map of the differences by layer and component."),
 ]
 ForTree = Annotated[dict[str, Any], _OptionGroup(_TREE)]
 """How a reference's tree is looked up: keyword arguments of `outline`."""

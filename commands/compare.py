@@ -24,11 +24,13 @@ def compare(
         "DTYPE", "The dtype of the weights and the KV cache, such as float32 or bfloat16.", default="bfloat16"
     ),
     only_differences: bool = flag("--only-differences", "Show only the rows in which the models differ."),
-    everything: bool = flag("--all", "Show all rows, also those of details in which all models are the same."),
+    everything: bool = flag(
+        "--all", "Show all rows. By default, gptkit leaves out the rows of details that are equal in all models."
+    ),
     swap: list[str] | None = option(
         "OPTION=VALUE",
-        "Also show each model after this change, an option of gptkit swap with its value, such as "
-        "attention=gqa:8. Repeatable.",
+        "Also show each model after this change: an option of gptkit swap and its value, such as "
+        "attention=gqa:8. Repeat --swap to make several changes together.",
     ),
     recipe: str | None = option(
         "NAME | FILE",

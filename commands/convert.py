@@ -38,7 +38,7 @@ def load(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Load a checkpoint, or random weights, and report what it is and what is unexpected."""
+    """Load a checkpoint, or random weights, and report its family, components, files and anything unexpected."""
     if random:
         drawn = _random(model, dtype, seed or 0, out, force, opening, quiet)
         answer(json, drawn.as_json, drawn.summary, quiet)
@@ -122,9 +122,11 @@ def convert(
     *,
     to: str = option(
         "FORMAT",
-        f"The format to write: {', '.join(targets())}. local is gptkit's own format, hf is Hugging Face "
+        f"The format to write: {', '.join(targets())}. local is gptkit's own format. hf is Hugging Face "
         "files of the model's own family, hf:FAMILY those of another family (such as hf:llama), and hf:auto "
-        "those of the first family that supports the model.",
+        "those of the first family that supports the model. nanogpt_tanh is for the older nanoGPT that "
+        "computes GELU with tanh, llama2c_v1 is version 1 of llama2.c's format, and dcp is a distributed "
+        "checkpoint of PyTorch.",
         default="local",
         complete=complete_target,
     ),
@@ -136,8 +138,8 @@ def convert(
     ),
     max_shard_size: str | None = option(
         "SIZE",
-        "The largest size of one weight file, such as 2GB or 500MB. The default is the division of the "
-        "original, or 5 GB per file.",
+        "The largest size of one weight file, such as 2GB or 500MB. By default, gptkit divides the weights "
+        "into files as the original does, or if that is not possible, into files of up to 5 GB.",
     ),
     drop: list[str] | None = option(
         "--drop GROUP",
@@ -146,11 +148,14 @@ def convert(
     ),
     workers: int | None = base.WORKERS,
     max_memory: str | None = option(
-        "SIZE", "The most memory that tensors may take at one time during the conversion, such as 500MB."
+        "SIZE",
+        "The largest memory for tensors during the conversion, such as 500MB. gptkit then converts fewer "
+        "tensors at the same time.",
     ),
     force: bool = FORCE,
     dry_run: bool = flag(
-        "--dry-run", "Report the files, the disk space and the memory of the conversion, and write nothing."
+        "--dry-run",
+        "Report the files, the disk space and the memory that the conversion would need, and write nothing.",
     ),
     opening: ForWeights,
     quiet: bool = QUIET,
@@ -209,8 +214,9 @@ def check(
 ) -> None:
     """Check that the files of a checkpoint are complete and undamaged.
 
-    It compares their hashes with manifest.json, or without one their headers with the index and the config. Use check
-    after copying or downloading; audit to find errors of an export; verify to prove that logits are right.
+    It compares the hashes of the files with manifest.json. If the folder has no manifest.json, it compares the headers
+    of the files with the index and the config. Use check after copying or downloading; audit to find errors of an
+    export; verify to prove that logits are right.
     """
     from ..converter.checkpoint import Checkpoint, open_files
     from ..converter.manifest import MANIFEST, check_manifest

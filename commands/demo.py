@@ -11,7 +11,9 @@ from .base import QUIET, command, option
 @command("gptkit demo --keep tour")
 def demo(
     keep: Path | None = option(
-        "", "Keep the checkpoints that the tour writes in this folder, such as tour. By default, they are deleted."
+        "",
+        "Write the checkpoints of the tour to this folder, such as tour, and keep them. By default, gptkit "
+        "deletes them at the end.",
     ),
     quiet: bool = QUIET,
 ) -> None:

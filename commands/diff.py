@@ -34,7 +34,7 @@ def diff(
     rank: bool = option(
         "--rank/--no-rank",
         "Report the rank of the difference B - A of each matrix. A low rank is a sign of a merged LoRA. "
-        "--no-rank saves time.",
+        "--no-rank skips the ranks, which saves time.",
         default=True,
     ),
     workers: int | None = base.WORKERS,

@@ -37,8 +37,8 @@ def evaluate(
     ),
     past: int = option(
         "M",
-        "Also evaluate sequences of up to M times the model's context, such as 4. The value 1 means no "
-        "longer sequences.",
+        "Also evaluate sequences of up to M times the model's context, such as 4. With the value 1, gptkit "
+        "evaluates only sequences within the context.",
         default=1,
         min=1,
     ),
@@ -49,8 +49,9 @@ def evaluate(
     ),
     stride: str | None = option(
         "TOKENS",
-        "The number of tokens from the start of one window to the start of the next. With less than a "
-        "window, windows overlap, and predictions have more context. The default is a whole window.",
+        "The number of tokens from the start of one window to the start of the next, such as 256. If it is "
+        "less than --context, windows overlap, and predictions have more context. The default is a whole "
+        "window, without overlap.",
     ),
     top_k: str = option(
         "K,K",

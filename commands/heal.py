@@ -34,8 +34,8 @@ _BUDGET = option(
 _TIME = option("--time TIME", "Train each run for this long instead of a number of tokens: 90s, 10m or 1.5h.")
 _TRAINED = option(
     "--train WHAT",
-    "The parameters to train: all, changed (only those that the swap changed), norms, or lora:RANK (an "
-    "update of low rank for every matrix, such as lora:8).",
+    "The parameters to train: all, changed (only those that the swap changed), norms (only those of the "
+    "norms), or lora:RANK (a LoRA of this rank for every matrix, such as lora:8).",
     default="all",
 )
 _LOCAL = option(
@@ -50,8 +50,8 @@ _LOCAL = option(
 )
 _HIDDEN = option(
     "WEIGHT",
-    "The weight of a second loss, such as 1: the mean squared distance between the hidden states of "
-    "CHANGED and of the teacher after every layer. The default is 0, without this loss.",
+    "The weight of an additional loss, such as 1. This loss is the mean squared distance between the "
+    "hidden states of CHANGED and of the teacher after every layer. The default is 0, without this loss.",
     default=0.0,
     min=0,
 )
@@ -64,8 +64,8 @@ _SEEDS = option(
 )
 _BESIDE = option(
     "--beside/--alone",
-    "Also train two models for comparison: the control (the original on the same text) and the floor "
-    "(CHANGED with random weights). --alone skips both.",
+    "Also train two models on the same text for comparison: the control (the original model) and the "
+    "floor (CHANGED, started from random weights). --alone trains neither of them.",
     default=True,
 )
 _CONTEXT = option(

@@ -14,8 +14,8 @@ WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
 _DTYPE = option(
     "DTYPE",
-    "Add the size of the weights in bytes in this dtype: float32, bfloat16, float8, int8, int4, nf4, or "
-    "a GGUF type such as q8_0, q4_k_m or q4_0. --memory and --gpu also use it.",
+    "Add the bytes of the weights in this dtype: float32, bfloat16, float8, int8, int4, nf4, or a GGUF "
+    "type such as q8_0, q4_k_m or q4_0. --memory and --gpu also use this dtype.",
     WEIGHTS,
     complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
 )
@@ -39,39 +39,40 @@ _KV_DTYPE = option(
     COSTS,
 )
 _FLOPS = flag(
-    "--flops", "Add the FLOPs to generate a token, to process a whole prompt (prefill), and of a training step.", COSTS
+    "--flops",
+    "Add the FLOPs of generating one token, of processing a whole prompt (prefill) and of one training step.",
+    COSTS,
 )
 _CONTEXT = option(
     "TOKENS",
     "The number of tokens per sequence for --flops, --memory, --tp and --pp, such as 8k. The default is "
-    "the model's context. With --gpu: the sequence length for which the largest batch is reported, by "
-    "default 8,192 or the model's context if that is shorter.",
+    "the model's longest context. With --gpu: the sequence length for which the largest batch is "
+    "reported. The default is then 8,192, or the model's longest context if that is shorter.",
     COSTS,
 )
 _BATCH = option(
     "N",
     "The number of sequences in a batch, for --kv, --flops, --memory, --tp and --pp. With --gpu: the "
-    "batch for which the longest context is reported.",
+    "batch size for which the longest context is reported.",
     COSTS,
     default=1,
 )
 _GPU = option(
     "--gpu SIZE",
     "Report for several dtypes the longest context and the largest batch that fit in a GPU with this "
-    "much memory, such as 24GB. For GPUs, GB means GiB (powers of 1024), because GPU memory is sold in "
-    "them.",
+    "much memory, such as 24GB. In this option GB means GiB (1024³ bytes), as in the names of GPUs.",
     COSTS,
 )
 _TP = option(
     "--tp N",
-    "Report the memory per GPU if N GPUs share every layer (tensor parallelism).",
+    "Report the memory per GPU if every layer is split over N GPUs (tensor parallelism).",
     COSTS,
     default=1,
     show_default=False,
 )
 _PP = option(
     "--pp N",
-    "Report the memory per GPU if the layers are divided into N pipeline stages.",
+    "Report the memory per GPU if the layers are divided into N pipeline stages, with one GPU per stage.",
     COSTS,
     default=1,
     show_default=False,
@@ -86,8 +87,8 @@ _FSDP = option(
 )
 _SWAP = option(
     "OPTION=VALUE",
-    "Also count each model after this change, an option of gptkit swap with its value, such as "
-    "attention=gqa:4. Repeatable.",
+    "Also count each model after this change: an option of gptkit swap and its value, such as "
+    "attention=gqa:4. Repeat --swap to make several changes together.",
     SWAPS,
 )
 _RECIPE = option(
@@ -97,8 +98,8 @@ _RECIPE = option(
 )
 _CSV = flag(
     "--csv",
-    "Print CSV instead of text, with a row per component, layer or tensor (see --by). With costs, such "
-    "as --kv, it has a row per model.",
+    "Print CSV instead of text, with a row per component, layer or tensor (see --by). With an option for "
+    "costs, such as --kv, the CSV has a row per model instead.",
 )
 
 
@@ -122,7 +123,9 @@ def params(  # noqa: C901
     kv: list[str] | None = _KV,
     kv_dtype: str | None = _KV_DTYPE,
     flops: bool = _FLOPS,
-    memory: bool = flag("--memory", "Add the memory for inference, and for training with Adam.", COSTS),
+    memory: bool = flag(
+        "--memory", "Add the memory that inference needs, and the memory that training with Adam needs.", COSTS
+    ),
     context: str | None = _CONTEXT,
     batch: int = _BATCH,
     gpu: str | None = _GPU,
@@ -209,7 +212,7 @@ def params(  # noqa: C901
         drawn.write(lambda: counts_page(counts, asked), quiet or json or csv)
 
 
-@command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))")
+@command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (one name per line, for a script)")
 def presets(
     words: list[str] | None = argument(
         "[WORD]...",

@@ -21,8 +21,8 @@ def show(
     model: str = MODEL,
     layer: int | None = option(
         "N",
-        "The number of the layer to draw, such as 3. The first layer is 0. By default, gptkit draws layer "
-        "0, and in a page of --html one layer of each kind.",
+        "The number of the layer to draw, such as 3. The first layer is 0. By default, gptkit draws layer 0. "
+        "An HTML page (--html) then has one layer of each kind.",
     ),
     json: bool = JSON,
     *,

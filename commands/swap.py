@@ -55,15 +55,15 @@ _BLOCKS = option(
 )
 _APPROXIMATE = flag(
     "--approximate",
-    "Replace components in the simplest way, even if an exact replacement or one fitted on a text "
-    "exists, and even if the model becomes much worse.",
+    "Replace components in the simplest way, for comparison. gptkit then uses neither an exact "
+    "replacement nor one that is fitted on a text, and the model may become much worse.",
     _HOW,
 )
 _CALIBRATE = option(
     "FILE",
-    "A text file with some pages of plain text. gptkit fits weights to it, and measures the effect on "
-    "its last part. The default for samples is a text that comes with gptkit; other models have no "
-    "default.",
+    "A text file with some pages of plain text. gptkit fits weights on this text, and measures the "
+    "effect of the change on its last part. The default for samples is a text that comes with gptkit. "
+    "Other models have no default.",
     _HOW,
 )
 _CALIBRATE_TOKENS = option(
@@ -82,13 +82,13 @@ _TO = option(
 )
 _DTYPE = option(
     "DTYPE",
-    "The dtype, such as bfloat16, in which gptkit stores the tensors that the swap computes, or with "
-    "--as hf all tensors. The output names the default dtype and the reason for it.",
+    "The dtype, such as bfloat16, of the tensors that the swap computes. With --as hf, it is the dtype "
+    "of all tensors. The output names the default dtype and the reason for it.",
     _HOW,
 )
 _MEASURE_STEPS = flag(
     "--measure-steps",
-    "Also measure the effect of every single change, if there are several. This is the default for "
+    "If the command makes several changes, also measure the effect of each one. This is the default for "
     "models of up to 50M parameters.",
 )
 _REPORT = option(
@@ -98,7 +98,8 @@ _REPORT = option(
 )
 _RESUME = flag(
     "--resume",
-    "Continue an interrupted command whose recipe ends with healing (training). Repeat the command with this option.",
+    "Continue an interrupted swap whose recipe ends with a healing (further training). Repeat the "
+    "command with this option.",
 )
 
 
@@ -124,7 +125,7 @@ def swap(
     report: Path | None = _REPORT,
     resume: bool = _RESUME,
     force: bool = FORCE,
-    dry_run: bool = flag("--dry-run", "Show the resulting architecture and its costs, and write nothing."),
+    dry_run: bool = flag("--dry-run", "Show the architecture after the change and its costs, and write nothing."),
     opening: ForWeights,
     quiet: bool = QUIET,
     **asked: Any,
@@ -180,7 +181,7 @@ def swaps(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """List the changes that gptkit swap can make, and for a MODEL the guarantee and the costs of each."""
+    """List the changes that gptkit swap can make. With a MODEL, report also what each costs and whether it is exact."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
     from ..surgery.recipe import read_recipe, shipped
 

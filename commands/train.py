@@ -110,7 +110,7 @@ _TOKENIZER = option(
 )
 _NO_DOCUMENT_MASK = flag(
     "--no-document-mask",
-    "Let tokens attend to other documents in the same window. By default, a mask prevents this.",
+    "Let tokens attend to tokens of other documents in the same window. By default, a mask prevents this.",
     _HOW,
 )
 _SEED = option("N", "The seed of the random weights and of the order of the training windows.", _HOW, default=0, min=0)
@@ -127,8 +127,8 @@ DEVICE = option(
 )
 _EVERY = option(
     "STEPS",
-    "Evaluate the model and save a checkpoint every STEPS steps, such as 100. The default is ten times "
-    "per run, but at least every 500 steps.",
+    "Evaluate the model and save a checkpoint every STEPS steps, such as 100. By default, gptkit does "
+    "this ten times per run, but at least every 500 steps.",
     min=1,
 )
 _METRICS = option(

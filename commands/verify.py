@@ -24,14 +24,14 @@ _LOCAL = argument(
 _DTYPE = option("DTYPE", "The dtype in which both transformers and gptkit compute the logits.", default="float32")
 _ATTENTION = option(
     "sdpa | eager",
-    "The attention implementation that both transformers and gptkit use. The default is the first one "
-    "that transformers computes correctly for the model.",
+    "The attention implementation that both transformers and gptkit use. The default is sdpa, or eager "
+    "if transformers has no correct sdpa implementation for the model.",
 )
 _PROMPT = option("TEXT", "Also compare the logits on this text, such as 'To be or not to be'. Repeatable.")
 _LONG = flag(
     "--long",
     "Also test sequences longer than 1,024 tokens, if the model has an attention window or RoPE scaling "
-    "that acts only there.",
+    "that changes only such long sequences.",
 )
 _UP_TO = option(
     "--up-to TOKENS",
@@ -41,8 +41,8 @@ _UP_TO = option(
 _MUTATIONS = option(
     "--mutations/--no-mutations",
     "Test the comparison: make mistakes in the model on purpose, and count those that the comparison "
-    "detects. By default, gptkit does this in the model itself up to 50M parameters, and for larger "
-    "models in a small copy with random weights.",
+    "detects. By default, gptkit makes the mistakes in the model itself if it has up to 50M parameters, "
+    "and otherwise in a small copy with random weights. --mutations always uses the model itself.",
 )
 _AGAINST = option(
     "MODULE:CALLABLE",
@@ -51,8 +51,9 @@ _AGAINST = option(
 )
 _DAMAGE = option(
     "--damage/--no-damage",
-    "Report how much worse LOCAL predicts than MODEL, by position, layer and component. Use it for two "
-    "different models, such as before and after a swap.",
+    "Report how much worse LOCAL predicts than MODEL, by position, layer and component. Use this option "
+    "for two different models, such as before and after a swap. By default, gptkit does this if both the "
+    "architectures and the logits differ, for models of up to 50M parameters.",
 )
 _STREAM = flag("--stream", "Load and compute one layer at a time. Use it for models that are larger than memory.")
 
@@ -72,7 +73,11 @@ def verify(
     card: Path | None = option("FILE", "Write the checks and their results to FILE.json and FILE.md."),
     drawn: HeatMap,
     damage: bool | None = _DAMAGE,
-    text: Path | None = option("FILE", "Also measure the perplexity on this text file. Samples have a default text."),
+    text: Path | None = option(
+        "FILE",
+        "Also report the perplexity of MODEL and LOCAL on this text file. The default for samples is a text "
+        "that comes with gptkit. Other models have no default.",
+    ),
     stream: bool = _STREAM,
     json: bool = JSON,
     opening: ForWeights,

@@ -274,8 +274,8 @@ OPTIONS = (
         "activation",
         FEED_FORWARD,
         2,
-        "The new activation function of the feed-forward. gptkit rescales the weights before and after it, "
-        "so that it is as close to the old one as possible.",
+        "The new activation function of the feed-forward. gptkit rescales the weights before and after this "
+        "function, so that the result is as close as possible to that of the old one.",
         "silu | gelu | relu | …",
         words="gelu_new; quick_gelu = gelu sigmoid; relu; gelu = gelu exact, gelu erf, gelu python; gelu_tanh = "
         "gelu pytorch tanh, gelu approximate; gelu_bloom = bloom gelu; silu = swish",

@@ -246,9 +246,9 @@ OPTIONS = (
         "heads",
         ATTENTION,
         2,
-        "The number of query heads per layer, such as 6. For fewer heads, 6:active keeps the heads with the "
-        "largest outputs; without :active, gptkit chooses heads that the others can replace, and fits the "
-        "weights to a text.",
+        "The number of query heads per layer, such as 6. To reduce the number, 6:active keeps the heads with "
+        "the largest outputs on a text. Without :active, gptkit removes the heads that the others can "
+        "replace best, and fits the remaining weights on a text.",
         "N | N:active",
         parts=_PARTS,
     ),

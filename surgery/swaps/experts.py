@@ -137,8 +137,8 @@ OPTIONS = (
         "experts",
         FEED_FORWARD,
         4,
-        "The number of experts that each mixture of experts keeps, such as 48. A calibration text shows "
-        "which ones contribute most.",
+        "The number of experts that each mixture of experts keeps, such as 48. gptkit keeps the experts that "
+        "contribute most on the text of --calibrate.",
         "N",
     ),
 )

@@ -261,9 +261,9 @@ OPTIONS = (
         "fold",
         WEIGHTS,
         3,
-        "Fold one kind of constant into neighbouring weights: norm (gains and biases of norms, into the "
-        "next projections), value-bias (into the output bias of attention) or scale (the scale of attention "
-        "scores, into the queries).",
+        "Fold one kind of constant into neighbouring weights. norm folds the gains and biases of norms into "
+        "the next projections, value-bias the bias of the values into the output bias of attention, and "
+        "scale the scale of attention scores into the queries.",
         "value-bias | scale | norm",
         words="norm = norms; value-bias = value_bias; scale = scales",
     ),

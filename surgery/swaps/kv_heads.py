@@ -297,9 +297,9 @@ OPTIONS = (
         "attention",
         ATTENTION,
         1,
-        "The kind of attention: mha (a key-value head per query head), mqa (a single one), gqa:4 (4 "
-        "key-value heads), mla:64 (multi-head latent attention with 64 numbers per token) or linear (linear "
-        "attention).",
+        "The kind of attention: mha (a key-value head per query head), mqa (a single key-value head), gqa:4 "
+        "(4 key-value heads), mla:64 (multi-head latent attention with a latent of 64 numbers per token) or "
+        "linear (linear attention).",
         "mha | mqa | gqa:N | mla:N | linear",
         words="mha = multi-head, multi-head attention; mqa = multi-query, multi-query attention; gqa = "
         "grouped-query, grouped-query attention; mla = multi-head latent, multi-head latent attention, "

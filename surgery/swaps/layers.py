@@ -199,7 +199,7 @@ OPTIONS = (
         "layers",
         NORMS,
         3,
-        "The layers to keep or add. keep:LIST and drop:LIST name layers (the first is 0), +4 adds four "
+        "The layers to keep, drop or add. keep:0-5 and drop:6,7 name layers (the first is 0), +4 adds four "
         "layers that change nothing, and auto:24 keeps the 24 most important layers.",
         "keep:0-5,8- | drop:6,7 | +4 | auto:24",
         words="auto; keep; drop",

@@ -339,7 +339,7 @@ OPTIONS = (
         "norm",
         NORMS,
         1,
-        "The kind of norm in all layers and after the last layer.",
+        "The new kind of norm, in all layers and after the last layer.",
         "rmsnorm | layernorm",
         words="rmsnorm = rms, root mean square; layernorm = ln, layer",
     ),

@@ -336,7 +336,7 @@ OPTIONS = (
         "position",
         POSITIONS,
         1,
-        "The position encoding: rope, alibi, learned (a table of positions) or none.",
+        "The new position encoding: rope, alibi, learned (a table with a vector for every position) or none.",
         "rope | alibi | learned | none",
         words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
         "absolute, table; none = nope",
@@ -345,7 +345,8 @@ OPTIONS = (
         "context",
         POSITIONS,
         5,
-        "The longest context of the model in tokens, such as 8192. A table of learned positions gets this length.",
+        "The new longest context of the model in tokens, such as 8192. If the model has learned positions, "
+        "their table gets this length.",
         "N",
         parts=_PARTS,
     ),

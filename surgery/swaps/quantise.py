@@ -140,7 +140,8 @@ OPTIONS = (
         WEIGHTS,
         4,
         "Round the weights to the values of int8 or int4, with GPTQ if there is a calibration text. int4:64 "
-        "has a scale per 64 weights, int8 a scale per row. The files keep the old dtype.",
+        "has one scale for 64 weights, and int8 has one scale for each row. The files keep the old dtype, so "
+        "they do not become smaller.",
         "int8 | int4:64",
         words="int8 = 8 bit, i8; int4 = 4 bit, i4; int2; int3; int5; int6; int7",
     ),

@@ -286,8 +286,8 @@ OPTIONS = (
         "vocab",
         VOCABULARY,
         1,
-        "The new vocabulary: N tokens (such as 32000), padded to a multiple (multiple:64), or only the "
-        "tokens that a file lists (prune:FILE).",
+        "The new vocabulary. 32000 gives it this number of tokens, multiple:64 pads it to a multiple of 64, "
+        "prune:FILE keeps only the tokens that a file lists, and prune-text:FILE those that occur in a text.",
         "N | multiple:64 | prune:FILE",
         words="multiple = multiple of; prune; prune-text",
         parts={"": ("tokens", lambda spec: {spec.vocab_size})},

@@ -143,9 +143,9 @@ OPTIONS = (
         "intermediate",
         FEED_FORWARD,
         3,
-        "The width of the feed-forward (intermediate size), such as 1024. For fewer units, 1024:active "
-        "keeps those with the largest activations; without :active, gptkit chooses units that the others "
-        "can replace, and fits the weights to a text.",
+        "The width of the feed-forward (intermediate size), such as 1024. To reduce it, 1024:active keeps "
+        "the units with the largest activations on a text. Without :active, gptkit removes the units that "
+        "the others can replace best, and fits the remaining weights on a text.",
         "N | N:active",
         parts={"": ("dimensions", _widths)},
     ),
