@@ -163,7 +163,8 @@ def params(  # noqa: C901
         raise UsageError("--csv cannot show the stored tensors (--stored)", "Use --json to list each stored tensor.")
     if csv and rows != "component" and asked.more:
         raise UsageError(
-            f"--csv prints one table: either --by {rows}, or the costs with one row per model", "Run the command twice."
+            f"--csv prints only one table: the parameters by {rows}, or the costs",
+            "Run the command once with --by and once with the options for costs.",
         )
     where = "--flops, --memory, --gpu, --tp or --pp"
     if fsdp != 1 and not memory:

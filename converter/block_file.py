@@ -94,7 +94,7 @@ class BlockFile:
         """
         block = self.blocks.get(name)
         if block is None:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is not in the plan of the file")
+            raise CheckpointError(f"{self.path}: tensor {name!r} is not planned for this file")
         with self._mutex:
             if name in self._begun:
                 raise CheckpointError(f"{self.path}: tensor {name!r} was written twice")
@@ -106,7 +106,7 @@ class BlockFile:
             nonlocal at
             view = memoryview(data).cast("B")
             if at + view.nbytes > block.end:
-                raise CheckpointError(f"{self.path}: more than {block.nbytes} bytes were written for {name}")
+                raise CheckpointError(f"{self.path}: more than {block.nbytes} bytes were written for tensor {name!r}")
             for begin in range(0, view.nbytes, CHUNK):
                 chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
                 written = _buffer("file")[: chunk.nbytes]
@@ -115,8 +115,10 @@ class BlockFile:
                     _read(fd, written, at)
                 addresses = (ctypes.c_void_p(array.ctypes.data) for array in (written, chunk))
                 if _LIBC.memcmp(*addresses, ctypes.c_size_t(written.nbytes)):
-                    hint = "The disk or the memory of this machine may be failing."
-                    raise GptkitError(f"{self.path} differs from what gptkit wrote to it, from byte {at} on", hint)
+                    raise GptkitError(
+                        f"{self.path} differs from what gptkit wrote to it, from byte {at} on",
+                        "The disk or the memory of this machine may be failing.",
+                    )
                 digest.update(written.data)
                 if front:
                     self._see(written)
@@ -125,8 +127,9 @@ class BlockFile:
         try:
             yield piece
             if at != block.end:
-                message = f"{self.path}: {at - block.start} of the {block.nbytes} bytes were written for {name}"
-                raise CheckpointError(message)
+                raise CheckpointError(
+                    f"{self.path}: only {at - block.start} of the {block.nbytes} bytes of tensor {name!r} were written"
+                )
             # Ask the kernel (Linux) to begin writing, so that the fsync at the end has little to do. A failure here
             # does not matter, because the fsync will fail and report it.
             if hasattr(_LIBC, "sync_file_range"):
@@ -162,7 +165,9 @@ class BlockFile:
                 try:
                     _read(source, chunk, start + at)
                 except OSError as error:
-                    raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
+                    raise CheckpointError(
+                        f"cannot read tensor {name!r} to write it to {self.path}: {error.strerror}"
+                    ) from error
                 piece(chunk)
                 look(chunk)
 
@@ -174,8 +179,9 @@ class BlockFile:
             missing = [name for name in self.blocks if name not in self._digests]
             if missing:
                 listed = ", ".join(map(repr, missing[:10]))
-                message = f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
-                raise CheckpointError(message)
+                raise CheckpointError(
+                    f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
+                )
             with self._disk() as fd:
                 write_all(fd, ending, self._size - len(ending))
                 if os.pread(fd, len(ending), self._size - len(ending)) != ending:

@@ -191,7 +191,7 @@ def open_tensors(
     )
 
 
-_FIRST_ONE = "Use the model from which the quantised weights were made."
+_FIRST_ONE = "Use the unquantised model from which these weights were made."
 
 
 def _usable(resolved: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec, Origin, list[str]]:
@@ -201,10 +201,11 @@ def _usable(resolved: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSp
     if method is not None and method[0].partition(",")[0] not in methods:
         description, way = method
         hint = _FIRST_ONE.rstrip(".") + (f", or dequantise it with {way}" if way is not None else "")
-        message = (
-            f"{resolved.path}: the weights are quantised ({description}), and gptkit needs floating-point weights here"
+        raise Quantised(
+            f"{resolved.path}: the weights are quantised ({description}), but this command needs floating-point "
+            "weights",
+            f"{hint}. The commands gptkit params, compare and show need no weights.",
         )
-        raise Quantised(message, f"{hint}. gptkit params, compare and show need no weights.")
     return spec, origin, unknown
 
 
@@ -238,8 +239,10 @@ def _read(
     """Open a folder or weight file of a family, or of gptkit's own format."""
     assert resolved.path is not None
     if resolved.format == "tree":
-        hint = f"To run the model with random weights: gptkit load --random {resolved.path}"
-        raise InvalidInput(f"{resolved.path} describes only an architecture and has no weights", hint)
+        raise InvalidInput(
+            f"{resolved.path} describes only an architecture and has no weights",
+            f"To run the model with random weights: gptkit load --random {resolved.path}",
+        )
     spec, origin, unknown = check(resolved)
     files = remote or weight_files(resolved.path, allow_pickle, resolved.names)
     pickled = files.format == "pickle"
@@ -275,7 +278,7 @@ def _match(
     pairs = match(checkpoint.spec, checkpoint.leaves, weights, architecture, family, integers=integers)
     if "scales" in pairs.carried and not stored:
         raise Quantised(
-            f"{checkpoint.path}: the weights are quantised, and gptkit needs floating-point weights here",
+            f"{checkpoint.path}: the weights are quantised, but this command needs floating-point weights",
             _FIRST_ONE
             if architecture is not None
             else "Convert the model with --to hf first. Then convert the new folder with --dtype bfloat16.",
@@ -333,7 +336,9 @@ def _refuse_other_class(path: Path, pairs: Match, architecture: Architecture | N
         )
     elif not pairs.missing:
         hint = f"Pass --allow-extra to read the language model and leave out {_some(head_tensors)}."
-    raise OtherClass(f"{path} is a {name}, {difference}, but gptkit supports only language models", hint)
+    raise OtherClass(
+        f"{path} is a {name}, {difference}, but this command supports only models with a language model head", hint
+    )
 
 
 def _lacking(pairs: Match) -> str:

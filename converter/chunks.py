@@ -35,12 +35,14 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
     """Return the chunks without empty ones. Raises CheckpointError unless every element is in exactly one chunk."""
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > _MAX_CHUNKS:
-        raise CheckpointError(f"{where} is stored in {len(full):,} chunks, which gptkit does not support", hint)
+        raise CheckpointError(
+            f"{where} is stored in {len(full):,} chunks, but gptkit reads at most {_MAX_CHUNKS:,} per tensor", hint
+        )
     for offsets, stored in full:
         if len(offsets) != len(shape) or len(stored.shape) != len(shape):
             raise CheckpointError(f"{where} has chunks with a different number of dimensions than the tensor", hint)
         if any(o + s > whole for o, s, whole in zip(offsets, stored.shape, shape, strict=True)):
-            raise CheckpointError(f"{where} has a chunk outside of its shape {list(shape)}", hint)
+            raise CheckpointError(f"{where} has a chunk that reaches beyond the tensor's shape {list(shape)}", hint)
     count = sum(chunk.stored.count for chunk in full)
     begin = np.array([chunk.offsets for chunk in full], np.int64)
     end = begin + np.array([chunk.stored.shape for chunk in full], np.int64)

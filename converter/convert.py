@@ -109,12 +109,10 @@ def plan_output(
         return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
-        hint = (
-            "Use --to hf:auto for the first architecture that can express the model, or --to hf:NAME "
-            "(see gptkit families)."
-        )
         raise UsageError(
-            "--to hf needs the name of a transformers architecture, because this model was not read from one", hint
+            "--to hf writes the files of the model's own family, but gptkit does not know the family of this model",
+            "Use --to hf:FAMILY (gptkit families lists all), or --to hf:auto for the first family that can store the "
+            "model.",
         )
     architecture = named(family)
     whole = not {*OUTSIDE}.isdisjoint(carried or ())
@@ -142,7 +140,8 @@ def plan_output(
         matrices = fp8.quantised_leaves(spec, leaves)
         if not matrices:
             raise UsageError(
-                f"{architecture.name} has no matrices that transformers can store as fp8", "Use --dtype bfloat16."
+                f"{architecture.name} has no matrices that transformers can store as fp8",
+                "Use another dtype: --dtype bfloat16.",
             )
         settings = {"quantization_config": fp8.settings(leaves, matrices, architecture.head)}
         small[CONFIG] = json_bytes({**json.loads(small[CONFIG]), **settings})
@@ -218,13 +217,14 @@ def plan_conversion(
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
     if dtype is not None and dtype.lower() == "q8_0":
         raise UsageError(
-            f"--to {to} cannot store the dtype {dtype}", "Only GGUF files can have this dtype: --to gguf --dtype q8_0"
+            f"--to {to} cannot store the dtype {dtype}",
+            "gptkit writes this dtype only to GGUF files: --to gguf --dtype q8_0",
         )
     in_fp8 = dtype is not None and dtype.lower() == "fp8"
     if in_fp8 and to.kind != "hf":
         raise UsageError(
             f"--to {to} cannot store the dtype fp8",
-            "Only Hugging Face checkpoints can have this dtype: --to hf --dtype fp8",
+            "gptkit writes this dtype only to Hugging Face checkpoints: --to hf --dtype fp8",
         )
     dtype = None if in_fp8 else dtype
     dtypes, compute = source.shared_dtypes(dtype), source.dtype if dtype is None else parse_dtype(dtype)

@@ -112,8 +112,10 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
 
 def _not_met(error: Exception) -> GptkitError:
     """Return the error for processes that could not connect."""
-    message = f"the processes of this run could not connect to each other: {str(error).splitlines()[0]:.200}"
-    return GptkitError(message, "Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.")
+    return GptkitError(
+        f"the processes of this run could not connect to each other: {str(error).splitlines()[0]:.200}",
+        "Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.",
+    )
 
 
 def meet(backend: str) -> None:
@@ -375,8 +377,10 @@ class _Guest(_Team):
 
     def transfer(self, plan: FolderPlan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
         if self.opened()[2] != _digest(plan, source):
-            hint = "Give every process the same checkpoint, options and version of gptkit."
-            raise GptkitError(f"rank {self.rank} and rank 0 see different files in {source.reference}", hint)
+            raise GptkitError(
+                f"rank {self.rank} and rank 0 see different files in {source.reference}",
+                "Give every process the same checkpoint, options and version of gptkit.",
+            )
         done = self.carry(plan, source, staging, {**options, "progress": None})
         self.say(0, "quiet", done)
         return done
@@ -409,8 +413,10 @@ class _Shared(Staging):
         path, finished, _ = self._guest.opened()
         self._path = Path(path)
         if not self._path.is_dir():
-            message = f"rank {self._guest.rank} cannot access the folder into which rank 0 writes: {self._path}"
-            raise GptkitError(message, "Choose an output folder on a file system that all machines share.")
+            raise GptkitError(
+                f"rank {self._guest.rank} cannot access the folder into which rank 0 writes: {self._path}",
+                "Choose an output folder on a file system that all machines share.",
+            )
         self.finished = {name: FileRecord("") for name in finished}
         yield
 

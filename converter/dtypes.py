@@ -32,7 +32,7 @@ def parse_dtype(name: str) -> str:
     known = {**short, **{torch_name: ours for ours, torch_name in HF_NAMES.items()}}
     key = name.lower().removeprefix("torch.")
     if key not in known:
-        raise UsageError(f"unknown dtype {name!r}", f"known: {', '.join(HF_NAMES.values())}")
+        raise UsageError(f"unknown dtype {name!r}", f"Choose one of {', '.join(HF_NAMES.values())}.")
     return known[key]
 
 

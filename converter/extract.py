@@ -43,14 +43,16 @@ def extract(
         UsageError: an unknown part; `out` exists or cannot be made.
     """
     if part not in _PARTS:
-        raise UsageError(f"{shown(part, 40)} is not a part that gptkit can extract", f"known: {', '.join(_PARTS)}")
+        raise UsageError(
+            f"{shown(part, 40)} is not a part that gptkit can extract", f"Choose one of: {', '.join(_PARTS)}"
+        )
     resolved = resolve(model, offline=offline, companions=True)
     assert resolved.path is not None
     files = replace(scan(resolved.path), resolved=resolved, revision=resolved.revision)
     problems = [*files.broken.values(), files.index_error, files.config_error]
     if files.config is None or any(problems):
         why = next(filter(None, problems), f"{resolved.text} has no config.json")
-        raise CheckpointError(why, "gptkit audit lists everything that is wrong with it.")
+        raise CheckpointError(why, f"Run gptkit audit {resolved.text} to list all problems of this checkpoint.")
     family, config = text_config(files.config)
     names, config = text_names(family, config, files.tensors)
     rewrite(files, names, out, force, config)

@@ -162,7 +162,7 @@ def locked(target: Path) -> Iterator[bool]:
 
 def _take(path: Path, target: Path) -> tuple[int, bool] | None:
     """Return the open lock file and whether it is locked; None if another process has just removed it."""
-    in_the_way = UsageError(f"{path} exists, but gptkit needs this name for a lock file", "Remove it.")
+    in_the_way = UsageError(f"{path} exists, but gptkit needs this name for a lock file", "Remove this file.")
     try:
         # Do not follow a link, and do not wait for a pipe, that an attacker may have made.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -193,8 +193,10 @@ def _flock(fd: int, target: Path) -> bool:
     except BlockingIOError as error:
         pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
         who = f"pid {pid}" if pid.isdigit() else "which has just started"
-        message = f"another gptkit process ({who}) is writing {target}"
-        raise GptkitError(message, "Wait until it ends, or choose another name for the output.") from error
+        raise GptkitError(
+            f"another gptkit process ({who}) is writing {target}",
+            "Wait until that process ends, or choose another name for the output.",
+        ) from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):
             raise

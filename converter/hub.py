@@ -151,12 +151,15 @@ class Repository:
             for chunk in response.iter_raw():
                 answer += chunk
                 if len(answer) > _MAX_ANSWER:
-                    message = f"{self}: the server's list of files has more than {_MAX_ANSWER:,} bytes"
-                    raise InvalidInput(message, NO_HUB)
+                    raise InvalidInput(
+                        f"{self}: the server's list of files has more than {_MAX_ANSWER:,} bytes", NO_HUB
+                    )
         try:
             return msgspec.json.decode(answer, type=_Answer).siblings
         except msgspec.DecodeError as error:
-            raise InvalidInput(f"{self}: the server at HF_ENDPOINT does not list files: {error!s:.80}") from error
+            raise InvalidInput(
+                f"{self}: the server at HF_ENDPOINT does not list the files of the repository: {error!s:.80}"
+            ) from error
 
     def _has(self, name: str) -> bool:
         if self.files is not None:
@@ -206,8 +209,10 @@ class Repository:
     def require_commit(self, name: str, commit: str) -> None:
         """Raise InvalidInput unless a file came from the requested commit."""
         if commit != self.commit:
-            message = f"{self}: the hub was asked for {name} at commit {self.commit} but returned it at {commit}"
-            raise InvalidInput(message, "Try again; if it persists, the server at HF_ENDPOINT is at fault.")
+            raise InvalidInput(
+                f"{self}: the hub was asked for {name} at commit {self.commit} but returned it at {commit}",
+                "Try again. If the error remains, the server at HF_ENDPOINT is at fault.",
+            )
 
     def folder(self) -> Path:
         """Return the local folder with config.json. Raises NoConfig."""
@@ -266,8 +271,10 @@ class Repository:
         except OSError:
             return
         if needed > free:
-            hint = "Make room, or set HF_HOME to a folder on another disk."
-            raise GptkitError(f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left", hint)
+            raise GptkitError(
+                f"{self} needs {needed:,} bytes in the Hugging Face cache, but {folder} has only {free:,} bytes free",
+                "Make room, or set HF_HOME to a folder on another disk.",
+            )
 
     def record(self) -> None:
         """Record in the cache the commit of the branch, so that the branch can be used offline."""
@@ -286,10 +293,16 @@ class Repository:
             return
         about = self._head(name, self.revision)
         if about is None:
-            raise NoConfig(self) if name == CONFIG else InvalidInput(f"{self} has no file {name}", "Check its name.")
+            raise (
+                NoConfig(self)
+                if name == CONFIG
+                else InvalidInput(f"{self} has no file {name}", "Check the name of the file.")
+            )
         commit = about.commit_hash
         if commit is None or not _COMMIT.fullmatch(commit):
-            raise Offline(f"{self}: the server at HF_ENDPOINT does not return a commit", WAY_ON)
+            raise Offline(
+                f"{self}: the server at HF_ENDPOINT does not say which commit of the repository it has", WAY_ON
+            )
         self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
@@ -315,9 +328,9 @@ def _counting(repository: Repository, name: str) -> Any:
         def update(self, n: float | None = 1) -> Any:
             self.taken += int(n or 0)
             if most is not None and self.taken > most:
-                message = f"{repository}: {name} has more than {most:,} bytes, too many for a file of a model"
                 raise InvalidInput(
-                    message, "Check that HF_ENDPOINT is the address of a hub, and that the repository is a model."
+                    f"{repository}: {name} has more than {most:,} bytes, too many for a file of a model",
+                    "Check that HF_ENDPOINT is the address of a Hugging Face hub, and that the repository is a model.",
                 )
             return super().update(n)
 
@@ -418,29 +431,36 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
     except GptkitError:
         raise
     except errors.GatedRepoError as error:
-        hint = f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`."
-        raise InvalidInput(f"{repo} is gated: its authors grant access on request", hint) from error
+        raise InvalidInput(
+            f"{repo} is gated: its authors grant access on request",
+            f"Ask for access at https://huggingface.co/{repo}, then log in: hf auth login",
+        ) from error
     except errors.RevisionNotFoundError as error:
-        hint = "Give a branch, a tag or a full commit, as in org/name@main."
-        raise InvalidInput(f"{repo} has no revision {repository.revision}", hint) from error
+        raise InvalidInput(
+            f"{repo} has no revision {repository.revision}",
+            "Give a branch, a tag or a full commit, as in org/name@main.",
+        ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise CheckpointError(f"{repository} has no {fetching or CONFIG}") from error
     except errors.HFValidationError as error:
-        hint = "Give org/name, a folder, or sample:gpt2."
-        raise InvalidInput(f"not a model reference: {repository}", hint) from error
+        raise InvalidInput(
+            f"{repository} is not the name of a model", "Give org/name, a folder, or a sample such as sample:gpt2."
+        ) from error
     except errors.HfHubHTTPError as error:
         raise _refused(repository, error.response.status_code, str(error), error.server_message) from error
     except (transport, OSError, RuntimeError, errors.XetDownloadError) as error:
         if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
-            hint = "Set HF_HOME to another disk."
-            raise GptkitError(f"could not write {repository} to the cache: {error.strerror}", hint) from error
+            raise GptkitError(
+                f"could not write {repository} to the Hugging Face cache: {error.strerror}",
+                "Set HF_HOME to a folder on another disk.",
+            ) from error
         answer = error.__cause__
         if isinstance(answer, errors.HfHubHTTPError):  # all retries failed
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
-            hint = "Files that were complete are kept: the same command continues from there."
             raise Offline(
-                f"the download of {fetching} from {repository} was interrupted: {_reason(error)}", hint
+                f"the download of {fetching} from {repository} was interrupted: {_reason(error)}",
+                "Complete files are kept: run the same command again to download the other files.",
             ) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, for which the library needs another package
@@ -454,11 +474,15 @@ def _reason(error: Exception) -> str:
 def _refused(repository: Repository, status: int, text: str = "", reason: str | None = None) -> GptkitError:
     """Return the error for an answer that is not a success."""
     if status >= 500 or status in (408, 429):
-        return Offline(f"{repository}: the hub answered {status}, try again later", WAY_ON)
+        return Offline(f"{repository}: the hub answered with the HTTP status {status}. Try again later", WAY_ON)
     # The hub answers 401 for absent and for private repositories; only a bad token is different.
     unknown = status == 401 and "invalid credentials" not in text.lower()
     if unknown or status == 404:
-        hint = "Check the name; for a private model log in with `hf auth login`."
-        return NoModel(f"there is no model {repository.repo} on the hub, or it is private", hint)
+        return NoModel(
+            f"there is no model {repository.repo} on the hub, or it is private",
+            "Check the name. For a private model, log in first: hf auth login",
+        )
     why = f"{status} {' '.join((reason or '').split()):.200}".strip()
-    return InvalidInput(f"{repository}: the hub refused ({why})", "Check the name and your token (`hf auth whoami`).")
+    return InvalidInput(
+        f"{repository}: the hub refused the request ({why})", "Check the name and your token (`hf auth whoami`)."
+    )

@@ -113,15 +113,17 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
         return _sharded(folder, names, read_index(folder / INDEX))
     safetensors_names = [name for name in names if name.endswith(".safetensors")]
     if safetensors_names == [ADAPTER_WEIGHTS]:
-        message = f"{folder} has only the weights of an adapter ({ADAPTER_WEIGHTS}), not of a model"
-        raise CheckpointError(message, f"gptkit swap BASE OUT --merge-lora {folder}")
+        raise CheckpointError(
+            f"{folder} has only the weights of an adapter ({ADAPTER_WEIGHTS}), not of a model",
+            f"Merge the adapter into its base model: gptkit swap BASE OUT --merge-lora {folder}",
+        )
     if len(safetensors_names) == 1:
         return single(folder / safetensors_names[0], read_header(folder / safetensors_names[0]))
     if safetensors_names:
-        message = (
-            f"{folder} has {len(safetensors_names)} .safetensors files but no {INDEX}: {_listed(safetensors_names)}"
+        raise CheckpointError(
+            f"{folder} has {len(safetensors_names)} .safetensors files but no {INDEX}: {_listed(safetensors_names)}",
+            f"Give one of these files instead of the folder, or put the {INDEX} of the model into the folder.",
         )
-        raise CheckpointError(message, "Name one of them, or add the index.")
     if PICKLE_SINGLE in names:
         return _pickles([folder / PICKLE_SINGLE], allow_pickle)
     if PICKLE_INDEX in names:
@@ -162,8 +164,10 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
     for path in paths:
         refuse_pointer(path)
     if not allow_pickle:
-        hint = "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from."
-        raise untrusted(paths[0], hint)
+        raise untrusted(
+            paths[0],
+            "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from.",
+        )
     return WeightFiles("pickle", tuple(paths))
 
 
@@ -175,7 +179,7 @@ def read_index(path: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if raw is None:
-        raise CheckpointError(f"{path} has {size:,} bytes, too many for an index")
+        raise CheckpointError(f"{path} has {size:,} bytes, too many for an index of weight files")
     mapping = parse_weight_map(str(path), raw)
     suffix = ".bin" if path.name == PICKLE_INDEX else ".safetensors"
     names = set(mapping.values())
@@ -183,8 +187,10 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} names {len(names):,} weight files, but gptkit reads at most {_MAX_SHARDS:,}")
     for name in names:
         if not is_plain(name):
-            hint = "Do not use this checkpoint: no tool writes that."
-            raise UntrustedInput(f"{path} names a file outside of its folder: {name[:80]!r}", hint)
+            raise UntrustedInput(
+                f"{path} names a file outside of its folder: {name[:80]!r}",
+                "Do not use this checkpoint: no program writes such an index.",
+            )
         if not name.endswith(suffix):
             raise UntrustedInput(f"{path} names {name[:80]!r}, which is not a {suffix} file")
     return mapping
@@ -193,8 +199,10 @@ def read_index(path: Path) -> dict[str, str]:
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:
     missing = [name for name in shards if name not in names]
     if missing:
-        message = f"{folder}: {len(missing)} of {len(shards)} weight files missing: {_listed(missing)}"
-        raise CheckpointError(message, "Fetch them again.")
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(shards)} weight files are missing: {_listed(missing)}",
+            "Download or copy the missing files again.",
+        )
 
 
 def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -> WeightFiles:
@@ -206,8 +214,9 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
         headers[name] = read_header(folder / name)
         length += len(headers[name].text)
         if length > _MAX_HEADERS:
-            message = f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
-            raise CheckpointError(message)
+            raise CheckpointError(
+                f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
+            )
     return assembled(folder, weight_map, headers)
 
 

@@ -63,8 +63,10 @@ def _healing_of(record: Any) -> _Healing:
     try:
         return msgspec.convert(record, _Healing)
     except (msgspec.ValidationError, OverflowError) as error:
-        message = f"{LOCAL_CONFIG}: a healing in its history does not have the form that gptkit writes: {error!s:.200}"
-        raise ConfigError(message, f"Remove the healing from the history in {LOCAL_CONFIG}.") from error
+        raise ConfigError(
+            f"{LOCAL_CONFIG}: an entry of history with the key healed is not valid: {error!s:.200}",
+            f"Remove this entry from the list history in {LOCAL_CONFIG}.",
+        ) from error
 
 
 def model_card(origin: Origin) -> bytes | None:

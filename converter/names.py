@@ -103,7 +103,9 @@ def stated_name(path: Path) -> str:
     """
     home, target = path.parent.resolve(), path.resolve()
     if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
-        raise UntrustedInput(f"{path} is a link to a file outside of its folder", "Put the file itself there.")
+        raise UntrustedInput(
+            f"{path} is a link to a file outside of its folder", "Replace the link with the file itself."
+        )
     with plain_file(path) as file:
         return file.read(_MAX_NAME + 1).decode("utf-8", "replace").strip()
 

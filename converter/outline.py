@@ -54,8 +54,9 @@ def outline(
         return _outline(resolved)
     except UntrustedInput as error:
         if not allow_pickle:
-            hint = "--allow-pickle reads it, in a process that can do nothing else."
-            raise UntrustedInput(error.message, hint) from None
+            raise UntrustedInput(
+                error.message, "Pass --allow-pickle to read the file in a restricted process."
+            ) from None
     assert resolved.source is not None and resolved.other is not None and resolved.other.read is not None
     opened = resolved.other.read(resolved.source, True)
     return Outline(opened.spec, opened.origin, resolved.path, None, (*resolved.notes, *opened.notes))

@@ -22,7 +22,7 @@ def first_matches(where: str, patterns: Sequence[str], names: Sequence[str]) -> 
     Raises InvalidInput, which begins with `where`.
     """
     if sum(map(len, patterns)) > _LONGEST:
-        raise InvalidInput(f"{where}: the patterns have more than {_LONGEST:,} characters in total")
+        raise InvalidInput(f"{where}: its regular expressions have more than {_LONGEST:,} characters in total")
     whole = [rf"(.*\.)?({pattern})$" for pattern in patterns]
     if all(map(_PLAIN.fullmatch, patterns)):
         compiled = list(map(re.compile, whole))
@@ -33,8 +33,10 @@ def first_matches(where: str, patterns: Sequence[str], names: Sequence[str]) -> 
     reply = Confined("pattern_process", _SECONDS).ask({"patterns": whole, "names": list(names)})
     expressions = shown(patterns[0] if len(patterns) == 1 else list(patterns))
     if reply is None:
-        hint = "Write module names without nested repetitions in their place."
-        raise InvalidInput(f"{where}: matching {expressions} takes more time or memory than gptkit allows", hint)
+        raise InvalidInput(
+            f"{where}: matching the regular expression {expressions} takes more time or memory than gptkit allows",
+            "Replace it with plain module names, or with a regular expression without nested repetitions.",
+        )
     if "error" in reply:
         raise InvalidInput(
             f"{where}: {expressions} is not a valid regular expression: {shown(reply['error'], 100)[1:-1]}"

@@ -56,7 +56,7 @@ def pickle_weights(files: Sequence[Path]) -> Weights:
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
             if name in tensors:
-                raise CheckpointError(f"{shown(name, 80)} is in two files")
+                raise CheckpointError(f"the tensor {shown(name, 80)} is in {tensors[name].path} and in {path}")
             tensors[name] = tensor
     weights = Weights(tensors)
     weights.check()
@@ -177,10 +177,11 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     message += entries_text and f"; it also contains {entries_text}"
     match = whose(list(tensors))
     if match is None:
-        return CheckpointError(message, "Their names do not match any family that gptkit supports.")
+        return CheckpointError(message, "The names of the tensors are not those of any family that gptkit supports.")
     owner, prefix = match
     only = len(tensors) < entries
-    return CheckpointError(f"{message}; {_names_of(owner, prefix)}", _OTHERS.get(owner) or _way_on(keys, prefix, only))
+    message += f"; {_names_of(owner, prefix)}"
+    return CheckpointError(message, _OTHERS.get(owner) or _way_on(keys, prefix, only))
 
 
 def renamed(names: Sequence[str]) -> str | None:

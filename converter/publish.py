@@ -111,8 +111,10 @@ class Staging:
         """Raise GptkitError unless the disk has `nbytes` free for this user."""
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
-            message = f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free"
-            raise GptkitError(message, "Free some space, or write to another disk.")
+            raise GptkitError(
+                f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free",
+                "Free some space, or write to another disk.",
+            )
 
     def finish(self, name: str, record: FileRecord) -> None:
         """Fsync a file of the folder and record it as finished. Any thread may call this."""
@@ -262,7 +264,7 @@ class Staging:
             elif not names & {"config.json", "gptkit.json"} and not {"gptkit", "files"} <= manifest_of(target).keys():
                 why = "has no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
         if why is not None:
-            raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
+            raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name for the output.")
         if single is None:
             users_files(target)
 
@@ -338,8 +340,10 @@ def users_files(folder: Path) -> list[str]:
             name = path.relative_to(folder).as_posix()
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-                message = f"{path} is neither a file nor a folder, so it would be lost"
-                raise UsageError(message, "Move it elsewhere first.")
+                raise UsageError(
+                    f"{path} is neither a file nor a folder, so gptkit cannot keep it when it replaces the output",
+                    f"Move {path.name} to another folder first.",
+                )
             if not is_checkpoints(name) and not _is_listed(path, listed.get(name)):
                 kept.append(name)
         if not folders and not names and here != folder:
@@ -405,12 +409,12 @@ def require_place(target: Path) -> None:
     """Raise UsageError unless the target's parent is a folder that can be written to."""
     parent = target.parent
     if not target.name:
-        raise UsageError(f"cannot write to {target}", "Name a folder to create.")
+        raise UsageError(f"cannot write to {target}: it is not the name of a folder", "Give the name of a new folder.")
     if not parent.is_dir():
         what = "is not a folder" if parent.exists() else "does not exist"
         raise UsageError(f"cannot create {target}: {parent} {what}", "Create the parent folder first.")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot create {target}: {parent} is not writable", "Choose another place to write to.")
+        raise UsageError(f"cannot create {target}: {parent} is not writable", "Choose a folder that you may write to.")
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:

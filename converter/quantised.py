@@ -82,8 +82,10 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
     if not numeric and not problems:
         problems = [f"config.json says that the weights are quantised ({description[0]}), but no tensor is"]
     if problems:
-        hint = "Check that config.json belongs to these weights, and that all of their files are there."
-        raise Quantised(f"{where}: {'; '.join(problems)}", hint)
+        raise Quantised(
+            f"{where}: {'; '.join(problems)}",
+            "Check that config.json belongs to these weights, and that all of their files are there.",
+        )
     readable = weights.with_more(numeric, without=used - numeric.keys())
     return readable, f"{len(numeric)} of {len(readable.info)} tensors are quantised ({description[0]}): dequantised"
 

@@ -67,7 +67,9 @@ class _Remote:
         if size is None:
             raise InvalidInput(f"the server does not report the size of {self.where}", self._otherwise)
         if listed is not None and listed != size:
-            raise CheckpointError(f"{self.where} has {size} bytes, but the hub lists {listed}", "Try again later.")
+            raise CheckpointError(
+                f"{self.where} has {size} bytes, but {listed} bytes in the hub's list of files", "Try again later."
+            )
         if begin and (size, etag) != (self.size, self._etag):
             raise Offline(f"{self.where} changed while it was read", "Run the same command again.")
         self.data, self.size, self._etag = self.data + data, size, etag
@@ -82,8 +84,10 @@ class _Remote:
         self.sampled = True
         data, _, _ = self._read(start, end)
         if len(data) != end - start:
-            message = f"{self._repository}: the connection was interrupted while {self._name} was read"
-            raise Offline(message, "Run the same command again.")
+            raise Offline(
+                f"{self._repository}: the connection was interrupted while {self._name} was read",
+                "Run the same command again.",
+            )
         return data
 
     def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
@@ -100,7 +104,9 @@ class _Remote:
                 if commit is not None:
                     repository.require_commit(name, commit)
             if headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise InvalidInput(f"{repository}: the server compresses {name}", NO_HUB)
+                raise InvalidInput(
+                    f"{repository}: the server sends {name} compressed, so gptkit cannot read a part of it", NO_HUB
+                )
             size, skip, wanted = stated_length(response), begin, end
             if response.status_code == 206:
                 given = _RANGE.fullmatch(headers.get("Content-Range", ""))
@@ -141,14 +147,19 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
     names = [sibling.rfilename for sibling in Repository(repo, revision, "", True).siblings()]
     files = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
     if not files and ADAPTER_CONFIG in names:
-        raise InvalidInput(f"{repo} is an adapter, not a model by itself", f"gptkit swap BASE OUT --merge-lora {repo}")
+        raise InvalidInput(
+            f"{repo} is an adapter, not a model by itself",
+            f"Merge the adapter into its base model: gptkit swap BASE OUT --merge-lora {repo}",
+        )
     if not files:
         raise why
     if len(files) > 1:
         at = f"@{revision}" if revision is not None else ""
         some = some_of(files, 6, ", … ({} more)")
-        hint = f"Name one: hf://{repo}{at}/{files[0]}"
-        raise InvalidInput(f"{repo} has no config.json and {len(files)} GGUF files: {some}", hint)
+        raise InvalidInput(
+            f"{repo} has no config.json, but {len(files)} GGUF files: {some}",
+            f"Give one of these files, such as hf://{repo}{at}/{files[0]}",
+        )
     return files[0]
 
 
@@ -161,10 +172,12 @@ def read_gguf(
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():
-        raise InvalidInput(f"not a file of a repository: {name}")
+        raise InvalidInput(f"{name} is not the name of a file in a repository")
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", file):
-        hint = "Join them with llama.cpp's llama-gguf-split --merge."
-        raise InvalidInput(f"{name} is one of several parts of a model", hint)
+        raise InvalidInput(
+            f"{name} is only one of the files of a split model",
+            "Join the files first: llama-gguf-split --merge PART_1.gguf OUT.gguf (a program of llama.cpp).",
+        )
     alone = offline or offline_by_environment()
     repository = Repository(repo, revision, "", not alone)
     if not alone:
@@ -183,7 +196,9 @@ def read_gguf(
             break
         except Incomplete as error:
             if error.needed > _GGUF_MOST:
-                raise CheckpointError(f"{name} claims a header of more than {_GGUF_MOST:,} bytes") from error
+                raise CheckpointError(
+                    f"{name} claims to have a header of more than {_GGUF_MOST:,} bytes, too many for a GGUF file"
+                ) from error
             wanted = min(max(error.needed + _GGUF_FIRST, 2 * len(remote.data)), _GGUF_MOST)
     spec, origin, notes = describe_header(name, header)
     if remote.sampled:

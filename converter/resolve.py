@@ -81,17 +81,21 @@ def identify(reference: str | Path | Reference) -> Reference:
         return reference
     text = str(reference)
     if not text.strip() or not text.isprintable():
-        raise InvalidInput(f"not a model reference: {text!r}", "Give org/name, a folder, or sample:gpt2.")
+        raise InvalidInput(
+            f"{text!r} is not the name of a model", "Give org/name, a folder, or a sample such as sample:gpt2."
+        )
     if text.startswith("sample:"):
         name = text.removeprefix("sample:")
         if name not in SAMPLES:
             known = ", ".join(f"sample:{sample}" for sample in SAMPLES)
-            raise InvalidInput(f"no such sample: {name!r}", f"There are {known}.")
+            raise InvalidInput(f"no such sample: {name!r}", f"The samples are {known}.")
         try:
             return located(SAMPLES_DIR / name, text, "sample")
         except FileNotFoundError:
-            message = f"the sample {name} is not part of this installation ({SAMPLES_DIR / name} is missing)"
-            raise InvalidInput(message, "Reinstall gptkit.") from None
+            raise InvalidInput(
+                f"the sample {name} is not part of this installation ({SAMPLES_DIR / name} is missing)",
+                "Reinstall gptkit.",
+            ) from None
     if not text.startswith("hf://"):
         local = _here(text)
         if local is not None:
@@ -109,8 +113,10 @@ def identify(reference: str | Path | Reference) -> Reference:
         if find(name) is not None:
             raise _config_alone(name)
         if near := nearest(name):
-            hint = f"did you mean {', '.join(near[:4])}? A hub repository is written org/name."
-            raise InvalidInput(f"no preset, file or folder is called {name!r}", hint)
+            raise InvalidInput(
+                f"no preset, file or folder is called {name!r}",
+                f"Did you mean {', '.join(near[:4])}? A repository on the hub is written org/name.",
+            )
     return Reference(text, "hub", repo=repo, revision=revision)
 
 
@@ -186,8 +192,10 @@ def resolve(
         name = identified.text.partition("@")[0]
         if "/" not in identified.repo and not name.startswith("hf://"):
             no_model = ", nor a model on the hub" if isinstance(error, NoModel) else ""
-            hint = "gptkit presets lists the presets; a hub repository is written org/name."
-            raise InvalidInput(f"no preset, file or folder is called {name!r}{no_model}", hint) from error
+            raise InvalidInput(
+                f"no preset, file or folder is called {name!r}{no_model}",
+                "Run gptkit presets to list all presets. A repository on the hub is written org/name.",
+            ) from error
         if isinstance(error, Offline):
             _refuse_path(name.removeprefix("hf://"), error)
         raise
@@ -226,20 +234,25 @@ def _refuse_path(name: str, error: Offline) -> None:
     if slash and Path(first).is_dir():
         inside = sorted(entry.name for entry in Path(first).iterdir() if entry.name.isprintable())
         some = some_of(inside, 4, ", …") or "nothing"
-        hint = f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}."
-        raise InvalidInput(f"no such file or folder: {name}", hint) from error
+        raise InvalidInput(
+            f"no such file or folder: {name}",
+            f"The local folder {first} contains {some}. gptkit also looked on the hub: {error.message}.",
+        ) from error
 
 
 def _config_alone(name: str) -> InvalidInput:
-    hint = f"gptkit load --random {name} draws some; params, compare and show need none."
-    return InvalidInput(f"the preset {name} has only a config: its weights were not published", hint)
+    return InvalidInput(
+        f"the preset {name} has only a config: its weights were not published",
+        f"Use random weights: gptkit load --random {name}. The commands params, compare and show need no weights.",
+    )
 
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:
     """Raise InvalidInput for a path that does not exist. `within` is the name of a file in a repository."""
     file = "" if within is None else f"; for a GGUF there, hf://{within} (gptkit params can read it)"
-    hint = f"A model on the hub is named org/name or org/name@revision{file}."
-    raise InvalidInput(f"no such file or folder: {text}", hint)
+    raise InvalidInput(
+        f"no such file or folder: {text}", f"A model on the hub is named org/name or org/name@revision{file}."
+    )
 
 
 def _parse(text: str) -> tuple[str, str | None]:
@@ -255,7 +268,11 @@ def _parse(text: str) -> tuple[str, str | None]:
         _refuse_name(text, name if slashes == 2 and name.endswith(".gguf") and not path else None)
     # The hub library makes file names out of both parts, so they get no chance to lead anywhere else.
     if not name or any(part in ("", ".", "..") for part in name.split("/")) or any(sign in name for sign in " :*?<>|"):
-        raise InvalidInput(f"not a model reference: {text}", "Give org/name, a folder, or sample:gpt2.")
+        raise InvalidInput(
+            f"{text} is not the name of a model", "Give org/name, a folder, or a sample such as sample:gpt2."
+        )
     if at and (not revision or any(part in ("", ".", "..") for part in revision.split("/")) or "\\" in revision):
-        raise InvalidInput(f"not a revision: {revision!r}", "Give a branch, a tag or a commit, as in org/name@main.")
+        raise InvalidInput(
+            f"{revision!r} is not the name of a revision", "Give a branch, a tag or a commit, as in org/name@main."
+        )
     return name, revision or None

@@ -47,7 +47,9 @@ class _Dtype:
     def itemsize(self) -> int:
         """Bytes per element. Raises CheckpointError for a packed type."""
         if self.carrier is None:
-            raise CheckpointError(f"{self.name} has packed {self.bits}-bit elements, which gptkit cannot convert")
+            raise CheckpointError(
+                f"gptkit cannot convert the dtype {self.name}, which packs elements of {self.bits} bits into bytes"
+            )
         return self.bits // 8
 
 
@@ -110,8 +112,9 @@ def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Head
     end = infos[-1].end if infos else at
     size = max([at, *(info.end for info in infos)]) if size is None else size
     if end > size:
-        hint = "Fetch or copy this file again."
-        raise CheckpointError(f"{where} is truncated: {end} bytes expected, {size} found", hint)
+        raise CheckpointError(
+            f"{where} is truncated: {end} bytes expected, {size} found", "Fetch or copy this file again."
+        )
     for info in infos:
         if info.start != at:
             what = "overlaps the tensor before it" if info.start < at else "leaves unused bytes before it"
@@ -168,7 +171,9 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
             _check_entry(where, name, {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]})
         infos.append(TensorInfo(name, entry.dtype, shape, data + start, data + end))
     if b"-" in texts:  # sizes are not negative, and no dtype has this sign
-        raise CheckpointError(f"{where}: a size is -0, which other readers treat as a fraction")
+        raise CheckpointError(
+            f"{where}: the shape has the size -0, which other programs read as a floating-point number"
+        )
     return infos, metadata or {}
 
 
@@ -306,7 +311,9 @@ def _check_entry(file: Path | str, name: str, entry: object) -> None:
     """Raise CheckpointError unless a parsed entry of the header is a tensor."""
     where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: its entry must have exactly the fields dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"{where}: its entry in the header must have exactly the fields dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {_short(dtype)}")
@@ -353,13 +360,15 @@ def build_header(
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:
-            raise CheckpointError(f"tensor {_short(name)}: {_short(dtype)} {_short(shape)} is not a dtype and a shape")
+            raise CheckpointError(
+                f"tensor {_short(name)}: {_short(dtype)} {_short(shape)} is not a valid dtype and shape"
+            )
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     placed: list[TensorInfo] = []
     at = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: (-_RANK[tensor[1]], tensor[0])):
         if name in entries or name == "__metadata__":
-            raise CheckpointError(f"tensor {_short(name)}: this name is already in use")
+            raise CheckpointError(f"two tensors have the name {_short(name)}")
         end = at + _nbytes(f"tensor {_short(name)}", dtype, shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         placed.append(TensorInfo(name, dtype, shape, at, end))
@@ -367,11 +376,15 @@ def build_header(
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"a name or metadata text is not Unicode: {error}") from error
+        raise CheckpointError(
+            f"the name of a tensor or the text of the metadata is not valid Unicode: {error}"
+        ) from error
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER or text.count(b":") > MAX_KEYS:
-        message = f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads"
-        raise CheckpointError(message, "Write smaller shards: --max-shard-size.")
+        raise CheckpointError(
+            f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads",
+            "Write smaller weight files, for example with --max-shard-size 1GB.",
+        )
     data = 8 + len(text)
     infos = [TensorInfo(info.name, info.dtype, info.shape, data + info.start, data + info.end) for info in placed]
     return struct.pack("<Q", len(text)) + text, infos

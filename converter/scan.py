@@ -155,8 +155,10 @@ def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pick
     if not files.headers and not files.broken and files.fetched:
         files = _with_pickles(files, allow_pickle)
     if not files.headers and not files.broken:
-        hint = "Give a folder or a hub repository (org/name) with weight files, or one weight file."
-        raise InvalidInput(f"{resolved.text} contains no weight file, so there is nothing to audit", hint)
+        raise InvalidInput(
+            f"{resolved.text} contains no weight file, so there is nothing to audit",
+            "Give a folder or a hub repository (org/name) with weight files, or one weight file.",
+        )
     return files
 
 
@@ -231,8 +233,10 @@ def _with_pickles(files: FileScan, allow_pickle: bool) -> FileScan:
     if not names:
         return files
     if not allow_pickle:
-        hint = "Audit a safetensors version of this model, or pass --allow-pickle if you trust the author of the file."
-        raise untrusted(files.folder / names[0], hint)
+        raise untrusted(
+            files.folder / names[0],
+            "Audit a safetensors version of this model, or pass --allow-pickle if you trust the author of the file.",
+        )
     headers, broken, stored = {}, {}, dict[str, Stored]()
     process = Unpickler()
     for name in names:

@@ -31,7 +31,7 @@ READ_ONLY = "trained"
 def register(format_: str, module: str) -> None:
     """Register a format with the full name of its module. Raises UsageError if the name exists already."""
     if format_ in FORMATS or format_ in ("local", "hf", "tree"):
-        raise UsageError(f"the format {format_} already exists")
+        raise UsageError(f"a format with the name {format_} is already registered")
     FORMATS[format_] = module
 
 
@@ -72,7 +72,7 @@ def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
         return Target("hf", family if family == "auto" else named(family).name)
     if to in known:
         return Target(to)
-    hint = f"known: {', '.join(known)}" + (
-        "; gptkit convert can convert the result to other formats." if known == FOLDERS else ""
+    hint = f"Choose one of {', '.join(known)}." + (
+        " gptkit convert can convert the result to other formats." if known == FOLDERS else ""
     )
-    raise UsageError(f"unknown format {to!r}", f"did you mean hf:{to}?" if to in ARCHITECTURES else hint)
+    raise UsageError(f"unknown format {to!r}", f"Did you mean hf:{to}?" if to in ARCHITECTURES else hint)

@@ -180,8 +180,8 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
             if importlib.util.find_spec("sentencepiece") is None:
                 raise InvalidInput(
                     f"{model} is a SentencePiece model, and its folder has no tokenizer.json",
-                    "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained"
-                    " writes",
+                    "Install packages that can read it: pip install sentencepiece protobuf. Or add the tokenizer.json "
+                    "that transformers' save_pretrained writes.",
                 )
         elif not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
             return None
@@ -203,8 +203,9 @@ def eos_ids(
         if value is not None:
             values = value if isinstance(value, list) else [value]
             if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
-                message = f"{folder / name}: eos_token_id is {shown(value)}, expected a token id or a list of them"
-                raise InvalidInput(message)
+                raise InvalidInput(
+                    f"{folder / name}: eos_token_id is {shown(value)}, expected a token id or a list of them"
+                )
             return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken

@@ -214,8 +214,10 @@ def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> in
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
-        hint = f"Allow at least {-(-worst.memory // 2**20)} MiB."
-        raise UsageError(f"--max-memory {max_memory:,} is too small: {names} needs {worst.memory:,} bytes", hint)
+        raise UsageError(
+            f"--max-memory {max_memory:,} is too small: converting {names} needs {worst.memory:,} bytes",
+            f"Give at least --max-memory {-(-worst.memory // 2**20)}MiB.",
+        )
     return min(sum(job.memory for job in jobs), max_memory or max(IN_FLIGHT, worst.memory))
 
 
@@ -372,8 +374,9 @@ class _Carrier:
                 try:
                     narrow = cast(chunk, dtype, output.dtype)
                 except CheckpointError as error:
-                    hint = "Choose a dtype with more range: bfloat16, float32."
-                    raise CheckpointError(f"{name}: {error.message}", hint) from error
+                    raise CheckpointError(
+                        f"{name}: {error.message}", "Choose a dtype with a larger range: bfloat16 or float32."
+                    ) from error
                 if dtype != output.dtype:
                     cost += rounding(chunk, dtype, narrow, output.dtype)
                 data = narrow.reshape(-1).view(np.uint8)

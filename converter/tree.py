@@ -67,8 +67,9 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         hint = "Give a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
         if folder and (inside := _with_weights(path)):
             hint = f"There are weights in {some_of(inside, 3, ', …')}: name one of these folders."
-        message = f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'next to'} it"
-        raise UnknownFamily(message, hint)
+        raise UnknownFamily(
+            f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'next to'} it", hint
+        )
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
         return _local(config, file)
@@ -76,10 +77,10 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         config |= {"quantization_config": settings}
         text = json.dumps(config, indent=2) + "\n"
     if file.name != CONFIG and "model_type" not in config:
-        message = (
-            f"{file} does not describe a model: it has neither a model_type (config.json) nor a spec (gptkit.json)"
+        raise ConfigError(
+            f"{file} does not describe a model: it has neither a model_type (config.json) nor a spec (gptkit.json)",
+            "Give a config.json, a gptkit.json, or a file that gptkit recommend --out wrote.",
         )
-        raise ConfigError(message, "Give a config.json, a gptkit.json, or a file that gptkit recommend --out wrote.")
     with _naming(CONFIG if folder else str(file)):
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
@@ -158,26 +159,24 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} contains values that JSON cannot represent: {error}") from error
     if data.get("schema_version") != _LOCAL_SCHEMA:
-        message = (
-            f"{path} has schema version {shown(data.get('schema_version'), 40)}, this gptkit reads {_LOCAL_SCHEMA}"
+        raise ConfigError(
+            f"{path} has schema version {shown(data.get('schema_version'), 40)}, but this gptkit reads {_LOCAL_SCHEMA}",
+            "Update gptkit, or convert the original checkpoint again with this version.",
         )
-        raise ConfigError(message, "Update gptkit, or convert the original again.")
     origin, history = data.get("origin"), data.get("history", [])
     if isinstance(origin, dict):
         origin = {**origin, "config_text": origin.get("config"), "history": history}
     try:
         parsed = msgspec.convert(origin, Origin)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{path}: its origin or history does not have the form that gptkit writes: {error}"
-        ) from error
+        raise ConfigError(f"{path}: the field origin or history is not valid: {error}") from error
     if parsed.family is not None:
         named(parsed.family)
     try:
         with _naming(str(path)):
             return from_json(data.get("spec")), parsed, []
     except (OverflowError, RecursionError) as error:  # an integer that is too large for a float
-        raise ConfigError(f"{path} is not a valid model spec: {error}") from error
+        raise ConfigError(f"{path} does not describe a valid model: {error}") from error
 
 
 def holds_tree(path: Path) -> bool:
@@ -225,8 +224,8 @@ def write_spec(
     target = Path(path).expanduser()
     if target.suffix != ".json" or target.name in (CONFIG, LOCAL_CONFIG):
         raise UsageError(
-            f"{target}: an architecture is written to a .json file, which needs another name",
-            "Name it my-model.json, for example.",
+            f"{target} is not a possible name for an architecture without weights",
+            f"Give a name that ends in .json, other than {CONFIG} and {LOCAL_CONFIG}, such as my-model.json.",
         )
     if not target.parent.is_dir():
         raise UsageError(f"the folder {target.parent} does not exist", "Create it first.")

@@ -146,8 +146,9 @@ class Vocabulary:
         for (token, old), new in zip(self.tokens.items(), new_ids, strict=True):
             if new != table.get(old):
                 raise InvalidInput(
-                    f"the tokenizer cannot be rewritten: {token!r} would be token {new} instead of {table.get(old)}",
-                    "Please report this tokenizer.",
+                    f"gptkit cannot remove tokens from this tokenizer: {token!r} would get the id {new} instead of "
+                    f"{table.get(old)}",
+                    "Please report this as a bug, with the name of the tokenizer.",
                 )
         files: dict[str, bytes | None] = {TOKENIZER: text}
         for name, data in self._settings().items():

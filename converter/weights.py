@@ -54,9 +54,11 @@ class Weights:
         for name, tensor in self._tensors.items():
             where = f"{tensor.path}: {shown(name, 80)}"
             if tensor.count * tensor.itemsize > tensor.nbytes:
-                raise CheckpointError(f"{where} should have {tensor.count:,} elements, but the file ends before them")
+                raise CheckpointError(
+                    f"{where} should have {tensor.count:,} elements, but the file is too short for them"
+                )
             if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
-                raise CheckpointError(f"{where}: its shape needs more bytes than the file has for it")
+                raise CheckpointError(f"{where}: its shape needs more bytes than the file has for this tensor")
             if tensor.path is not None:
                 self._mapped(tensor.path)
 

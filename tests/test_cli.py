@@ -252,7 +252,7 @@ def test_a_terminal_that_lacks_characters(tiny: Path) -> None:
         (["swap", "sample:gpt2", "out", "--recipe", "nope"], "no recipe 'nope'"),
         (["swap", "sample:gpt2", "out", "--norm", "rmsnorm", "--calibrate", "nope.txt"], "no text file nope.txt"),
         (["swaps", "sample:gpt2", "--recipes"], "takes no MODEL"),
-        (["convert", "sample:gpt2", "--to", "onnx"], "known: local, hf, hf:FAMILY"),
+        (["convert", "sample:gpt2", "--to", "onnx"], "Choose one of local, hf, hf:FAMILY"),
         (["convert", "sample:gpt2", "no/such/parent"], "does not exist"),
     ],
 )
@@ -293,7 +293,7 @@ def test_an_output_that_exists(command: str, tmp_path: Path) -> None:
         (["load", "no/such/folder"], 4, "no such file or folder"),
         (["load", "https://huggingface.co/gpt2"], 4, "web address"),
         (["load", "no-such.safetensors"], 4, "no such file"),
-        (["load", ""], 4, "not a model reference"),
+        (["load", ""], 4, "is not the name of a model"),
         (["params", "no-such-folder/"], 4, "no such file or folder"),
         (["check", "no-such-folder"], 4, "no such folder"),
         (["check", str(SAMPLE / "config.json")], 4, "is a file"),
@@ -310,7 +310,7 @@ def test_other_exit_codes(args: list[str], code: int, message: str, tmp_path: Pa
 
 
 def test_a_typo_is_helped() -> None:
-    assert "did you mean qwen3-8b" in run("params", "qwne3-8b", code=4).stderr
+    assert "Did you mean qwen3-8b" in run("params", "qwne3-8b", code=4).stderr
 
 
 def test_offline_by_option(monkeypatch: pytest.MonkeyPatch) -> None:

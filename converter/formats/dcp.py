@@ -54,9 +54,9 @@ def _description(path: Path) -> Path:
     for name in (LOCAL_CONFIG, CONFIG):
         if (path / name).is_file():
             return path / name
-    hint = f"Put the model's {CONFIG} into the same folder as {_METADATA}."
     raise InvalidInput(
-        f"{path} is a distributed checkpoint without a config.json, so gptkit does not know its architecture", hint
+        f"{path} is a distributed checkpoint without a config.json, so gptkit does not know its architecture",
+        f"Put the model's {CONFIG} into the same folder as {_METADATA}.",
     )
 
 
@@ -78,8 +78,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     spec, origin, _ = describe(path)
     if pickled.is_file():
         if not allow_pickle:
-            hint = "Pass --allow-pickle if you trust its author. gptkit reads only names and sizes from this file."
-            raise untrusted(pickled, hint)
+            raise untrusted(
+                pickled,
+                "Pass --allow-pickle if you trust its author. gptkit reads only names and sizes from this file.",
+            )
         tensors, others = metadata(path)
     else:
         tensors, others = hugging_face(sorted(path.glob(_SHARDS))), []
@@ -123,7 +125,10 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
     if len(prefixes) > 1 and "model." in prefixes:
         return "model."
     if len(prefixes) > 1:
-        raise CheckpointError(f"{path} contains {len(prefixes)} models: {', '.join(map(repr, prefixes[:5]))}")
+        raise CheckpointError(
+            f"{path} contains {len(prefixes)} models. Their tensor names begin with "
+            f"{', '.join(map(repr, prefixes[:5]))}"
+        )
     return prefixes[0] if prefixes else ""
 
 

@@ -52,8 +52,10 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
             )
         sizes[name] = path.stat().st_size
     if end > sizes[name]:
-        hint = "Download or save the checkpoint again."
-        raise CheckpointError(f"{path} is truncated: {end:,} bytes expected, {sizes[name]:,} found", hint)
+        raise CheckpointError(
+            f"{path} is truncated: {end:,} bytes expected, {sizes[name]:,} found",
+            "Download or save the checkpoint again.",
+        )
     return path
 
 
@@ -92,7 +94,9 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
             if not isinstance(offsets, list):
                 offsets = [0] * len(info.shape)
             if len(offsets) > MAX_DIMS or any(type(offset) is not int or not 0 <= offset < 2**63 for offset in offsets):
-                raise CheckpointError(f"{path}: {shown(name, 80)} has invalid saved_offsets", _HINT)
+                raise CheckpointError(
+                    f"{path}: {shown(name, 80)} has invalid saved_offsets (its position in the whole tensor)", _HINT
+                )
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "its dtype or number of dimensions differs between files"
                 raise CheckpointError(f"{path}: {shown(name, 80)}: {what}", _HINT)

@@ -105,8 +105,11 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     notes = list(model.notes)
     if quantised:
         if importlib.util.find_spec("gguf") is None:
-            message = f"{path} is quantised ({', '.join(quantised)}), and the gguf package is not installed"
-            raise UsageError(message, 'pip install gguf # gptkit\'s extra "gguf"')
+            raise UsageError(
+                f"gptkit reads quantised GGUF files ({', '.join(quantised)} in {path}) with the Python package gguf, "
+                "which is not installed",
+                "Install it: pip install gguf",
+            )
         types = ", ".join(f"{count} in {name}" for name, count in quantised.most_common())
         notes.append(f"{sum(quantised.values())} of {len(needed)} tensors are quantised ({types}): dequantised to F32")
     notes += without_tokenizer(model.header)
@@ -233,8 +236,10 @@ def _name(path: Path | str, header: GgufHeader) -> str:
         raise InvalidInput(f"{path} contains {what}", "Give the GGUF file that contains the model's weights.")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        hint = "Join the parts first: llama-gguf-split --merge PART_1.gguf OUT.gguf (a program of llama.cpp)."
-        raise InvalidInput(f"{path} is only one of the {shown(parts, 20)} files of a split model", hint)
+        raise InvalidInput(
+            f"{path} is only one of the {shown(parts, 20)} files of a split model",
+            "Join the parts first: llama-gguf-split --merge PART_1.gguf OUT.gguf (a program of llama.cpp).",
+        )
     try:
         return gguf_rows(header.metadata.get("general.architecture"))[0].name
     except InvalidInput as error:
@@ -256,7 +261,9 @@ def _floats(header: GgufHeader, name: str) -> tuple[float, ...]:
     tensor = header.tensors[name]
     count = (tensor.end - tensor.start) // 4
     if tensor.type.name != "F32" or count > _MAX_FLOATS:
-        raise CheckpointError(f"{header.where}: {name} must be a small tensor of type F32")
+        raise CheckpointError(
+            f"{header.where}: {name} must be a tensor of type F32 with at most {_MAX_FLOATS:,} elements"
+        )
     values: tuple[Any, ...] = struct.unpack(f"<{count}f", header.read(tensor.start, tensor.start + 4 * count))
     return values
 

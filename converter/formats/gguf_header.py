@@ -138,8 +138,9 @@ class GgufHeader:
                 strings.append(buffer[at + 8 : at + 8 + length].decode())
                 at += 8 + length
         except UnicodeDecodeError as error:
-            message = f"{self.where}: {key} has a string that is not UTF-8 (entry {len(strings)})"
-            raise CheckpointError(message) from error
+            raise CheckpointError(
+                f"{self.where}: {key} has a string that is not UTF-8 (entry {len(strings)})"
+            ) from error
         return strings
 
 
@@ -199,8 +200,10 @@ class _Cursor:
         """
         at = self.at
         if length > self.size - at:
-            message = f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found"
-            raise CheckpointError(message, "Download or copy this file again.")
+            raise CheckpointError(
+                f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found",
+                "Download or copy this file again.",
+            )
         if at + length > len(self.buffer):
             raise Incomplete(at + length)
         self.at = at + length
@@ -228,14 +231,14 @@ class _Cursor:
         self.text -= length
         if self.text < 0:
             raise CheckpointError(
-                f"{self.where}: with {what}, the text in the header has more than {_MAX_TEXT:,} bytes"
+                f"{self.where}: the strings in the header, up to {what}, have more than {_MAX_TEXT:,} bytes together"
             )
 
     def skip_strings(self, count: int, what: str) -> None:
         """Move past an array of strings and check that all are within the file."""
         self.strings -= count
         if self.strings < 0 or count > (self.size - self.at) // 8:
-            raise CheckpointError(f"{self.where}: {what} claims {count} strings, more than fit into the file")
+            raise CheckpointError(f"{self.where}: {what} claims to have {count} strings, more than fit into the file")
         unpack, buffer, at, last = _U64.unpack_from, self.buffer, self.at, len(self.buffer) - 8
         for _ in range(count):
             if at > last:
@@ -309,12 +312,14 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     kind = TYPES[code]
     if min(sizes) < 1 or sizes[0] % kind.block:
         raise CheckpointError(
-            f"{where}: shape {list(sizes)} does not fit type {kind.name}: sizes are positive, and rows are multiples of"
-            f" {kind.block}"
+            f"{where}: shape {list(sizes)} is not possible with the type {kind.name}. All sizes must be positive, and "
+            f"the first one a multiple of {kind.block}"
         )
     nbytes = math.prod(sizes) // kind.block * kind.nbytes
     if offset % alignment:
-        raise CheckpointError(f"{where} begins at {offset}, which is not a multiple of {alignment}")
+        raise CheckpointError(
+            f"{where} begins at byte {offset} of the data, which is not a multiple of the alignment {alignment}"
+        )
     return GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
 
 
@@ -333,8 +338,10 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
             what = "overlaps the tensor before it" if start < at else "leaves unused bytes before it"
             raise CheckpointError(f"{where}: tensor {shown(info.name)} {what} (byte {start}, {at} expected)")
         if end > size:
-            message = f"{where} is truncated: tensor {shown(info.name)} ends at byte {end}, {size} found"
-            raise CheckpointError(message, "Download or copy this file again.")
+            raise CheckpointError(
+                f"{where} is truncated: tensor {shown(info.name)} ends at byte {end}, {size} found",
+                "Download or copy this file again.",
+            )
         tensors[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):

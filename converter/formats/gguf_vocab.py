@@ -85,10 +85,9 @@ class _Metadata:
         texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
         if len(set(texts)) != self.rows:
             twice = Counter(texts).most_common(1)[0][0]
-            message = (
+            raise CannotExpress(
                 f"two tokens of the tokenizer have the same text {shown(twice, 40)}, which llama.cpp does not support"
             )
-            raise CannotExpress(message)
         self.say(tokens=texts)
         if model != "gpt2":
             self.say(scores=[self.scores.get(index, _ADDED_SCORE) for index in range(self.rows)])
@@ -478,7 +477,7 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> d
         try:
             others = [{"name": PurePosixPath(name).stem, "template": text.decode()} for name, text in more.items()]
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"a chat template among {', '.join(more)} is not UTF-8: {error}") from error
+            raise InvalidInput(f"one of the chat templates {', '.join(more)} is not UTF-8: {error}") from error
         template = [*default, *others]
     key = "tokenizer.chat_template"
     if isinstance(template, str):

@@ -98,16 +98,21 @@ def _parse(asked: str | None) -> str | None:
         return None
     if asked.lower() in ("q8_0", "q8"):
         if importlib.util.find_spec("gguf") is None:
-            hint = 'pip install gguf # gptkit\'s extra "gguf"'
-            raise UsageError("Q8_0 needs the gguf package, which is not installed", hint)
+            raise UsageError(
+                "gptkit writes Q8_0 with the Python package gguf, which is not installed",
+                "Install it: pip install gguf",
+            )
         return "Q8_0"
     try:
         kind = parse_dtype(asked)
     except UsageError as error:
-        hint = f"known for GGUF: {', '.join(HF_NAMES[t] for t in _FILE_TYPES if t in HF_NAMES)}, q8_0"
-        raise UsageError(error.message, hint) from error
+        raise UsageError(
+            error.message, f"Choose one of {', '.join(HF_NAMES[t] for t in _FILE_TYPES if t in HF_NAMES)}, q8_0."
+        ) from error
     if kind not in _FILE_TYPES:
-        raise UsageError(f"llama.cpp does not support {HF_NAMES[kind]}", "Choose float32.")
+        raise UsageError(
+            f"llama.cpp does not support tensors of the dtype {HF_NAMES[kind]}", "Choose another dtype: --dtype float32"
+        )
     return kind
 
 
@@ -151,8 +156,10 @@ def q8_0(name: str) -> Encode:
         # The scale of a block is its largest absolute value / 127, as fp16.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         if (scales >= 65520).any():
-            hint = "Choose a dtype with more range: bfloat16, float32."
-            raise CheckpointError(f"{name}: some values are too large for Q8_0", hint)
+            raise CheckpointError(
+                f"{name}: some values are too large for Q8_0",
+                "Choose a dtype with a larger range: bfloat16 or float32.",
+            )
         # For smaller scales 1 / scale is infinite, and the result in C is undefined. x86 gives zeros, and so does this.
         tiny = (scales > 0) & (scales < 1 / np.finfo(np.float32).max)
         if tiny.any():

@@ -98,8 +98,9 @@ def plan(request: Request, version: int = 0) -> FolderPlan:
             f"llama2.c's format stores float32, not {request.asked}", "Leave --dtype out, or use --dtype float32."
         )
     if wide and request.asked is None:
-        hint = "Pass --dtype float32 to round it."
-        raise UsageError(f"llama2.c's format stores float32, but {wide[0]} is float64", hint)
+        raise UsageError(
+            f"llama2.c's format stores float32, but {wide[0]} is float64", "Pass --dtype float32 to round it."
+        )
     sizes, bound = expressed(request.source.spec)
     leaves = {leaf.checkpoint: leaf for leaf in bound}
     vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
@@ -165,15 +166,16 @@ class _Llama2cHeader:
         for template, shape, count in self.sizes.stacked(self.version):
             if self.version == 2 and template in QUANTISED and math.prod(shape) % self.group:
                 raise CheckpointError(
-                    f"{path}: {template} has shape {list(shape)}, which does not divide into quantisation "
-                    f"groups of {self.group}"
+                    f"{path}: {template} has shape {list(shape)}, which cannot be divided into "
+                    f"quantisation groups of {self.group} values"
                 )
             nbytes += _nbytes(template, shape, self.version, self.group) * count
         size = path.stat().st_size
         if size != nbytes:
             what = "is truncated" if size < nbytes else "has trailing bytes"
-            hint = "Fetch or copy this file again."
-            raise CheckpointError(f"{path} {what}: {nbytes} bytes expected, {size} found", hint)
+            raise CheckpointError(
+                f"{path} {what}: {nbytes} bytes expected, {size} found", "Fetch or copy this file again."
+            )
 
     def places(self) -> Iterator[tuple[str, Shape, int, int]]:
         return _places(self.sizes, self.version, self.start, self.group)
@@ -228,6 +230,7 @@ def _check_tables(path: Path, weights: Weights, sizes: Sizes) -> None:
             angles = np.outer(np.arange(start, start + len(rows)), frequencies)
             if not np.all(np.abs(rows - function(angles)) <= 1e-6 + 4e-7 * angles):
                 raise CheckpointError(
-                    f"{path}: {name} does not match RoPE with base {BASE:,.0f} and head dimension {sizes.head_dim}",
-                    "Download the file again. If this does not help, llama2.c itself does not support this model.",
+                    f"{path}: the RoPE table {name} does not have the values for base {BASE:,.0f} and head dimension "
+                    f"{sizes.head_dim}",
+                    "Download the file again. If the error remains, llama2.c itself cannot run this model.",
                 )

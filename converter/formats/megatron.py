@@ -114,7 +114,7 @@ def distributed(folder: Path, stored: Mapping[str, Chunked], beside: ModelSpec |
         stacked = ours.startswith("decoder.layers.") and _LAYER.match(ours) is None
         for whole, part in _unstacked(folder, ours, tensor) if stacked else [(ours, tensor)]:
             if whole in tensors:
-                raise CheckpointError(f"{folder} has {shown(whole, 80)} twice", _HINT)
+                raise CheckpointError(f"{folder} has the tensor {shown(whole, 80)} twice", _HINT)
             tensors[whole] = part
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].shape else 0
     files = {chunk.stored.path for part in tensors.values() for chunk in part.chunks if chunk.stored.path is not None}
@@ -154,7 +154,7 @@ def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
         raise CheckpointError(
-            f"{folder} has only {there} tensors, but the arguments in it describe {shown(layers, 20)} layers"
+            f"{folder} has only {there} tensors, but its training arguments (args) describe {shown(layers, 20)} layers"
         )
 
 
@@ -224,7 +224,7 @@ def _stages(
             raise CheckpointError(f"{file} does not contain the training arguments (args)", _HINT)
         if other := [str(key) for key in arguments if key not in _OWN and own.get(key) != arguments[key]]:
             raise CheckpointError(
-                f"{file} has other training arguments than {files[0].parent.name}: {some_of(other, 3)}", _HINT
+                f"{file} and {files[0]} have different training arguments (args): {some_of(other, 3)}", _HINT
             )
         states[place] = content
     outside = any(stage >= pipeline or rank >= tensor for stage, rank in states)
@@ -236,10 +236,12 @@ def _stages(
         what = (
             f"lacks the files of (pipeline stage, tensor rank) {', '.join(map(str, missing))}{dots}"
             if missing
-            else "has more files than those"
+            else "has the files of more ranks"
         )
         raise CheckpointError(
-            f"{folder} {what}; its arguments say {tensor} tensor-parallel x {pipeline} pipeline-parallel ranks", _HINT
+            f"{folder} {what}, but its training arguments (args) say {tensor} tensor-parallel x {pipeline} "
+            "pipeline-parallel ranks",
+            _HINT,
         )
     keys = [key for key in states[0, 0] if re.fullmatch(r"model\d*", str(key))]
     if set(keys) != {"model"} and set(keys) != {f"model{number}" for number in range(max(1, len(keys)))}:

@@ -156,7 +156,8 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
                 return Chunked(first.dtype, shape, filling(f"{one.parent}: {shown(name, 80)}", shape, chunks, _HINT))
     some = " and ".join(map(str, shapes[:4]))
     raise CheckpointError(
-        f"{one.parent}: {shown(name, 80)} of {list(shape)} cannot be joined from parts of the shapes {some}", _HINT
+        f"{one.parent}: {shown(name, 80)} of shape {list(shape)} cannot be joined from parts of the shapes {some}",
+        _HINT,
     )
 
 

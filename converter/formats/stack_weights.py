@@ -22,8 +22,11 @@ def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
     try:
         return bind(stack.name, stack.leaves, spec)
     except CannotExpress as error:
-        what = f"the tensor names are those of {stack.name}, but the config in the folder describes a model with"
-        raise CheckpointError(f"{what} other tensors: {error.message}", ONE) from error
+        raise CheckpointError(
+            f"the tensor names are those of {stack.name}, but the config in the folder describes a model with other "
+            f"tensors: {error.message}",
+            ONE,
+        ) from error
 
 
 def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:

@@ -324,8 +324,10 @@ def _contents(files: Sequence[Path], allow_pickle: bool) -> list[Any]:
 
 
 def _no_config(file: Path, config: str) -> InvalidInput:
-    message = f"{file} does not contain a config, so gptkit does not know the architecture"
-    return InvalidInput(message, f"Copy the {config} of the model into the same folder.")
+    return InvalidInput(
+        f"{file} does not contain a config, so gptkit does not know the architecture",
+        f"Copy the {config} of the model into the same folder.",
+    )
 
 
 def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
@@ -373,7 +375,7 @@ def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         if plain.startswith(prefix):
             if plain.removeprefix(prefix) in tensors:
                 raise CheckpointError(
-                    f"{shown(plain, 80)} exists both with and without the prefix of a wrapper (such as "
+                    f"the tensor {shown(plain, 80)} exists both with and without the prefix of a wrapper (such as "
                     "module. or _orig_mod.)"
                 )
             tensors[plain.removeprefix(prefix)] = tensor

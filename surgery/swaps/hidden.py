@@ -183,9 +183,11 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         return _cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are not zero, and LayerNorm does not allow the"
-            " rotation that would lose the least",
-            "Possible: --norm rmsnorm first, where that is exact; --approximate keeps the largest coordinates.",
+            f"coordinates {new} to {old - 1} of the residual stream are not zero. To remove them with little loss, "
+            "gptkit must rotate the residual stream, which is possible only if all norms are RMSNorm and no residual "
+            "is taken after a norm",
+            "Run gptkit swap with --norm rmsnorm first if that is exact for the model, or pass --approximate, which "
+            "keeps the coordinates with the largest weights.",
         )
     if asked.calibration is None:
         raise SwapRefused(

@@ -29,7 +29,7 @@ def test_the_usual_table() -> None:
 
 def test_a_pickle_that_is_allowed(tmp_path: Path) -> None:
     gptkit.convert("sample:gpt2", tmp_path / "out", "nanogpt_tanh")
-    assert "--allow-pickle reads it" in run(tmp_path / "out", "sample:gpt2", code=4).stderr
+    assert "Pass --allow-pickle to read the file" in run(tmp_path / "out", "sample:gpt2", code=4).stderr
     assert "learned" in run(tmp_path / "out", "sample:gpt2", "--allow-pickle").stdout
 
 

@@ -265,7 +265,7 @@ def test_wrong_calls(args: list[str], told: str) -> None:
 def test_which_of_several_failed() -> None:
     told = call("params", "gpt2", config("broken.json", num_hidden_layers=0), code=4).stderr
     assert "broken.json" in told and "num_hidden_layers is 0" in told
-    assert "did you mean llama-2-7b" in call("params", "gpt2", "lama-2-7b", code=4).stderr
+    assert "Did you mean llama-2-7b" in call("params", "gpt2", "lama-2-7b", code=4).stderr
 
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim")

@@ -123,7 +123,7 @@ def test_missing_shard(shards: Folder) -> None:
     gone = shards.files()[1]
     gone.unlink()
     message = shards.refused()
-    assert "weight files missing" in message and gone.name in message
+    assert "weight files are missing" in message and gone.name in message
 
 
 def test_missing_tensor(folder: Folder) -> None:

@@ -342,7 +342,7 @@ def test_a_storage_smaller_than_its_tensor(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "saved" / "small.distcp").write_bytes(buffer.getvalue())
     found.storage_data[index] = _StorageInfo("small.distcp", 0, len(buffer.getvalue()))
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(found))
-    refused(tmp_path / "saved", "ends before them")
+    refused(tmp_path / "saved", "the file is too short for them")
 
 
 def test_any_damage_is_told_as_damage(written: Path) -> None:

@@ -151,7 +151,7 @@ def test_an_index_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / SHARDS[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"1 of 2 weight files missing: {SHARDS[1]}"):
+    with pytest.raises(CheckpointError, match=f"1 of 2 weight files are missing: {SHARDS[1]}"):
         weight_files(tmp_path)
 
 

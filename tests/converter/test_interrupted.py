@@ -487,6 +487,6 @@ def test_a_read_only_folder_is_refused_before_a_weight_is_read(tmp_path: Path) -
             [sys.executable, "-c", READ_ONLY, "sample:gpt2", folder], env=LEAN, capture_output=True, text=True
         )
         assert done.stdout.startswith("UsageError"), done
-        assert "is not writable\nChoose another place" in done.stdout
+        assert "is not writable\nChoose a folder that you may write to" in done.stdout
         assert list(Path(folder).iterdir()) == []
         Path(folder).chmod(0o700)

@@ -307,7 +307,7 @@ def test_a_rank_that_is_missing_and_pickles_that_are_not_allowed(originals: Any,
     shutil.rmtree(folder / "iter_0000007" / "mp_rank_01_001")
     with pytest.raises(
         CheckpointError,
-        match=(r"lacks the files of .* \(1, 1\); its arguments say 2 tensor-parallel x 2 " r"pipeline-parallel"),
+        match=r"lacks the files of .* \(1, 1\), but its training arguments \(args\) say 2 tensor-parallel x 2 pipeline",
     ):
         open_checkpoint(folder, allow_pickle=True)
     for text in ("8", "..", "release", "/etc", ""):
@@ -328,7 +328,7 @@ def test_a_rank_that_is_missing_and_pickles_that_are_not_allowed(originals: Any,
         ({"normalization": "LayerNorm"}, "gptkit does not support the model"),
         ({"add_bias_linear": True}, "gptkit does not support the model"),
         ({"hidden_size": -1}, "hidden_size=-1, expected a positive integer"),
-        ({"num_layers": 2**40}, "arguments in it describe 1099511627776 layers"),
+        ({"num_layers": 2**40}, "describe 1099511627776 layers"),
     ],
 )
 def test_arguments_that_are_not_read(change: dict[str, Any], message: str, originals: Any, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_an_odd_record_is_refused_or_shown(field: str | None, odd: Any) -> None:
         message = str(error)
     assert len(message) < 500 and message.count("\n") <= 1
     if field is None or (field in ("tokens", "train", "seeds") and type(odd) is not type(HEALED[field])):
-        assert "gptkit.json: a healing in its history does not have the form that gptkit writes" in message
+        assert "gptkit.json: an entry of history with the key healed is not valid" in message
 
 
 def test_nothing_healed_has_no_card() -> None:

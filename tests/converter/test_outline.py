@@ -52,7 +52,7 @@ def test_presets_have_a_config_and_no_file() -> None:
     config = presets()["qwen3-8b"].config
     assert (found.path, found.revision, found.origin.family) == (None, None, "qwen3")
     assert json.loads(found.origin.config_text or "") == config
-    with pytest.raises(InvalidInput, match="did you mean qwen3-8b"):
+    with pytest.raises(InvalidInput, match="Did you mean qwen3-8b"):
         outline("qwen3-8bb")
 
 
@@ -97,7 +97,7 @@ def test_a_path_that_is_missing_is_no_question_for_the_hub(
     with pytest.raises(InvalidInput, match="no such file or folder") as raised:
         outline(name, offline=offline)
     if name.startswith("runs/x") and name.count("/") == 1 and not name.endswith("gguf"):
-        assert "The folder runs is here, and in it first." in str(raised.value.hint)
+        assert "The local folder runs contains first." in str(raised.value.hint)
     assert hub.asked == []
 
 
@@ -169,17 +169,17 @@ def test_several_files_are_to_be_named(hub: Hub, tmp_path: Path) -> None:
     data = gguf("gpt2", tmp_path).read_bytes()
     hub.repos["org/model"] = Repo({"model-Q4_0.gguf": data, "model-F16.gguf": data})
     with pytest.raises(
-        InvalidInput, match=r"no config.json and 2 GGUF files: model-F16.gguf, model-Q4_0.gguf"
+        InvalidInput, match=r"no config.json, but 2 GGUF files: model-F16.gguf, model-Q4_0.gguf"
     ) as raised:
         outline("org/model")
-    named = str(raised.value.hint).removeprefix("Name one: ")
+    named = str(raised.value.hint).removeprefix("Give one of these files, such as ")
     assert outline(named).spec.vocab_size == CONFIGS["gpt2"]["vocab_size"]
     hub.repos["org/none"] = Repo({"README.md": b"x"})
     with pytest.raises(InvalidInput, match=r"org/none has no config.json"):
         outline("org/none")
     with pytest.raises(InvalidInput, match=r"has no file absent.gguf"):
         outline("hf://org/model/absent.gguf")
-    with pytest.raises(InvalidInput, match="one of several parts"):
+    with pytest.raises(InvalidInput, match="only one of the files of a split model"):
         outline("hf://org/model/m-00001-of-00002.gguf")
     with pytest.raises(InvalidInput):
         outline("hf://org/model/../x.gguf")
@@ -193,7 +193,7 @@ def test_several_files_are_to_be_named(hub: Hub, tmp_path: Path) -> None:
         (
             b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 5) + b"a.key" + struct.pack("<IQ", 8, 2**30),
             2**40,
-            "claims a header of more than",
+            "claims to have a header of more than",
         ),
         (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 2**50), 2**40, "a tensor's name"),
         (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), 10**6, "version 9"),

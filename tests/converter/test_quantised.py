@@ -62,7 +62,7 @@ def test_the_method_and_a_way_on_are_told(folder: Path) -> None:
     for reading in (open_checkpoint, lambda path: convert(path, path.parent / "out", dtype="bfloat16")):
         with pytest.raises(InvalidInput, match=r"quantised \(hqq, 4 bits, groups of 16\)") as caught:
             reading(folder)
-        assert "Use the model from which the quantised weights were made" in (caught.value.hint or "")
+        assert "Use the unquantised model from which these weights were made" in (caught.value.hint or "")
         assert len(str(caught.value).splitlines()) == 2
     configure(folder, quantization_config=None, quantization={"group_size": 16, "bits": 4})
     with pytest.raises(InvalidInput, match=r"mlx, 4 bits") as caught:

@@ -342,7 +342,7 @@ def test_a_file_cut_short_in_the_cache_is_fetched_again(hub: Hub) -> None:
 
 def test_a_disk_too_small_is_told_before_the_first_weight(hub: Hub) -> None:
     hub.repos["org/name"] = Repo({**SINGLE, "model.safetensors": Big(b"", 1 << 60)})
-    with pytest.raises(GptkitError, match=f"needs {(1 << 60) + 14:,} bytes in the hub's cache") as caught:
+    with pytest.raises(GptkitError, match=f"needs {(1 << 60) + 14:,} bytes in the Hugging Face cache") as caught:
         resolve("org/name")
     assert caught.value.exit_code == 1
     assert "HF_HOME" in str(caught.value)
@@ -532,7 +532,7 @@ def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, monkeypatch: p
     hub.repos["org/name"] = Repo(SINGLE)
     (tmp_path / "file").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(GptkitError, match="could not write org/name to the cache: Not a directory"):
+    with pytest.raises(GptkitError, match="could not write org/name to the Hugging Face cache: Not a directory"):
         resolve("org/name")
 
 
@@ -561,7 +561,7 @@ def test_a_typo_of_a_preset_is_told_without_asking(hub: Hub, typo: str, stopped:
         hub.stop()
     with pytest.raises(InvalidInput, match=f"no preset, file or folder is called '{typo.partition('@')[0]}'") as caught:
         resolve(typo)
-    assert "did you mean" in str(caught.value)
+    assert "Did you mean" in str(caught.value)
     assert nearest(typo.partition("@")[0])[0] in str(caught.value)
     assert hub.asked == []
 
@@ -599,5 +599,5 @@ def test_a_preset_without_weights_says_so(hub: Hub) -> None:
 def test_every_command_tells_a_typo_alike(hub: Hub, call: str) -> None:
     done = CliRunner().invoke(app, call.split())
     assert done.exit_code == 4, done.output
-    assert "no preset, file or folder is called 'gtp2'" in done.stderr and "did you mean gpt2?" in done.stderr
+    assert "no preset, file or folder is called 'gtp2'" in done.stderr and "Did you mean gpt2?" in done.stderr
     assert hub.asked == []

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "unknown dtype": (raw_file({"a": entry(dtype="F33")}, b"\0" * 4), "unknown dtype 'F33'"),
     "dtype is a list": (raw_file({"a": entry(dtype=["F32"])}, b"\0" * 4), "unknown dtype"),
     "negative size": (raw_file({"a": entry(shape=[-1, -1])}, b"\0" * 4), "not a list of up to"),
-    "minus nought": (raw_file(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "a size is -0"),
+    "minus nought": (raw_file(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "has the size -0"),
     "float size": (raw_file({"a": entry(shape=[1.0])}, b"\0" * 4), "not a list of up to"),
     "bool size": (raw_file({"a": entry(shape=[True])}, b"\0" * 4), "not a list of up to"),
     "shape is a number": (raw_file({"a": entry(shape=1)}, b"\0" * 4), "not a list of up to"),
@@ -381,11 +381,11 @@ def test_bool_bytes_other_than_0_and_1_survive(tmp_path: Path) -> None:
 
 def test_wrong_writes_are_refused(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path / "a", [("a", "F32", (2,)), ("b", "BF16", (2,)), ("c", "F32", (2,))])
-    with pytest.raises(CheckpointError, match="not in the plan"):
+    with pytest.raises(CheckpointError, match="not planned for this file"):
         writer.write("d", np.zeros(2, np.float32))
-    with pytest.raises(CheckpointError, match="more than 8 bytes were written for c"):
+    with pytest.raises(CheckpointError, match="more than 8 bytes were written for tensor 'c'"):
         writer.write("c", np.zeros(3, np.float32))
-    with pytest.raises(CheckpointError, match="2 of the 4 bytes were written for b"):
+    with pytest.raises(CheckpointError, match="2 of the 4 bytes of tensor 'b' were written"):
         writer.write("b", np.zeros(1, np.float16))
     writer.write("a", np.zeros(2, np.float32))
     with pytest.raises(CheckpointError, match="written twice"):

@@ -64,9 +64,9 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
         ({}, "does not describe a model: it has neither a model_type"),
         ({"version": "1.0", "model": {}, "added_tokens": []}, "does not describe a model"),
         ({"model_type": "umt5", "spec": {}}, "gptkit does not support the model_type"),
-        ({"spec": {}}, "has schema version None, this gptkit reads 1"),
+        ({"spec": {}}, "has schema version None, but this gptkit reads 1"),
         ({"spec": {}, "schema_version": 2}, "has schema version 2"),
-        ({"spec": {}, "schema_version": 1}, "its origin or history does not have the form that gptkit writes"),
+        ({"spec": {}, "schema_version": 1}, "the field origin or history is not valid"),
         ({"spec": {}, "schema_version": 1, "origin": {}}, "schema_version"),
         ({"spec": {}, "schema_version": 1, "origin": {"family": "x"}}, "gptkit does not support the architecture"),
     ],
@@ -202,7 +202,7 @@ def test_a_tree_without_a_family_is_told_the_way_to_one(tmp_path: Path) -> None:
     path = write_spec(SPECS["bloom"], tmp_path / "mine.json")
     tree = outline(str(path))
     write_random(tree, tmp_path / "mine", seed=0)
-    with pytest.raises(UsageError, match="needs the name of a transformers architecture") as raised:
+    with pytest.raises(UsageError, match="does not know the family of this model") as raised:
         gptkit.convert(tmp_path / "mine", tmp_path / "hf", to="hf")
     assert "--to hf:auto" in str(raised.value.hint) and "llama" not in str(raised.value.hint)
     gptkit.convert(tmp_path / "mine", tmp_path / "hf", to="hf:auto")

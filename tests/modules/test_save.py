@@ -146,7 +146,7 @@ def test_a_tree_that_somebody_built(tmp_path: Path) -> None:
     model.load_state_dict(random_weights(spec))
     gptkit.save(model, tmp_path / "local")
     assert torch.equal(logits(gptkit.load(tmp_path / "local")), logits(model))
-    with pytest.raises(UsageError, match="needs the name of a transformers architecture"):
+    with pytest.raises(UsageError, match="does not know the family of this model"):
         gptkit.save(model, tmp_path / "hf", "hf")
     gptkit.save(model, tmp_path / "auto", "hf:auto")
     assert exit_code("verify", tmp_path / "auto", "--no-mutations") == 0
