@@ -250,7 +250,7 @@ OPTIONS = (
         "drop",
         WEIGHTS,
         2,
-        "Remove these biases, such as head.bias, key.bias or norm.bias. The value biases removes all of them.",
+        "Remove these biases, such as head.bias, key.bias or norm.bias. --drop biases removes all biases.",
         "BIASES",
         words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
         "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = q_down_proj.bias, kv_down_proj.bias; "

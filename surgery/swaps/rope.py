@@ -406,7 +406,7 @@ OPTIONS = (
         POSITIONS,
         2,
         "Scale RoPE for a longer context. Give the method and the factor: yarn:4 is for four times the "
-        "context. The value none removes the scaling.",
+        "context. --rope-scaling none removes the scaling.",
         "yarn:4 | llama3:8 | ntk:2 | linear:2 | dynamic:2",
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",

@@ -71,8 +71,8 @@ OPTIONS = (
         "window",
         ATTENTION,
         4,
-        "The number of tokens that a token attends to, itself included, such as 4096. The value none gives full "
-        "attention.",
+        "The number of tokens that a token attends to, itself included, such as 4096. --window none gives "
+        "full attention.",
         "N | none",
         words="none = full, off",
         parts={"": ("tokens of a window", _windows)},
