@@ -286,7 +286,9 @@ def test_other_adapters(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/adapter"] = Repo({each.name: each.read_bytes() for each in adapter(tmp_path / "hub").iterdir()})
     with pytest.raises(InvalidInput, match="org/adapter is an adapter") as caught:
         outline("org/adapter")
-    assert caught.value.hint == "gptkit swap BASE OUT --merge-lora org/adapter"
+    assert (
+        caught.value.hint or ""
+    ) == "Merge the adapter into its base model: gptkit swap BASE OUT --merge-lora org/adapter"
 
 
 def test_a_gguf_with_a_vocabulary_alone(tmp_path: Path) -> None:

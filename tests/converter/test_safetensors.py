@@ -120,7 +120,7 @@ def test_packed_types_are_listed_but_not_read(tmp_path: Path) -> None:
     path = write_raw(tmp_path, raw_file({"a": entry(dtype="F4", shape=[4], data_offsets=[0, 2])}, b"ab"))
     with opened(path) as file:
         assert read_header(path).tensors["a"].nbytes == 2
-        with pytest.raises(CheckpointError, match="packed 4-bit"):
+        with pytest.raises(CheckpointError, match="packs elements of 4 bits"):
             file.read("a")
 
 
@@ -425,7 +425,7 @@ def test_blocks_are_copied_from_another_file(tmp_path: Path) -> None:
             assert np.array_equal(file.read("a"), data[:5])
             assert np.array_equal(file.read("b"), data[5:])
         assert writer.record.sha256 == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
-        with pytest.raises(CheckpointError, match="cannot read b"):
+        with pytest.raises(CheckpointError, match="cannot read tensor .b"):
             SafetensorsWriter(tmp_path / "short", tensors).copy("b", source.fileno(), 9)
 
 
