@@ -425,7 +425,7 @@ def test_blocks_are_copied_from_another_file(tmp_path: Path) -> None:
             assert np.array_equal(file.read("a"), data[:5])
             assert np.array_equal(file.read("b"), data[5:])
         assert writer.record.sha256 == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
-        with pytest.raises(CheckpointError, match="cannot read tensor .b"):
+        with pytest.raises(CheckpointError, match="cannot read tensor 'b'"):
             SafetensorsWriter(tmp_path / "short", tensors).copy("b", source.fileno(), 9)
 
 
