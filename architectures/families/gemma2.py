@@ -28,5 +28,5 @@ GEMMA2 = _DECODER.architecture(
     token_ids=GEMMA_IDS,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
     refused=BIDIRECTIONAL,
-    **only_eager("no fused kernel caps scores, and transformers has none for gemma2"),
+    **only_eager("no fused attention kernel caps scores, and transformers has no sdpa path for gemma2"),
 )

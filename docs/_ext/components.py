@@ -276,7 +276,7 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
     "norms": (norm_row, ("norm", "parameters in norms", "share of all parameters")),
     "positions": (position_row, ("position encoding", "context, tokens", "parameters of positions")),
     "attention": (attention_row, _ATTENTION),
-    "cache": (cache_row, ("window, tokens", "MB at 4,096 tokens", "MB at 8,192 tokens", "MB at 32,768 tokens")),
+    "cache": (cache_row, ("window, tokens", "cache, MB at 4,096 tokens", "MB at 8,192 tokens", "MB at 32,768 tokens")),
     "states": (state_row, _STATES),
     "feed-forward": (feed_forward_row, _FEED_FORWARD),
     "experts": (expert_row, _EXPERTS),

@@ -201,6 +201,8 @@ COMPONENTS: tuple[type[tree.Component], ...] = tuple(
 
 def kind(hint: object) -> str:
     """Return the type of a field in words."""
+    if hint is tree.Activation:
+        return "an [activation](../explanation/feed-forward.md#activations)"
     if get_origin(hint) is Literal:
         return " or ".join(f"`{each}`" for each in get_args(hint))
     if hasattr(hint, "__metadata__"):
@@ -213,7 +215,7 @@ def kind(hint: object) -> str:
     parts = get_args(hint)
     if parts:
         return ", or ".join(kind(part) for part in parts)
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "nothing"}
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]
     name = getattr(hint, "__name__", str(hint))
@@ -224,7 +226,7 @@ def default(field: msgspec.structs.FieldInfo) -> str:
     """Return the default of a field, or a dash if it has none."""
     if field.default is msgspec.NODEFAULT:
         return "–"
-    return "nothing" if field.default is None else f"`{msgspec.json.encode(field.default).decode()}`"
+    return "`null`" if field.default is None else f"`{msgspec.json.encode(field.default).decode()}`"
 
 
 def tree_json(reference: str) -> str:
