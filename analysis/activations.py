@@ -325,16 +325,16 @@ class SavedForBackward:
     def _stream(self, operation: ops.Stream, _: _View) -> _View | None:
         return self.views.get(operation.inputs[0]) if operation.inputs else None
 
-    def _scale(self, operation: ops.Scale, result: _View) -> None:
+    def _scale(self, operation: ops.ScaleOperation, result: _View) -> None:
         # A weight of one number is not trained.
         if len(operation.weights) == 1 and operation.weights[0][1] != (1,):
             self._save(self._input(operation))
         elif operation.together:
             result.storage = self._joint_storage(operation)
 
-    def _joint_storage(self, operation: ops.Linear | ops.Scale) -> _SavedStorage:
+    def _joint_storage(self, operation: ops.Linear | ops.ScaleOperation) -> _SavedStorage:
         """Return the storage that this operation shares with the others of its fused product."""
-        whole = sum(map(self._bytes, operation.made_together(self.program)))
+        whole = sum(map(self._bytes, operation.computed_together(self.program)))
         return self.products.setdefault(operation.together, _SavedStorage(whole, operation.row))
 
     def _pairs(self, operation: ops.Pairs, result: _View) -> None:
@@ -367,14 +367,14 @@ class SavedForBackward:
 
     def _norm(self, operation: ops.NormOperation, _: _View) -> None:
         run, numbers = self.run, self._numbers(operation)
-        width, fused = int(operation.shape[-1]), operation.lies == "kernel"
+        width, fused = int(operation.shape[-1]), operation.normalised_in == "kernel"
         narrowed = operation.narrowed and run.size < run.wide
         if fused or (self._input(operation).size == numbers * run.wide and not narrowed):
             self._save(self._input(operation), "norms")
         else:  # a copy of its input in fp32
             self.by_row["norms"] += numbers * run.wide
         self.by_row["norms"] += numbers // width * operation.statistics * (run.size if fused else run.wide)
-        multiplied = run.wide if operation.lies == "float32" else run.size  # by the gain
+        multiplied = run.wide if operation.normalised_in == "float32" else run.size  # by the gain
         if operation.gain != "none" and not fused:
             self.by_row["norms"] += numbers * multiplied
         copied = operation.centred and operation.gain == "weight" and run.size < run.wide
@@ -400,7 +400,7 @@ class SavedForBackward:
             self.by_row[operation.row] += operation.parameters * run.wide if operation.wide == "both" else 0
             return
         if operation.by_channel and run.batch > 1 and run.tokens > 1:
-            first = operation is operation.made_together(self.program)[0]
+            first = operation is operation.computed_together(self.program)[0]
             self.by_row[operation.row] += self._input(operation).size if first else 0
         else:
             self._save(self._input(operation))
@@ -427,7 +427,7 @@ class SavedForBackward:
         self._inputs(operation, result)
         self.by_row[operation.row] += operation.saved * result.size
 
-    def _activation(self, operation: ops.Activation, result: _View) -> None:
+    def _activation(self, operation: ops.ActivationOperation, result: _View) -> None:
         run, numbers, cost = self.run, self._numbers(operation), ACTIVATION_COSTS[operation.function]
         narrow = bool(operation.wide) and run.size < run.wide
         if cost.input and not narrow:
@@ -565,7 +565,7 @@ _RULES: dict[type, _Rule] = {
     # Attention is one kernel: its last operation, the mix, counts for all of them.
     **dict.fromkeys((ops.Scores, ops.Alibi, ops.Softmax), SavedForBackward._nothing),
     **dict.fromkeys((ops.Embed, ops.Positions), SavedForBackward._looked_up),
-    ops.Activation: SavedForBackward._activation,
+    ops.ActivationOperation: SavedForBackward._activation,
     ops.AltUp: SavedForBackward._altup,
     ops.Blend: SavedForBackward._blend,
     ops.CacheOperation: SavedForBackward._cache,
@@ -582,7 +582,7 @@ _RULES: dict[type, _Rule] = {
     ops.Pairs: SavedForBackward._pairs,
     ops.Product: SavedForBackward._inputs,
     ops.Rotate: SavedForBackward._rotate,
-    ops.Scale: SavedForBackward._scale,
+    ops.ScaleOperation: SavedForBackward._scale,
     ops.Scan: SavedForBackward._scan,
     ops.Sparse: SavedForBackward._sparse,
     ops.Stream: SavedForBackward._stream,

@@ -108,7 +108,7 @@ def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Word
     names = dict.fromkeys(name for described in by_block.values() for name in described)
     by_layer = {name: [by_block[block].get(name, NOT_THERE) for block in blocks] for name in names}
     ends = (spec.embedding, spec.layer_inputs, spec)
-    unusual = [node.aspects() for node in ends if node is not None and node.untold()]
+    unusual = [node.aspects() for node in ends if node is not None and node.undescribed()]
     unusual += [node.aspects() for node in (spec.token_types, spec.pooler) if node is not None]
     unusual += [] if spec.encoder is None else [{"encoder": _encoder(spec.encoder)}]
     return by_layer | {name: [words] for described in unusual for name, words in described.items()}

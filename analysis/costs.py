@@ -101,9 +101,11 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work(int(streams) ** 2 * int(width))
         case ops.AltUp() | ops.Sparse() | ops.Blend():
             return Work()
-        case ops.NormOperation() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
+        case ops.NormOperation() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.ActivationOperation():
             return Work()  # element by element, here and below
-        case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine() | ops.Temper():
+        case (
+            ops.Product() | ops.ScaleOperation() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine() | ops.Temper()
+        ):
             return Work()
         case _:
             raise ops.unknown(operation, "the count of FLOPs and caches")

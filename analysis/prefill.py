@@ -121,10 +121,10 @@ class PrefillMemory:
     def _gather(self, operation: ops.Gather, size: int) -> _Step:
         return _Step(size, size if operation.weighs else 0)
 
-    def _scale(self, operation: ops.Scale, size: int) -> _Step:
+    def _scale(self, operation: ops.ScaleOperation, size: int) -> _Step:
         if not operation.together:
             return _Step(size)
-        scales = operation.made_together(self.program)
+        scales = operation.computed_together(self.program)
         if operation is not scales[0]:
             return _Step()
         whole = sum(map(self._bytes, scales))
@@ -148,14 +148,14 @@ class PrefillMemory:
 
     def _norm(self, operation: ops.NormOperation, size: int) -> _Step:
         run, numbers = self.run, self._numbers(operation)
-        if operation.lies == "kernel":
+        if operation.normalised_in == "kernel":
             return _Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
         # Rows without their mean, normalised, and multiplied by a gain; or normalised rows and a wider copy.
         tensors = 3 if operation.centred else 1 if run.size == run.wide else 2
         return _Step(size, numbers * run.wide * tensors - size)
 
     def _linear(self, operation: ops.Linear, size: int) -> _Step:
-        together = operation.made_together(self.program)
+        together = operation.computed_together(self.program)
         if operation.fused and operation is not together[0]:
             return _Step(size if operation.copied else 0)  # a part of the first linear's product
         whole = sum(map(self._bytes, together)) if operation.fused else size
@@ -190,7 +190,7 @@ class PrefillMemory:
         cached = channels * (width if operation.carried is None else operation.carried) * self.run.size
         return _Step(size + channels * (width - 1) * self.run.size, size, cached)
 
-    def _activation(self, operation: ops.Activation, size: int) -> _Step:
+    def _activation(self, operation: ops.ActivationOperation, size: int) -> _Step:
         return _Step(size, (ACTIVATION_COSTS[operation.function].alive - 2) * size)
 
     def _product(self, operation: ops.Product, size: int) -> _Step:
@@ -250,7 +250,7 @@ _RULES: dict[type, _Rule] = {
     **dict.fromkeys((ops.Scores, ops.Alibi, ops.Softmax), PrefillMemory._nothing),
     **dict.fromkeys((ops.Tokens, ops.Embed, ops.Positions, ops.Concat), PrefillMemory._result),
     **dict.fromkeys((ops.Shift, ops.Add, ops.Temper, ops.Sparse), PrefillMemory._result),
-    ops.Activation: PrefillMemory._activation,
+    ops.ActivationOperation: PrefillMemory._activation,
     ops.AltUp: PrefillMemory._altup,
     ops.Blend: PrefillMemory._blend,
     ops.CacheOperation: PrefillMemory._cache,
@@ -265,7 +265,7 @@ _RULES: dict[type, _Rule] = {
     ops.Pairs: PrefillMemory._pairs,
     ops.Product: PrefillMemory._product,
     ops.Rotate: PrefillMemory._rotate,
-    ops.Scale: PrefillMemory._scale,
+    ops.ScaleOperation: PrefillMemory._scale,
     ops.Scan: PrefillMemory._scan,
     ops.Stream: PrefillMemory._stream,
 }
@@ -276,7 +276,7 @@ def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
     """Return the program in the order in which its results are computed: fused linears with the first of them."""
     ordered: dict[str, ops.AnyOperation] = {}
     for operation in program:
-        together = operation.made_together(program) if isinstance(operation, ops.Linear) else [operation]
+        together = operation.computed_together(program) if isinstance(operation, ops.Linear) else [operation]
         ordered |= {part.id: part for part in together if part.id not in ordered}
     return list(ordered.values())
 
@@ -291,11 +291,11 @@ def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
     until = dict(places)
     for index, operation in enumerate(program):
         until |= dict.fromkeys(operation.inputs, index)
-    until = {operation.id: max(until[operation.id], places.get(operation.held, 0)) for operation in program}
+    until = {operation.id: max(until[operation.id], places.get(operation.live_until, 0)) for operation in program}
     for operation in program:
         if (isinstance(operation, ops.Linear) and operation.fused) or (
-            isinstance(operation, ops.Scale) and operation.together
+            isinstance(operation, ops.ScaleOperation) and operation.together
         ):
-            first, *others = operation.made_together(program)
+            first, *others = operation.computed_together(program)
             until[first.id] = max(until[first.id], *(until[part.id] for part in others))
     return until

@@ -1,15 +1,15 @@
-"""ModelSpec: a model as a tree of components. A component is a small frozen record. No torch.
+"""ModelSpec: a model as a tree of components, which are small frozen records. No torch.
 
-A component lists its parameters by *shared name* and shape. The names and layouts of a checkpoint family are in
-`architectures/`. A component has only the fields that it needs itself: a field that another family would ignore belongs
-in a component of its own. There are two kinds of fields:
+A component lists its parameters by *shared name* and shape. The names and layouts in a family's checkpoints are
+defined in `architectures/`. A component has only fields that every family with this component uses. A component has
+two kinds of fields:
 
-- fields that decide which function is computed: sizes, heads, scale, activation, eps;
-- fields that decide how it is rounded, where the code of families differs in the last bit (`arithmetic`, `cast`,
-  `fused`, …). They change bf16 logits, and not the function in exact arithmetic.
+- Most fields decide which function is computed: sizes, heads, scale, activation, eps.
+- Rounding fields (`arithmetic`, `cast`, `fused`, …) describe differences between the families' code in the last bits.
+  In exact arithmetic the function is the same for all their values, but bf16 logits differ.
 
-Linear weights are [out, in] everywhere. `to_json` writes a tree as JSON, and `from_json` reads it. The public names of
-a file are in its `__all__`, so a new component in an existing file needs no change here.
+Weights of linear layers are [out, in] everywhere. `to_json` converts a tree to JSON, and `from_json` converts it back.
+The `__all__` of every file lists its public names, so adding a kind to a file needs no change here.
 """
 
 from .activations import *
@@ -35,3 +35,4 @@ from .serialise import *
 from .shared_transformer import *
 from .short_convolution import *
 from .streams import *
+from .sublayer import *

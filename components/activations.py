@@ -1,4 +1,4 @@
-"""The activations, and their properties. No torch."""
+"""The activation functions and their properties, without the functions themselves. No torch."""
 
 from math import expm1, log
 from typing import Literal, NamedTuple
@@ -28,7 +28,7 @@ Activation = Literal[
     "linear",
     "xielu",
 ]
-"""The formulas are in `modules.layers`, and the properties in `FACTS`."""
+"""The names of the activations. Their formulas are in `modules.layers`, and their properties in `FACTS`."""
 
 
 class ActivationFacts(NamedTuple):
@@ -37,12 +37,11 @@ class ActivationFacts(NamedTuple):
     words: str
     """The name in tables."""
     gated: str = "gated"
-    """The name of a gated feed-forward with it (Shazeer 2002.05202)."""
+    """The name of a gated feed-forward with this activation (Shazeer 2002.05202)."""
     function: Activation | None = None
-    """The activation that represents this function, if several activations compute it in different ways; otherwise
-    None."""
+    """If several activations compute the same function in different ways, the one that represents them all."""
     zero: bool = True
-    """Whether it is 0 at 0."""
+    """Whether the activation of 0 is 0."""
 
 
 FACTS: dict[Activation, ActivationFacts] = {
@@ -72,9 +71,11 @@ FACTS: dict[Activation, ActivationFacts] = {
 LEARNT: dict[Activation, dict[str, float]] = {
     "xielu": {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3)), "beta": 0.5, "eps": -1e-6}
 }
-"""The parameters of activations, with their initial values. Plain feed-forwards have them in `activation` (Apertus)."""
+"""The learnt parameters of an activation, with their values at the start of training. Every parameter is one number.
+Plain feed-forwards store them in the module `activation` (Apertus).
+"""
 
 
 def function_of(activation: Activation) -> Activation:
-    """Return the activation that represents the function of this one."""
+    """Return the activation that represents all activations that compute the same function as this one."""
     return FACTS[activation].function or activation

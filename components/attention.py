@@ -1,7 +1,7 @@
-"""Self-attention with query heads and key-value heads. No torch."""
+"""Multi-head self-attention with softmax. No torch."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
@@ -10,7 +10,7 @@ from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import (
-    Activation,
+    ActivationOperation,
     AnyOperation,
     CacheOperation,
     Cap,
@@ -18,13 +18,13 @@ from .operations import (
     Product,
     Program,
     Rotate,
+    ScaleOperation,
     Sizes,
     Temper,
     attend,
     linear,
     out_of,
 )
-from .operations import Scale as ScaleOperation
 from .positions import ALL_OF_IT, ALiBi, Biasing, Buckets, LongRopeScaling, Position, Rotary, Temperature, Turning
 from .words import NOT_THERE, Words
 
@@ -51,7 +51,7 @@ class Attention(Mixer, Component, frozen=True):
         "sunk",
         "gate",
     )
-    tells = (
+    described = (
         *("head_dim", "scale", "position", "window", "chunked", "causal", "q_norm", "k_norm", "v_norm", "qkv_bias"),
         *("output_bias", "kv_from"),
     )
@@ -86,9 +86,9 @@ class Attention(Mixer, Component, frozen=True):
     heads: Size
     """The number of query heads."""
     kv_heads: Size
-    """The number of key-value heads. Every one is used by the same number of query heads."""
+    """The number of key-value heads. Consecutive query heads share one: `heads` / `kv_heads` of them."""
     head_dim: Size
-    """The number of elements per head."""
+    """The number of elements of a query, key or value."""
     scale: Scale
     """The factor of q·k."""
     causal: bool = True
@@ -117,7 +117,7 @@ class Attention(Mixer, Component, frozen=True):
     norm_order: Literal["before", "after"] = "before"
     """Whether the norms of queries and keys come before or after the positions (Hunyuan)."""
     sinks: bool = False
-    """Whether every head has one more score, for a key without a value (gpt-oss)."""
+    """Whether every head has one more learnt score, for a key without a value (gpt-oss)."""
     mixed_norm: Norm | None = None
     """The norm of the output of all heads before the output projection (BitNet)."""
     gated: bool = False
@@ -127,7 +127,7 @@ class Attention(Mixer, Component, frozen=True):
     temperature: Temperature | None = None
     """The factor of the queries that depends on their position. It is applied last."""
     v_norm: Norm | None = None
-    """The norm of every value head (Gemma 4)."""
+    """The norm of the values of every head (Gemma 4)."""
     kv_from: Literal["input", "keys", "earlier"] = "input"
     """Where keys and values come from. "input": they have separate projections. "keys": one projection gives both, and
     values are its result before the keys' norm and positions (Gemma 4). "earlier": they are those of the nearest
@@ -148,8 +148,8 @@ class Attention(Mixer, Component, frozen=True):
     fused: bool = False
     """Whether q, k and v are computed in one matrix product."""
     fused_rows: Literal["by head", "by part"] = "by head"
-    """The order of the rows of the fused product. "by head": the queries, the key and the value of one key-value head
-    after the other. "by part": all queries, then all keys, then all values, as always with the arithmetic "conv1d"."""
+    """The order of the rows of that product. "by head": the queries, key and value of one key-value head after the
+    other. "by part": all queries, then all keys, then all values, as always with the arithmetic "conv1d"."""
     softmax: Literal["float32", "input"] = "float32"
     """The dtype of the softmax: at least fp32, or that of its input."""
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
@@ -161,18 +161,31 @@ class Attention(Mixer, Component, frozen=True):
     lie: Literal["as cached", "as projected"] = "as cached"
     """The memory layout of keys and values without a cache: head by head as in a cache, or as projected (MPT)."""
     kernel: Literal["any", "eager"] = "any"
-    """With "eager", scores are computed explicitly whichever kernel is requested, because the family has no other path.
-    """
+    """With "eager", scores are computed as a tensor whichever kernel is requested, because the family has no fused
+    attention."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the sink acts: as one of the scores of the softmax, in the dtype of the others ("in softmax") or in fp32 ("in
-    float32"), or as a factor of the heads' output, the share that it leaves to the other scores ("behind it", Granite).
-    """
+    """How the sink acts: as one of the scores of the softmax, in their dtype ("in softmax") or in fp32 ("in float32"),
+    or as a factor of the heads' output, the share that it leaves to the other scores ("behind it", Granite)."""
     gate: Literal["apart", "with queries"] = "apart"
     """Whether the gate has a projection of its own ("apart"), or one product with the queries, in which the gate of a
     head comes after its query ("with queries", Qwen3-Next)."""
 
-    # Complex: one condition for every impossible combination of fields.
-    def __post_init__(self) -> None:  # noqa: C901
+    def __post_init__(self) -> None:
+        self._check_positions()
+        self._check_scores()
+        self._check_norm_sizes()
+        self._check_keys()
+        self._check_norm_order()
+        if self.gate_bias and not self.gated:
+            raise ConfigError("gate_bias is true, but the attention has no gate")
+        if self.gate == "with queries" and (self.fused or self.clip is not None):
+            raise ConfigError(
+                "with gate: with queries, the query projection also computes the gate, so clip and fused: "
+                "true are impossible"
+            )
+
+    def _check_positions(self) -> None:
+        """Check the heads, the position encoding, and which tokens are in sight."""
         if self.chunked and self.window is None:
             raise ConfigError(
                 "chunked attention (chunked: true) needs a window, which is the number of tokens in a chunk"
@@ -192,6 +205,9 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError(
                 f"the rotary dimension {self.position.dim} is larger than the head dimension {self.head_dim}"
             )
+
+    def _check_scores(self) -> None:
+        """Check the ways of rounding that some positions and shared heads do not allow."""
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "attention with position biases, such as ALiBi, must compute its scores in the dtype of the "
@@ -212,6 +228,8 @@ class Attention(Mixer, Component, frozen=True):
                     "kv_expansion: broadcast supports neither scores: float32, nor scores: product, nor "
                     "position biases that are added without the attention scale"
                 )
+
+    def _check_norm_sizes(self) -> None:
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
                 raise ConfigError(
@@ -221,6 +239,9 @@ class Attention(Mixer, Component, frozen=True):
                 )
         if self.v_norm is not None and self.v_norm.size != self.head_dim:
             raise ConfigError(f"v_norm has size {self.v_norm.size}, but the head dimension is {self.head_dim}")
+
+    def _check_keys(self) -> None:
+        """Check the fields that need projections of keys and values."""
         if self.kv_from != "input" and (self.fused or self.kv_expansion == "projection"):
             raise ConfigError(
                 f"with kv_from: {self.kv_from}, the layer does not project keys and values, so fused: true "
@@ -236,6 +257,9 @@ class Attention(Mixer, Component, frozen=True):
                 "key_multiplier needs keys that are projected from the input (kv_from: input), without "
                 "k_norm and without clip"
             )
+
+    def _check_norm_order(self) -> None:
+        """Check the norm of the output, and the order of norms, positions and clipping."""
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
                 f"mixed_norm has size {self.mixed_norm.size}, but {self.heads} heads of dimension "
@@ -250,13 +274,6 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError(
                 "clip_normed: true clips queries and keys after their norms, and needs norm_order: before"
             )
-        if self.gate_bias and not self.gated:
-            raise ConfigError("gate_bias is true, but the attention has no gate")
-        if self.gate == "with queries" and (self.fused or self.clip is not None):
-            raise ConfigError(
-                "with gate: with queries, the query projection also computes the gate, so clip and fused: "
-                "true are impossible"
-            )
         if self.norm_order == "after" and not self.by_head:
             raise ConfigError(
                 "with norm_order: after, q_norm and k_norm must have the size of one head, not of all heads together"
@@ -264,9 +281,9 @@ class Attention(Mixer, Component, frozen=True):
 
     @property
     def by_head(self) -> bool:
-        """Whether every norm is on a single head. Heads can then be added, removed and reordered."""
-        there = [(norm, n) for norm, n in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)) if norm is not None]
-        return all(n == 1 or norm.size == self.head_dim for norm, n in there)
+        """Whether every norm is on single heads, so that heads can be removed, added and reordered."""
+        norms = ((self.q_norm, self.heads), (self.k_norm, self.kv_heads))
+        return all(norm is None or count == 1 or norm.size == self.head_dim for norm, count in norms)
 
     @property
     def group(self) -> int:
@@ -274,67 +291,69 @@ class Attention(Mixer, Component, frozen=True):
         return self.heads // self.kv_heads
 
     @property
-    def held(self) -> int | None:
-        """The window of the KV cache."""
+    def cache_window(self) -> int | None:
+        """The number of tokens that the cache keeps, or None for all."""
         return None if self.kept == "all" else self.window
 
     @property
     def projected(self) -> tuple[str, ...]:
-        """The names of the tensors that are projected from the input."""
+        """Which of q, k and v are projected from the input."""
         return {"input": ("q", "k", "v"), "keys": ("q", "k"), "earlier": ("q",)}[self.kv_from]
 
     @property
-    def remembered(self) -> tuple[int | None, int, int]:
-        """The properties that two layers must share if one is to use the other's keys and values."""
+    def kv_signature(self) -> tuple[int | None, int, int]:
+        """The window, number and width of key-value heads. A layer can use the keys and values of an earlier layer if
+        these are equal.
+        """
         return self.window, self.kv_heads, self.head_dim
 
     @property
     def groups(self) -> int:
-        """The number of groups of rows in the fused product."""
+        """The number of groups in the rows of a fused product of q, k and v."""
         return 1 if self.arithmetic == "conv1d" or self.fused_rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
-        rows = {each: q if each == "q" else kv for each in self.projected}
-        found = {f"{each}_proj.weight": Weight((size, hidden), "reads") for each, size in rows.items()}
-        found["o_proj.weight"] = Weight((hidden, q), "writes")
+        rows = {part: q if part == "q" else kv for part in self.projected}
+        weights = {f"{part}_proj.weight": Weight((size, hidden), "reads") for part, size in rows.items()}
+        weights["o_proj.weight"] = Weight((hidden, q), "writes")
         if self.qkv_bias:
-            found |= {f"{each}_proj.bias": bias(size) for each, size in rows.items()}
+            weights |= {f"{part}_proj.bias": bias(size) for part, size in rows.items()}
         if self.output_bias:
-            found["o_proj.bias"] = bias(hidden)
+            weights["o_proj.bias"] = bias(hidden)
         if self.gated:
-            found["gate_proj.weight"] = Weight((q, hidden), "reads")
+            weights["gate_proj.weight"] = Weight((q, hidden), "reads")
         if self.gate_bias:
-            found["gate_proj.bias"] = bias(q)
+            weights["gate_proj.bias"] = bias(q)
         if self.sinks:
-            found["sinks"] = Weight((self.heads,), "inner")
-        return found
+            weights["sinks"] = Weight((self.heads,), "inner")
+        return weights
 
     def words(self) -> dict[str, Words]:
         kind = "MHA" if self.group == 1 else "MQA" if self.kv_heads == 1 else "GQA"
         heads = f"{self.heads}" if kind == "MHA" else f"{self.heads}/{self.kv_heads}"
-        told = f"{self.heads} heads" if kind == "MHA" else f"{self.heads} q, {self.kv_heads} kv"
+        counts = f"{self.heads} heads" if kind == "MHA" else f"{self.heads} q, {self.kv_heads} kv"
         scale = scale_words(self.scale, self.head_dim)
         on = ALL_OF_IT
         if isinstance(self.position, Turning) and self.position.dim != self.head_dim:
             dim = self.position.dim
             on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
         norms = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}
-        there = [name for name, norm in norms.items() if norm is not None]
+        normed = [name for name, norm in norms.items() if norm is not None]
         kv = {"input": "", "keys": ", v = k", "earlier": ", earlier k and v"}[self.kv_from]
         source = {"kv_from": self.kv_from} if kv else {}
         return {
             "attention": Words(
                 f"{kind} {heads}{kv}",
                 {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads, **source},
-                f"{kind}, {told}, head dim {self.head_dim}{scale.whole}{kv}",
+                f"{kind}, {counts}, head dim {self.head_dim}{scale.whole}{kv}",
             ),
             "head dim": Words(f"{self.head_dim:,}", self.head_dim),
             "scale": scale,
             "q/k norm": inside(
                 norms,
-                f" on {there[0]}" if len(there) == 1 else "",
-                f"{' and '.join(there)} heads{'' if self.by_head else ', all at once'}",
+                f" on {normed[0]}" if len(normed) == 1 else "",
+                f"{' and '.join(normed)} heads{'' if self.by_head else ', all at once'}",
             ),
             **shared_words(self.window, self.position, on, self.chunked, self.causal),
         }
@@ -364,9 +383,7 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, **self._norms_of(heads, kv_heads))
 
     def _devices(self) -> list[int]:
-        """Return the numbers of GPUs over which the heads can be divided evenly. Every GPU has the same number of query
-        heads, and their keys.
-        """
+        """Return the numbers of GPUs over which the query heads can be divided evenly, together with their keys."""
         even = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
         return [count for count in even if self.kv_heads % count == 0 or count % self.kv_heads == 0]
 
@@ -380,108 +397,60 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads, **norms)
 
     def _norms_of(self, heads: int, kv_heads: int) -> dict[str, Norm | None]:
-        """Return the norms for other numbers of heads. Norms of all heads at once get the new width."""
+        """Return the norms for other numbers of heads. Norms on all heads at once get the new width."""
         numbers = {"q_norm": heads, "k_norm": kv_heads, "mixed_norm": heads}
-        found: dict[str, Norm | None] = {}
+        norms: dict[str, Norm | None] = {}
         for name, number in numbers.items():
             norm: Norm | None = getattr(self, name)
             by_head = norm is None or (norm.size == self.head_dim and name != "mixed_norm")
-            found[name] = norm if by_head or norm is None else norm.small(number * self.head_dim)
-        return found
+            norms[name] = norm if by_head or norm is None else norm.small(number * self.head_dim)
+        return norms
 
     def slips(self) -> dict[str, Self]:
-        found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        slips = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
         if isinstance(self.position, Rotary):
-            found["no RoPE"] = msgspec.structs.replace(self, position=None, norm_order="before")
+            slips["no RoPE"] = msgspec.structs.replace(self, position=None, norm_order="before")
             longer, by_pair = self.head_dim - self.position.dim, isinstance(self.position.scaling, LongRopeScaling)
             if longer > 0 and longer % 2 == 0 and not by_pair:
                 whole = msgspec.structs.replace(self.position, dim=self.head_dim)
-                found["RoPE on whole heads, not on a part"] = msgspec.structs.replace(self, position=whole)
-        return found
+                slips["RoPE on whole heads, not on a part"] = msgspec.structs.replace(self, position=whole)
+        return slips
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         heads, kv_heads, width, half = self.heads, self.kv_heads, range(self.head_dim), self.head_dim // 2
-        found: dict[str, dict[str, list[int]]] = {}
+        orders: dict[str, dict[str, list[int]]] = {}
 
         def rows(order: Iterable[int], inside: Sequence[int] = width) -> list[int]:
+            """Return the rows of the heads in this order, with their elements in the order `inside`."""
             return [head * self.head_dim + at for head in order for at in inside]
 
         if isinstance(self.position, Rotary):
             both = {"q": range(heads), "k": range(kv_heads)}
-            woven = [at for pair in zip(width[:half], width[half:], strict=True) for at in pair]
-            found["rope permute missing"] = {f"{name}_proj": rows(each, woven) for name, each in both.items()}
+            interleaved = [at for pair in zip(width[:half], width[half:], strict=True) for at in pair]
+            orders["rope permute missing"] = {f"{n}_proj": rows(of, interleaved) for n, of in both.items()}
             turned = [*self.position.partners(), *width[self.position.dim :]]
-            found["RoPE turned the other way"] = {f"{name}_proj": rows(each, turned) for name, each in both.items()}
+            backward = {f"{name}_proj": rows(of, turned) for name, of in both.items()}
             for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
                 whole = norm is not None and norm.size != self.head_dim
-                found["RoPE turned the other way"][f"{name}_norm"] = rows(both[name], turned) if whole else turned
+                backward[f"{name}_norm"] = rows(both[name], turned) if whole else turned
+            orders["RoPE turned the other way"] = backward
         if kv_heads not in (1, heads):
-            order = rows([head for each in range(self.group) for head in range(each, heads, self.group)])
-            found["query heads in other groups"] = {"q_proj": order, "o_proj": order}
+            order = rows([head for first in range(self.group) for head in range(first, heads, self.group)])
+            orders["query heads in other groups"] = {"q_proj": order, "o_proj": order}
         elif isinstance(self.position, ALiBi):
             order = rows(self.position.by_slope(heads))
             moved = ("q_proj", "o_proj", *(("k_proj", "v_proj") if kv_heads > 1 else ()))
-            found["ALiBi slopes in descending order"] = dict.fromkeys(moved, order)
-        return found
+            orders["ALiBi slopes in descending order"] = dict.fromkeys(moved, order)
+        return orders
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        row, end = "attention", f"{path}.o_proj"  # results in variables exist until this operation
-        together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
-        gate: dict[str, Any] = {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
-        gate = gate if self.gated and self.gate == "with queries" else {}
-        repeats = self.group if self.kv_expansion == "projection" else 1
-        found: list[AnyOperation] = []
+        row, end = "attention", f"{path}.o_proj"
+        program: list[AnyOperation] = []
         inputs: dict[str, str] = {}
-        kv = self.kv_heads
-        parts = [("q", self.heads, self.q_norm), ("k", kv, self.k_norm), ("v", kv, self.v_norm)]
-        if self.v_norm is not None and self.kv_from == "input":
-            parts.insert(0, parts.pop())  # values are normalised before queries and keys are rotated
-        for part, heads, norm in parts:
-            inner: Sizes = ("B", "T", heads, self.head_dim)
-            seen: Sizes = ("B", "S", *inner[2:])
-            if self.kv_from == "earlier" and part != "q":
-                words = f"{'keys' if part == 'k' else 'values'} of an earlier layer"
-                found.append(Given(f"{path}.{part}_earlier", (), seen, row, held=end, words=words, again=True))
-                inputs[part] = found[-1].id
-                continue
-            last = f"{path}.k_proj"
-            if part in self.projected:
-                own = gate if part == "q" and gate else together
-                found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **own))
-                last = found[-1].id
-            steps: tuple[str, ...] = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
-            steps = ("norm", "clip", "rotate") if self.clip_normed else ("clip", *steps)
-            if part == "k" and self.key_multiplier != 1:
-                found.append(ScaleOperation(f"{path}.k_scaled", (last,), inner, row, factor=self.key_multiplier))
-                last = found[-1].id
-            for step in steps:
-                if step == "clip" and self.clip is not None:
-                    cut: dict[str, Any] = {"limit": self.clip, "hard": True, "held": end}
-                    found.append(Cap(f"{path}.{part}_clipped", (last,), inner, row, **cut))
-                elif step == "norm" and norm is not None:
-                    wide: Sizes = inner if norm.size == self.head_dim else ("B", "T", norm.size)
-                    normed = out_of(row, norm.operations(f"{path}.{part}_norm", last, wide))
-                    held = f"{path}.k_rotated" if self.norm_order == "before" and part != "v" else ""
-                    found += (msgspec.structs.replace(each, held=held) for each in normed)
-                elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
-                    turned: dict[str, Any] = {"rotary": self.position}
-                    if self.norm_order == "after" and self.k_norm is not None:
-                        turned["held"] = f"{path}.k_norm"  # the norms come after both rotations
-                    found.append(Rotate(f"{path}.{part}_rotated", (last,), inner, row, **turned))
-                else:
-                    continue
-                last = found[-1].id
-            if part == "q" and self.temperature is not None:
-                found.append(Temper(f"{path}.q_tempered", (last,), inner, row, temperature=self.temperature))
-                last = found[-1].id
-            if part == "q" or not self.causal:
-                found[-1] = msgspec.structs.replace(found[-1], held=end)
-            else:
-                fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
-                fields["as_given"] = self.lie == "as projected"
-                found.append(CacheOperation(f"{path}.{part}_cached", (last,), seen, row, **fields))
-                last = found[-1].id
-            inputs[part] = last
+        norms_values = self.v_norm is not None and self.kv_from == "input"
+        for part in "vqk" if norms_values else "qkv":  # values are normalised before queries and keys are rotated
+            program += self._part(part, path, source)
+            inputs[part] = program[-1].id
         scores = {
             "scale": self.scale,
             "query_dim": self.head_dim,
@@ -499,33 +468,92 @@ class Attention(Mixer, Component, frozen=True):
             "wide": self.softmax == "float32",
             "sinks": self.sunk if self.sinks else "",
         }
-        found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim, **rest)
+        program += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim, **rest)
         if self.mixed_norm is not None:
-            every: Sizes = ("B", "T", self.mixed_norm.size)
-            found += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", found[-1].id, every))
+            all_heads: Sizes = ("B", "T", self.mixed_norm.size)
+            program += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", program[-1].id, all_heads))
         if self.gated:
-            mixed, wide = found[-1].id, ("B", "T", self.heads, self.head_dim)
-            found.append(linear(self, "gate_proj", path, source, wide, row, **gate))
-            found.append(Activation(f"{path}.gate", (found[-1].id,), wide, row, function="sigmoid", held=end))
-            found.append(Product(f"{path}.gated", (mixed, found[-1].id), wide, row))
-        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
+            mixed, wide = program[-1].id, ("B", "T", self.heads, self.head_dim)
+            fields = self._product(path, "gate") if self.gate == "with queries" else {}
+            program.append(linear(self, "gate_proj", path, source, wide, row, **fields))
+            program.append(
+                ActivationOperation(f"{path}.gate", (program[-1].id,), wide, row, function="sigmoid", live_until=end)
+            )
+            program.append(Product(f"{path}.gated", (mixed, program[-1].id), wide, row))
+        return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))
+
+    def _product(self, path: str, part: str) -> dict[str, Any]:
+        """Return the fields of `Linear` that say with which other projections q, k, v or the gate is computed."""
+        if self.gated and self.gate == "with queries" and part in ("q", "gate"):
+            return {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
+        return {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
+
+    def _part(self, part: str, path: str, source: str) -> list[AnyOperation]:
+        """Return the operations from the stream to the queries, keys or values that the scores read."""
+        row, end = "attention", f"{path}.o_proj"
+        inner: Sizes = ("B", "T", self.heads if part == "q" else self.kv_heads, self.head_dim)
+        seen: Sizes = ("B", "S", *inner[2:])
+        if self.kv_from == "earlier" and part != "q":
+            words = f"{'keys' if part == 'k' else 'values'} of an earlier layer"
+            return [Given(f"{path}.{part}_earlier", (), seen, row, live_until=end, words=words, again=True)]
+        program: list[AnyOperation] = []
+        last = f"{path}.k_proj"
+        if part in self.projected:
+            program.append(linear(self, f"{part}_proj", path, source, inner, row, end, **self._product(path, part)))
+            last = program[-1].id
+        if part == "k" and self.key_multiplier != 1:
+            program.append(ScaleOperation(f"{path}.k_scaled", (last,), inner, row, factor=self.key_multiplier))
+            last = program[-1].id
+        program += self._normed_and_rotated(part, path, last, inner)
+        last = program[-1].id if program else last
+        if part == "q" and self.temperature is not None:
+            program.append(Temper(f"{path}.q_tempered", (last,), inner, row, temperature=self.temperature))
+        if part == "q" or not self.causal:
+            return [*program[:-1], msgspec.structs.replace(program[-1], live_until=end)]
+        fields: dict[str, Any] = {"window": self.cache_window, "as_given": self.lie == "as projected"}
+        fields["repeats"] = self.group if self.kv_expansion == "projection" else 1
+        return [*program, CacheOperation(f"{path}.{part}_cached", (last,), seen, row, live_until=end, **fields)]
+
+    def _normed_and_rotated(self, part: str, path: str, last: str, shape: Sizes) -> Iterator[AnyOperation]:
+        """Yield the clipping, norm and rotation of q, k or v, in the order of `norm_order` and `clip_normed`."""
+        row, end = "attention", f"{path}.o_proj"
+        norm = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}[part]
+        steps = ("clip", "norm", "rotate") if self.norm_order == "before" else ("clip", "rotate", "norm")
+        for step in ("norm", "clip", "rotate") if self.clip_normed else steps:
+            operations: list[AnyOperation] = []
+            if step == "clip" and self.clip is not None:
+                limit: dict[str, Any] = {"limit": self.clip, "hard": True, "live_until": end}
+                operations = [Cap(f"{path}.{part}_clipped", (last,), shape, row, **limit)]
+            elif step == "norm" and norm is not None:
+                normed: Sizes = shape if norm.size == self.head_dim else ("B", "T", norm.size)
+                until = f"{path}.k_rotated" if self.norm_order == "before" and part != "v" else ""
+                program: Program = norm.operations(f"{path}.{part}_norm", last, normed)
+                operations = [
+                    msgspec.structs.replace(operation, live_until=until) for operation in out_of(row, program)
+                ]
+            elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
+                # Queries and keys are normalised when both have been rotated.
+                waits = self.norm_order == "after" and self.k_norm is not None
+                fields: dict[str, Any] = {"rotary": self.position, "live_until": f"{path}.k_norm" if waits else ""}
+                operations = [Rotate(f"{path}.{part}_rotated", (last,), shape, row, **fields)]
+            yield from operations
+            last = operations[-1].id if operations else last
 
 
 def few_biased(heads: int) -> int:
-    """Return a number of heads for a small copy that shows ALiBi's order of slopes, which differs if the number is not
-    a power of two.
-    """
+    """Return a smaller number of heads with the same kind of ALiBi slopes, which depends on powers of two."""
     return min(heads, 6 if heads & (heads - 1) else 4)
 
 
 def plain_scale(scale: float) -> float:
-    """Return a scale without its last digits, because families compute 1/√d in different ways."""
+    """Return a scale without its last digits, which depend on how a family computes 1/√d."""
     return float(f"{scale:.14g}")
 
 
 def scale_words(scale: float, dim: int) -> Words:
-    """Return the words for a scale, without the digits in which families differ. The description mentions only an
-    unusual scale.
+    """Return the words for the scale of the scores, without its last digits (see `plain_scale`).
+
+    The long words are what a description of the attention adds, and are empty for the usual scale, 1/√dim.
     """
     whole = "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
     if plain_scale(scale) == plain_scale(dim**-0.5):
@@ -536,11 +564,11 @@ def scale_words(scale: float, dim: int) -> Words:
 def shared_words(
     window: int | None, position: Position | None, on: Words, chunked: bool = False, causal: bool = True
 ) -> dict[str, Words]:
-    """Return the words that every kind of attention has: for the visible tokens and for the positions."""
-    none = {"position": Words("none", None), "rope pairs": NOT_THERE}
+    """Return the words that all kinds of attention have: for the tokens in sight and for the positions."""
+    no_position = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)
     sight = Words(f"chunks of {window:,}", {"chunk": window}) if chunked else sight
     if not causal:
         both = "both directions" + ("" if window is None else f", {window:,} each")
         sight = Words(both, {"causal": False, "window": window})
-    return {"window": sight, **(none if position is None else position.aspects_on(on))}
+    return {"window": sight, **(no_position if position is None else position.aspects_on(on))}

@@ -1,4 +1,4 @@
-"""What every component has: checked fields, parameters with their roles, and the components inside it. No torch."""
+"""The base classes of components: validated fields, parameters with their roles, child components. No torch."""
 
 from __future__ import annotations
 
@@ -37,87 +37,97 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Turns = Annotated[float, Meta(ge=1e-30, le=1e30)]
 Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
-"""A factor of scores. Scores are multiplied in fp32, so it is not larger than the largest fp32 number."""
+"""A factor of attention scores. They are multiplied in fp32, so the factor must be finite in fp32."""
 Shape = tuple[int, ...]
 Sizes = tuple[int | str, ...]
-"""A shape in which the letters B, T, S and U stand for numbers; see `components.operations`."""
+"""A shape in which the letters B, T, S and U may stand for sizes; see `components.operations`."""
 
 Arithmetic = Literal["linear", "conv1d", "matmul_add", "conv1d_add"]
-"""How x·Wᵀ + b is computed. "linear": as one fused operation. "conv1d": as GPT-2's addmm, on a weight that is [in, out]
-in memory. "matmul_add": as a product that is rounded before the bias is added (Falcon). "conv1d_add": the same on a
-weight that is [in, out] in memory (gpt-oss)."""
+"""How x·Wᵀ + b is computed. The values differ only in rounding.
+
+- linear: one fused linear layer
+- conv1d: one addmm, with a weight that is stored as [in, out] (GPT-2)
+- matmul_add: a product, and then the addition of the bias to its rounded result (Falcon)
+- conv1d_add: the same, with a weight that is stored as [in, out] (gpt-oss)
+"""
 
 Role = Literal["table", "reads", "writes", "inner", "kernel", "router", "columns", "gain", "bias"]
-"""What a parameter does.
+"""The role of a parameter.
 
-- table: a row per token or position, as wide as the residual stream
-- reads, writes: a matrix whose columns, or whose rows, belong to the stream
+- table: a matrix with a row per token or position, as wide as the residual stream
+- reads: a matrix whose columns belong to the stream, so that its input is the stream
+- writes: a matrix whose rows belong to the stream, so that its output is added to the stream
 - router: a matrix that reads the stream and chooses experts
-- inner: any other parameter inside a mixer
-- kernel: a row of weights of earlier tokens, per channel
-- columns: a number per column of the stream, which a mixer multiplies it by
-- gain, bias: a vector that is multiplied, or added
+- inner: any parameter between these, which has no axis of the stream
+- kernel: the kernel of a causal convolution, with a row per channel
+- columns: a vector with a number per column of the stream, by which a mixer multiplies its input
+- gain: a vector that is a factor
+- bias: a vector that is added
 """
 
 
 class Logs(NamedTuple):
-    """Initial values: the logarithms of numbers that are spread as evenly as possible along the last dimension, from
-    `least` to `most`.
-    """
+    """Initial values for training: the logarithms of evenly spaced numbers along the last dimension."""
 
     least: float
+    """The smallest of the numbers, not its logarithm."""
     most: float
+    """The largest of the numbers, not its logarithm."""
 
 
 class Weight(NamedTuple):
-    """A parameter of a component: its shape, its role, and its initial value. The value is one number for all elements,
-    or a row of logarithms; None means that it is drawn at random.
-    """
+    """A parameter of a component."""
 
     shape: Shape
     role: Role
     initial: float | Logs | None = None
+    """The value of all elements at the start of training, or `Logs` for a row of logarithms. None means that the
+    elements are random."""
 
 
 def bias(size: int) -> Weight:
-    """Return the weight of a vector that is added, with the initial value 0."""
+    """Return a bias vector, which is 0 at the start of training."""
     return Weight((size,), "bias", 0.0)
 
 
 Misread = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""A function from a component's own parameters, as torch tensors by name, to those that a mistake changes."""
+"""A function that maps the component's parameters (torch tensors by name) to the misread ones (by the same names)."""
 
 
 KINDS: dict[str, type[Component]] = {}
-"""All kinds of components by name, including those of plugins. The name is the `type` in the JSON of a tree."""
+"""Every kind of component by its name, including those of plugins. The name is the `type` in a tree's JSON."""
 
 
 class Component(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, omit_defaults=True, dict=False
 ):
-    """A node of the tree."""
+    """A node of the tree: an immutable record with validated fields.
+
+    Its class attributes describe the kind of component. Other code asks for them instead of for the kind.
+    """
 
     label: ClassVar[str | None] = None
-    """The row of a parameter table under which the parameters are counted; None for a component without parameters."""
+    """The row of a parameter table in which its parameters are counted. None means that it has no parameters."""
     rounds: ClassVar[tuple[str, ...]] = ()
-    """The fields that change only the rounding."""
+    """The fields that change only the rounding, not the function."""
     notes: ClassVar[tuple[str, ...]] = ()
-    """The fields that describe the component and change nothing that it computes."""
+    """The fields that are information, and change nothing that is computed."""
     forgotten: ClassVar[Mapping[str, str]] = {}
-    """For every other optional field, the mistake of a port that ignores it, in words."""
+    """For a field with a default, the name of the mistake to leave the field at its default."""
     rows: ClassVar[str] = ""
-    """The letter of the number of rows of a table, if the component has one (see `letters`)."""
-    tells: ClassVar[tuple[str, ...]] = ()
-    """The fields that `words` describes under another name."""
+    """The letter for the number of rows of its tables, if it has tables (see `letters`)."""
+    described: ClassVar[tuple[str, ...]] = ()
+    """The fields that `words` already describes under other names."""
     given: ClassVar[tuple[str, ...]] = ()
-    """The fields that need no words, such as the width of the stream."""
+    """The fields that need no description, such as the width of the stream."""
     by_length: ClassVar[Mapping[str, Any]] = {}
-    """The fields whose effect depends only on the length of a sequence, each with the value that compares as equal to
-    all others."""
+    """The fields whose effect depends only on the length of a sequence. Comparisons of trees for short sequences set
+    them to these values."""
     usual: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
-    """Values that other models have, by field, each with a description that has a place for the value."""
+    """For a field, the name of the mistake to use the value of another model, and these values. {} in the name stands
+    for the value."""
     computed_in: ClassVar[str] = ""
-    """The full name of the module that computes the component, which must be imported; components of plugins set it."""
+    """The full name of the module that has the torch code, which gptkit imports. Kinds of plugins must set it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -129,7 +139,7 @@ class Component(
         KINDS[cls.__name__] = cls
 
     def weights(self) -> dict[str, Weight]:
-        """Return the component's own parameters by name, without those of the components inside it."""
+        """Return the parameters of this node, without those of its children, by their names within the node."""
         return {}
 
     def shapes(self) -> dict[str, Shape]:
@@ -137,19 +147,19 @@ class Component(
         return {name: weight.shape for name, weight in self.weights().items()}
 
     def entries(self) -> dict[str, Any]:
-        """Return the component's parts by the names that paths use: its fields, unless a subclass differs."""
+        """Return the parts of the node by their names in paths. By default, these are its fields."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     def children(self) -> Iterator[tuple[str, Component]]:
-        """Yield the name and the component of every component inside this one, in the order of computation."""
+        """Yield the child components with their names, in the order of computation."""
         for name, value in self.entries().items():
             if isinstance(value, Component):
                 yield name, value
             elif isinstance(value, tuple):
-                yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, Component))
+                yield from ((f"{name}.{i}", part) for i, part in enumerate(value) if isinstance(part, Component))
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """Return the result of `change(component, path)`, which is first applied to every component inside this one."""
+        """Return the node with `change(component, path)` applied to all components inside it, and then to itself."""
         return change(
             self._mapped(change, {name: f"{path}.{name}" if path else name for name in self.__struct_fields__}), path
         )
@@ -169,65 +179,70 @@ class Component(
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the optional fields with their default values."""
-        found = zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False)
-        return {name: value for name, value in found if value is not msgspec.NODEFAULT}
+        """Return the fields with defaults, and the defaults."""
+        pairs = zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False)
+        return {name: value for name, value in pairs if value is not msgspec.NODEFAULT}
 
     @classmethod
     def choices(cls) -> dict[str, Any]:
-        """Return the optional fields that change the function, with their default values."""
+        """Return the fields with defaults that change the function, and the defaults."""
         return {name: value for name, value in cls.defaults().items() if name not in (*cls.rounds, *cls.notes)}
 
     def alike(self) -> Self:
-        """Return the component with default values for the fields that change only the rounding."""
+        """Return the component that represents all with the same function: rounding fields have their defaults."""
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
 
     @property
     def aspect(self) -> str:
-        """The aspect of a model that the component describes, such as "norm" or "attention"."""
+        """The aspect of a model that the component is, such as "norm" or "attention"."""
         return type(self).__name__
 
     def words(self) -> dict[str, Words]:
-        """Return the descriptions by aspect, that of the whole component first; by default the component's name."""
+        """Return the descriptions by aspect, first that of the whole component. The default is the kind's name."""
         return {self.aspect: _kind(self)}
 
     def aspects(self) -> dict[str, Words]:
-        """Return `words`, with every field that they do not mention appended to the first."""
+        """Return `words`, with the fields that they do not describe appended to the first."""
         return self.whole(self.words())
 
     def named(self) -> Words:
-        """Return the first of the `aspects`."""
+        """Return the first of `aspects`, which describes the whole component."""
         return next(iter(self.aspects().values()))
 
     def whole(self, words: dict[str, Words]) -> dict[str, Words]:
-        """Return the words with every field appended that they do not mention, so that no field is left out.
+        """Return `words` with the fields that they do not describe appended to the first, so that no field is missing.
 
-        These are fields that change the function, do not have their default value, are not in `tells` or `given`, and
-        are not in the data of the first words.
+        These are the fields of `undescribed`, except fields that the data of the first words already has.
         """
         if "words" not in vars(type(self)):  # inherited words describe another kind
             words = {next(iter(words)): _kind(self)}
-        first, said = next(iter(words.items()))
-        data = said.data if isinstance(said.data, dict) else {}
-        return words | {first: said.also({n: v for n, v in self.untold().items() if (n, v[1]) not in data.items()})}
+        aspect, first = next(iter(words.items()))
+        data = first.data if isinstance(first.data, dict) else {}
+        missing = {name: (text, v) for name, (text, v) in self.undescribed().items() if (name, v) not in data.items()}
+        return words | {aspect: first.also(missing)}
 
-    def untold(self) -> dict[str, tuple[str, Any]]:
-        """Return the fields that are not in `tells` or `given` and do not have their default value, in words and as
-        data.
+    def undescribed(self) -> dict[str, tuple[str, Any]]:
+        """Return the fields that differ from their defaults, in words and as data.
+
+        Fields in `described`, `given` or `rounds` are left out.
         """
         own = "words" in vars(type(self))
-        names = {*self.rounds, *self.given, *(self.tells if own else ())}
+        names = {*self.rounds, *self.given, *(self.described if own else ())}
         plain, alike = self.defaults(), self.alike()
         values = {name: getattr(alike, name) for name in self.__struct_fields__ if name not in names}
         return {name: _field(name, v) for name, v in values.items() if name not in plain or v != plain[name]}
 
     def operations(self, path: str, source: str, shape: Sizes) -> tuple[Any, ...]:
-        """Return the program of the component (see `components.operations`): what it computes from the result `source`,
-        which has this shape, as the module `path`.
+        """Return the program of the component: the operations (`components.operations`) that it computes.
+
+        Args:
+            path: The name of its module in the block. The ids of operations begin with it.
+            source: The id of its input.
+            shape: The shape of its input, usually (B, T, hidden).
 
         Raises:
-            ConfigError: the component does not implement it.
+            ConfigError: The kind does not define its operations.
         """
         raise ConfigError(
             f"the component {type(self).__name__} (at {path}, with the input {source} of shape {shape}) "
@@ -235,22 +250,23 @@ class Component(
         )
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002 - most have no parts
-        """Return the widths of the parameters of the component, or of its part of this name, by the letters of a
-        formula.
+        """Return the letters for the sizes of its parameters in a formula of their number (`analysis.explain`).
 
-        The formulas are those of `analysis.explain`. The width of the stream is not included. Of two equal widths, the
-        first one names both.
+        The width of the stream has the letter d already. If two sizes are equal, the first letter stands for both.
+
+        Args:
+            part: The name of a child component, to return the letters of its sizes instead.
         """
         return {}
 
     def share(self, devices: int) -> Self:
-        """Return the component that each of several GPUs computes under tensor parallelism (Megatron-LM, 1909.08053).
+        """Return the part of the component that one GPU computes under N-way tensor parallelism, for N `devices`.
 
-        A component without matrices is on all GPUs.
+        The layout is that of Megatron-LM (1909.08053). Components without matrices are computed on all GPUs.
 
         Raises:
-            UsageError: the component cannot be divided evenly.
-            ConfigError: the component has matrices and does not implement it.
+            UsageError: The component cannot be divided evenly.
+            ConfigError: The kind has matrices, and does not define how they are divided.
         """
         if any(len(shape) > 1 for shape in self.shapes().values()):
             raise ConfigError(
@@ -260,40 +276,39 @@ class Component(
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """Return a small copy with this hidden size and few heads, units and experts, in which the same mistakes are
-        possible.
+        """Return a small copy for a stream of width `hidden`, with few heads, units and experts.
+
+        The same mistakes are possible in it, so that tests of the mistakes need no large model.
         """
         widths = {name: hidden for name in ("hidden_size", "size") if name in self.__struct_fields__}
         return self._with_parts(lambda part: part.small(hidden), **widths)
 
     def _with_parts(self, change: Callable[[Component], Component], **fields: Any) -> Self:
-        """Return the component with other fields, and with `change` applied to the components inside it."""
+        """Return the component with `change` applied to its child components, and with other `fields`."""
 
-        def made(value: Any) -> Any:
+        def changed(value: Any) -> Any:
             if isinstance(value, tuple):
-                return tuple(map(made, value))
+                return tuple(map(changed, value))
             return change(value) if isinstance(value, Component) else value
 
-        return msgspec.structs.replace(self, **{n: made(getattr(self, n)) for n in self.__struct_fields__} | fields)
+        return msgspec.structs.replace(self, **{n: changed(getattr(self, n)) for n in self.__struct_fields__} | fields)
 
     def slips(self) -> dict[str, Self]:
-        """Return the component with each of the mistakes of a port, by the name of the mistake (see
-        `parity.mutations`).
+        """Return the component with typical mistakes in its fields, by the mistake's name (see `parity.mutations`).
 
-        If a mistake is not its own inverse, the inverse has the same name with ", the other way round".
+        If a mistake does not undo itself, the opposite mistake has the same name plus ", the other way round".
         """
         return {}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        """Return wrong orders of rows of the parameters that a port may have, by the name of the mistake and then by
-        module.
+        """Return typical wrong orders of rows, by the mistake's name and then by module.
 
-        For a module that writes to the stream, it is the order of its columns.
+        For modules that write the stream, these are orders of columns.
         """
         return {}
 
     def misread(self) -> dict[str, Misread]:
-        """Return functions that make mistakes in the parameters, by the name of the mistake."""
+        """Return typical misreadings of the parameters, by the mistake's name."""
         return {}
 
 
@@ -302,18 +317,18 @@ def _kind(node: Component) -> Words:
 
 
 def _field(name: str, value: Any) -> tuple[str, Any]:
-    """Return a field that has no words of its own: in words, and as plain JSON values."""
-    data = msgspec.to_builtins(value.mapped(lambda each, _: each.alike()) if isinstance(value, Component) else value)
-    told = name.replace("_", " ")
+    """Return the default description of a field: in words, and as plain JSON values."""
+    data = msgspec.to_builtins(value.mapped(lambda node, _: node.alike()) if isinstance(value, Component) else value)
+    words = name.replace("_", " ")
     if isinstance(value, Component):
-        return f"{told} {value.named().long}", data
+        return f"{words} {value.named().long}", data
     if value is None or isinstance(value, bool):
-        return told if value else f"no {told}", data
-    return f"{told} {plain_number(value) if isinstance(value, int | float) else value}", data
+        return words if value else f"no {words}", data
+    return f"{words} {plain_number(value) if isinstance(value, int | float) else value}", data
 
 
 def divided(number: int, devices: int, what: str) -> int:
-    """Return the share of each device; raise UsageError if it is not a whole number."""
+    """Return `number` divided by `devices`. Raises UsageError if it is not divisible."""
     if number % devices:
         raise UsageError(
             f"--tp {devices}: {number:,} {what} are not divisible by {devices} GPUs", f"Choose a divisor of {number:,}."
@@ -326,10 +341,10 @@ if TYPE_CHECKING:
 else:
 
     class Open:
-        """The base class of an open set of kinds. Components inherit it and `Component`.
+        """The base of classes to which plugins may add kinds, such as `Norm`. Records also inherit `Component`.
 
-        For the type checker it is a component. It must not be a Struct, because msgspec would treat a union of Structs
-        as closed. A hook decodes it, and knows all kinds.
+        For the type checker, it is `Component`. For msgspec it must not be a Struct, because msgspec decodes only
+        closed unions of Structs. Other classes are decoded by a hook, which knows all kinds.
         """
 
         __slots__ = ()
@@ -339,65 +354,63 @@ else:
 
 
 class Mixer(Open, frozen=True):
-    """The main part of a sub-layer between reading and writing the stream: attention, a feed-forward, a recurrence."""
+    """The base class of what a sub-layer computes from the stream: attention, a feed-forward, a recurrence.
+
+    The record of a kind inherits from both `Mixer` and `Component`.
+    """
 
     __slots__ = ()
     given = ("hidden_size",)
     slot: ClassVar[str]
-    """The name of the mixer in a block and in the names of its parameters."""
+    """The mixer's name in a block, and in the names of its parameters."""
     axes: ClassVar[tuple[str, ...]] = ()
-    """Properties that layouts of checkpoints may name, in addition to the fields."""
+    """The properties that layouts of checkpoint tensors may use as axis sizes, besides the fields."""
     lends: ClassVar[bool] = False
-    """Whether a mixer of another layer may compute with its weights."""
+    """Whether the mixer may use the weights of another layer."""
     hidden_size: int
+    """The width of the residual stream."""
 
     @property
     def aspect(self) -> str:
         return self.slot.replace("_", "-")
 
     def biases(self) -> dict[str, Words]:
-        """Return the linear layers that may have a bias, by a name; the data of each is whether it has one."""
+        """Return the linear layers that may have a bias, by name. The data of the words is whether there is one."""
         return {}
 
 
 def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
-    """Return a component of another kind with the fields that both have, and with `fields`.
+    """Return a component of another kind with the fields that both kinds have, and with `fields`.
 
     Raises:
-        ConfigError: `node` has a field, with a value other than its default, that `kind` lacks and that is not in
-            `fields`.
+        ConfigError: A field of `node` differs from its default, but `kind` has no such field and `fields` neither.
     """
-    kept = node.entries()
+    entries = node.entries()
     lost = [
         name
         for name, value in node.defaults().items()
-        if kept[name] != value and name not in node.rounds and name not in {*kind.__struct_fields__, *fields}
+        if entries[name] != value and name not in node.rounds and name not in {*kind.__struct_fields__, *fields}
     ]
     if lost:
         raise ConfigError(
             f"this {type(node).__name__} uses {' and '.join(lost)}, which {kind.__name__} does not support"
         )
-    return kind(**{name: value for name, value in kept.items() if name in kind.__struct_fields__} | fields)
+    return kind(**{name: value for name, value in entries.items() if name in kind.__struct_fields__} | fields)
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A tensor of a model.
-
-    Attributes:
-        name: the shared name.
-        shape: the shape.
-        component: the component under which its elements are counted.
-        layer: the number of the layer; None outside the layers.
-        role: what the tensor does, such as a table or a bias.
-        initial: the value with which training starts, or the values; None if they are drawn at random.
-    """
+    """One parameter tensor of a model."""
 
     name: str
+    """The shared name, such as blocks.3.attention.q_proj.weight."""
     shape: Shape
     component: str
+    """The label of the component in tables of parameters."""
     layer: int | None
+    """The number of the layer, or None outside the layers."""
     role: Role = "inner"
     initial: float | Logs | None = None
+    """The value at the start of training; see `Weight`."""
 
     @property
     def count(self) -> int:

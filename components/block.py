@@ -1,8 +1,8 @@
-"""One layer: its sub-layers, and how they read the residual stream and add to it. No torch."""
+"""One layer: its sub-layers, and how they read the stream and add to it. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -10,101 +10,23 @@ import msgspec
 
 from ..errors import ConfigError, MissingComponent
 from .attention import Attention
-from .base import Component, Mixer, Positive, Weight
+from .base import Component, Mixer, Weight
 from .feed_forward import FeedForward, GatedFeedForward
 from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
 from .norms import Norm
-from .operations import Add, AltUp, AnyOperation, Program, Scale, Sizes, Stream
+from .operations import Add, AltUp, AnyOperation, Program, ScaleOperation, Sizes, Stream
 from .streams import AlternatingUpdates, LowRankResidual
+from .sublayer import SubLayer
 from .words import NOT_THERE, Words, plain_number
 
-__all__ = ["Block", "BlockScale", "SubLayer"]
-
-_NORMS = ("norm", "output_norm", "sum_norm")
+__all__ = ["Block", "BlockScale"]
 
 _OWN = ("parallel", "residual", "scale", "altup", "sums", "wide")  # a block's fields except its sub-layers
 
-_PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
-
-
-class SubLayer(Component, frozen=True):
-    """A mixer and its norms: y = mixer(norm(x)), x = sum_norm(x + multiplier · output_norm(y)).
-
-    A norm that is None is left out. Pre-norm has only `norm`, a sandwich (Gemma 2) has `norm` and `output_norm`,
-    OLMo 2 has `output_norm`, and post-norm (Vaswani et al. 2017) has `sum_norm`.
-    """
-
-    tells = ("mixer", *_NORMS, "input_multiplier")
-    forgotten: ClassVar[dict[str, str]] = {
-        "norm": "norms before sub-layers left out",
-        "output_norm": "norms of sub-layers' outputs left out",
-        "sum_norm": "norms of sums left out",
-        "multiplier": "branches not scaled",
-        "low_rank": "residual of low rank left out",
-        "onto": "what goes elsewhere added to the stream",
-        "input_multiplier": "inputs of branches not scaled",
-        "beside": "mixers side by side run in series",
-    }
-
-    mixer: Mixer
-    """The attention, feed-forward or recurrence."""
-    norm: Norm | None = None
-    """The norm of the mixer's input."""
-    low_rank: LowRankResidual | None = None
-    """With r, the new x is (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n)."""
-    output_norm: Norm | None = None
-    """The norm of the mixer's output, before it is added to the stream."""
-    sum_norm: Norm | None = None
-    """The norm of the stream after the addition."""
-    multiplier: Positive = 1.0
-    """The factor of the output before it is added to the stream (Granite)."""
-    onto: Literal["stream", "others", "next"] = "stream"
-    """Where the output is added. "others", in a layer with `altup`: to all streams except the first, and the sub-layer
-    reads the active one of the corrected streams (Gemma 3n). "next": only to the input of the next sub-layer's norm,
-    and the stream stays unchanged (Zamba)."""
-    input_multiplier: Positive = 1.0
-    """The factor of the mixer's input, after the norm."""
-    beside: bool = False
-    """Whether the sub-layer reads the same input as the previous one, and both outputs are added to the stream together
-    (Falcon-H1)."""
-
-    def __post_init__(self) -> None:
-        if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
-            raise ConfigError(
-                "a sub-layer with a low-rank residual (low_rank) needs a norm before it, and cannot have a "
-                "norm after the residual sum (sum_norm)"
-            )
-        if self.beside and (self.norm is not None or self.sum_norm is not None):
-            raise ConfigError(
-                "a sub-layer that runs in parallel with the previous one (beside: true) uses the previous "
-                "one's norm and residual sum, so it cannot have norm or sum_norm"
-            )
-
-    def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """Return the sub-layer with `change` applied to its parts, then to itself. `path` is the block's path."""
-        names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
-        paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
-        return change(self._mapped(change, paths), path)
-
-    def parts(self) -> dict[str, Any]:
-        """Return the fields by their names in a block: "attention_norm", "attention", …"""
-        slot = self.mixer.slot
-        named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
-        others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
-        named |= {name: getattr(self, name) for name in others}
-        return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
-
-    def words(self) -> dict[str, Words]:
-        return {"block": Words("", {})}
-
-    def places(self) -> list[str]:
-        """Return the placements of the norms: "pre", "output", "post"."""
-        return [place for name, place in _PLACES.items() if getattr(self, name) is not None]
-
 
 class BlockScale(Component, frozen=True):
-    """An untrained number that multiplies the output of a block (Gemma 4)."""
+    """A number that multiplies the output of a block, and that is not trained (Gemma 4)."""
 
     label = "norms"
 
@@ -115,7 +37,7 @@ class BlockScale(Component, frozen=True):
         return {"scale of blocks": Words("of each", {})}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        return (Scale(path, (source,), shape, "norms", tuple(self.shapes().items()), factor=1.0),)
+        return (ScaleOperation(path, (source,), shape, "norms", tuple(self.shapes().items()), factor=1.0),)
 
 
 class Block(Component, frozen=True):
@@ -125,7 +47,7 @@ class Block(Component, frozen=True):
     """
 
     rounds = ("sums", "wide")
-    tells = ("sublayers",)
+    described = ("sublayers",)
     forgotten: ClassVar[dict[str, str]] = {
         "parallel": "parallel block run in series",
         "residual": "residual taken from the stream, not from the norm",
@@ -134,7 +56,7 @@ class Block(Component, frozen=True):
     }
 
     sublayers: tuple[SubLayer, ...]
-    """The sub-layers in their order."""
+    """The sub-layers, in the order of computation."""
     parallel: bool = False
     """Whether all sub-layers read the layer's input and their outputs are added to it. A sub-layer without a norm then
     reads the output of the first sub-layer's norm."""
@@ -162,6 +84,12 @@ class Block(Component, frozen=True):
                 " and ".join(f"{name} has {size}" for size, name in widths.items())
                 + ", but all parts of a block must have the same width"
             )
+        self._check_residual()
+        self._check_order()
+        self._check_streams()
+
+    def _check_residual(self) -> None:
+        """Check that the sub-layers have the norms that `parallel` and `residual` need."""
         if self.parallel and self.residual == "normed":
             raise ConfigError("a parallel block (parallel: true) cannot have residual: normed")
         for sublayer in self.sublayers:
@@ -175,31 +103,37 @@ class Block(Component, frozen=True):
                     "the sub-layers of a parallel block share one residual sum, so none of them can have "
                     "sum_norm or low_rank"
                 )
-        plain = (each.norm is not None and each.low_rank is None and each.sum_norm is None for each in self.sublayers)
-        told = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
-        if self.wide and (told or not all(plain)):
+
+    def _check_order(self) -> None:
+        """Check `wide`, `beside` and `onto: next`, which need sub-layers in series with simple sums."""
+        pre_norms = all(sublayer.pre_norm for sublayer in self.sublayers)
+        parallel_pairs = any(sublayer.beside for sublayer in self.sublayers)
+        complex_sums = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
+        if self.wide and (complex_sums or not pre_norms):
             raise ConfigError(
                 "a block with an fp32 residual stream (wide: true) needs a norm before every sub-layer, and "
                 "cannot have parallel, residual: normed, scale, altup, low_rank or sum_norm"
             )
-        if any(each.beside for each in self.sublayers):
+        if parallel_pairs:
             firsts = [first for first, *others in self.groups() if others]
-            plainly = [each.norm is not None and each.low_rank is None and each.sum_norm is None for each in firsts]
-            if told or self.wide or self.sublayers[0].beside or not all(plainly):
+            pre_norms = all(sublayer.pre_norm for sublayer in firsts)
+            if complex_sums or self.wide or self.sublayers[0].beside or not pre_norms:
                 raise ConfigError(
                     "a sub-layer with beside: true must follow a sub-layer that has a norm but neither low_rank "
                     "nor sum_norm, in a block without parallel, residual: normed, scale, altup and wide"
                 )
-        nexts = [each for each in self.sublayers if each.onto == "next"]
-        if nexts:
-            last, beside = self.sublayers[-1], any(each.beside for each in self.sublayers)
-            summed = any(each.sum_norm is not None or each.low_rank is not None for each in nexts)
-            if told or self.wide or beside or summed or last.onto == "next":
+        feeders = [sublayer for sublayer in self.sublayers if sublayer.onto == "next"]
+        if feeders:
+            summed = any(sublayer.sum_norm is not None or sublayer.low_rank is not None for sublayer in feeders)
+            if complex_sums or self.wide or parallel_pairs or summed or self.sublayers[-1].onto == "next":
                 raise ConfigError(
                     "the output of a sub-layer with onto: next goes only to the next sub-layer, so it cannot be "
                     "the last one, and its block cannot have parallel, residual: normed, scale, altup, wide, "
                     "beside, low_rank or sum_norm"
                 )
+
+    def _check_streams(self) -> None:
+        """Check `altup`, and the sub-layers that write to the other streams."""
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError(
@@ -212,7 +146,7 @@ class Block(Component, frozen=True):
             raise ConfigError("only one sub-layer of a block can write to the other residual streams (onto: others)")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
+        sublayers = tuple(sublayer.mapped(change, path) for sublayer in self.sublayers)
         own = {
             name: part.mapped(change, f"{path}.{name}" if path else name)
             for name in ("scale", "altup")
@@ -225,13 +159,13 @@ class Block(Component, frozen=True):
         return {"parallel block run in series": msgspec.structs.replace(self, parallel=False)} if alone else {}
 
     def groups(self) -> Iterator[tuple[SubLayer, ...]]:
-        """Yield the sub-layers, with those that run in parallel in one tuple."""
-        starts = [index for index, each in enumerate(self.sublayers) if not each.beside]
+        """Yield the sub-layers in groups. Those in a group read the same input (`SubLayer.beside`)."""
+        starts = [index for index, sublayer in enumerate(self.sublayers) if not sublayer.beside]
         for start, end in pairwise((*starts, len(self.sublayers))):
             yield self.sublayers[start:end]
 
     def widths(self) -> Iterator[tuple[str, int]]:
-        """Yield the name and the width of every part that reads the stream or writes to it."""
+        """Yield the width of every part that reads or writes the stream, as (name, size)."""
         for sublayer in self.sublayers:
             for name, part in sublayer.parts().items():
                 if isinstance(part, Mixer | LowRankResidual):
@@ -242,10 +176,10 @@ class Block(Component, frozen=True):
             yield "altup", self.altup.hidden_size
 
     def entries(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         for sublayer in self.sublayers:
-            found |= sublayer.parts()
-        return found | {name: getattr(self, name) for name in _OWN}
+            parts |= sublayer.parts()
+        return parts | {name: getattr(self, name) for name in _OWN}
 
     def replaced(self, **parts: Any) -> Block:
         """Return the block with other parts, by their names in `entries`, such as attention or feed_forward_norm.
@@ -272,7 +206,7 @@ class Block(Component, frozen=True):
 
     def words(self) -> dict[str, Words]:
         """Return the words for the arrangement, the norms, the biases and all aspects of the mixers."""
-        number = sum(each.norm is not None for each in self.sublayers)
+        number = sum(sublayer.norm is not None for sublayer in self.sublayers)
         data = {"parallel": self.parallel, "norms": number, "residual": self.residual}
         short = whole = "serial"
         if self.parallel:
@@ -280,18 +214,19 @@ class Block(Component, frozen=True):
         elif self.residual == "normed":
             short, whole = "serial, residual from the norm", "serial, residual from the norms' output"
         words = {"block": Words(short, data, whole), "norm": self._norms(), "norm eps": self._eps()}
-        untold = {each.mixer.slot: each.untold() for each in self.sublayers}
-        first, *others = untold.values()
-        alike = bool(others) and all(each == first for each in others)
-        for slot, fields in ({"branch": first} if alike else untold).items():
+        undescribed = {sublayer.mixer.slot: sublayer.undescribed() for sublayer in self.sublayers}
+        first, *others = undescribed.values()
+        alike = bool(others) and all(fields == first for fields in others)
+        for slot, fields in ({"branch": first} if alike else undescribed).items():
             words["block"] = words["block"].also({f"{slot} {n}": (f"{slot} {w}", v) for n, (w, v) in fields.items()})
-        read = {each.mixer.slot: each.input_multiplier for each in self.sublayers if each.input_multiplier != 1}
-        if read:
-            said = ", ".join(f"{slot} times {plain_number(factor)}" for slot, factor in read.items())
-            words["input of branches"] = Words(said, read)
-        for each in self.sublayers:
-            for aspect, told in each.mixer.aspects().items():
-                words[aspect] = words[aspect].beside(told) if aspect in words else told
+        factors = {sublayer.mixer.slot: sublayer.input_multiplier for sublayer in self.sublayers}
+        factors = {slot: factor for slot, factor in factors.items() if factor != 1}
+        if factors:
+            text = ", ".join(f"{slot} times {plain_number(factor)}" for slot, factor in factors.items())
+            words["input of branches"] = Words(text, factors)
+        for sublayer in self.sublayers:
+            for aspect, described in sublayer.mixer.aspects().items():
+                words[aspect] = words[aspect].joined(described) if aspect in words else described
         return words | {"bias": self._biases()}
 
     def norms(self) -> dict[str, Norm]:
@@ -300,183 +235,93 @@ class Block(Component, frozen=True):
 
     def _norms(self) -> Words:
         """Return the words for the norms. A sub-layer without any norm is listed with the first norm."""
-        told = {name: norm.named() for name, norm in self.norms().items()}
-        if not told:
+        described = {name: norm.named() for name, norm in self.norms().items()}
+        if not described:
             return NOT_THERE
-        first, *_ = told.values()
-        data = {name: words.data for name, words in told.items()}
-        data |= {each.mixer.slot: first.data for each in self.sublayers if not each.places()}
-        short = " and ".join(dict.fromkeys(words.short for words in told.values()))
-        whole = " and ".join(dict.fromkeys(words.long for words in told.values()))
-        places = dict.fromkeys(place for each in self.sublayers for place in each.places())
+        first, *_ = described.values()
+        data = {name: words.data for name, words in described.items()}
+        data |= {sublayer.mixer.slot: first.data for sublayer in self.sublayers if not sublayer.places()}
+        short = " and ".join(dict.fromkeys(words.short for words in described.values()))
+        whole = " and ".join(dict.fromkeys(words.long for words in described.values()))
+        places = dict.fromkeys(place for sublayer in self.sublayers for place in sublayer.places())
         where = " and ".join(places)
         whole += f", {' and '.join(f'{place}-norm' for place in places)}"
         return Words(f"{short}, {where}", data | {"placement": where}, whole)
 
     def _eps(self) -> Words:
         """Return the words for the eps of all norms, as one number if they are equal."""
-        found = {name: norm.eps for name, norm in self.norms().items()}
-        for each in self.sublayers:
-            inner = {name: part.eps for name, part in each.mixer.entries().items() if isinstance(part, Norm)}
-            found |= {f"{each.mixer.slot} {name}" if name in found else name: eps for name, eps in inner.items()}
-        if not found:
+        by_norm = {name: norm.eps for name, norm in self.norms().items()}
+        for mixer in self._mixers:
+            inner = {name: part.eps for name, part in mixer.entries().items() if isinstance(part, Norm)}
+            by_norm |= {f"{mixer.slot} {name}" if name in by_norm else name: eps for name, eps in inner.items()}
+        if not by_norm:
             return NOT_THERE
-        words = " and ".join(dict.fromkeys(f"{eps:g}" for eps in found.values()))
-        return Words(words, found if len(set(found.values())) > 1 else next(iter(found.values())))
+        words = " and ".join(dict.fromkeys(f"{eps:g}" for eps in by_norm.values()))
+        return Words(words, by_norm if len(set(by_norm.values())) > 1 else next(iter(by_norm.values())))
 
     def _biases(self) -> Words:
         """Return the words for the linear layers that have a bias. Biases of norms are described with the norms."""
-        mixers, every = [each.mixer for each in self.sublayers], dict[str, Words]()
-        for mixer in mixers:
-            linears = mixer.biases()
-            every |= {f"{mixer.slot} {name}" if name in every else name: words for name, words in linears.items()}
-        there = {name: words for name, words in every.items() if words.data}
-        if len(there) == len(every) and all(mixer.biases() for mixer in mixers):
-            return Words("all linears", list(there), "every linear")
-        words = there.values()
+        linears: dict[str, Words] = {}
+        for mixer in self._mixers:
+            own = mixer.biases()
+            linears |= {f"{mixer.slot} {name}" if name in linears else name: words for name, words in own.items()}
+        biased = {name: words for name, words in linears.items() if words.data}
+        if len(biased) == len(linears) and all(mixer.biases() for mixer in self._mixers):
+            return Words("all linears", list(biased), "every linear")
+        words = biased.values()
         return Words(
-            ", ".join(w.short for w in words) or "none", list(there), ", ".join(w.long for w in words) or "none"
+            ", ".join(w.short for w in words) or "none", list(biased), ", ".join(w.long for w in words) or "none"
         )
+
+    @property
+    def _mixers(self) -> Sequence[Mixer]:
+        return [sublayer.mixer for sublayer in self.sublayers]
 
     def mixer(self, slot: str) -> Mixer | None:
         """Return the mixer of a slot, or None."""
-        return next((each.mixer for each in self.sublayers if each.mixer.slot == slot), None)
+        return next((mixer for mixer in self._mixers if mixer.slot == slot), None)
 
     @property
     def attention(self) -> Attention | LatentAttention:
-        """The attention of the block. Raises MissingComponent if there is none."""
-        found = self.mixer("attention")
-        if not isinstance(found, Attention | LatentAttention):
+        """Return the attention of the block. Raises MissingComponent if there is none."""
+        attention = self.mixer("attention")
+        if not isinstance(attention, Attention | LatentAttention):
             raise MissingComponent(f"this needs softmax attention in every layer, but one layer has only {self.slots}")
-        return found
+        return attention
 
     @property
     def feed_forward(self) -> FeedForward | GatedFeedForward | MixtureOfExperts:
-        """The feed-forward of the block. Raises MissingComponent if there is none."""
-        found = self.mixer("feed_forward")
-        if not isinstance(found, FeedForward | GatedFeedForward | MixtureOfExperts):
+        """Return the feed-forward of the block. Raises MissingComponent if there is none."""
+        feed_forward = self.mixer("feed_forward")
+        if not isinstance(feed_forward, FeedForward | GatedFeedForward | MixtureOfExperts):
             raise MissingComponent(f"this needs a feed-forward in every layer, but one layer has only {self.slots}")
-        return found
+        return feed_forward
 
     @property
     def attention_norm(self) -> Norm:
-        """The norm before attention. Raises MissingComponent if there is none."""
-        found = next((each.norm for each in self.sublayers if each.mixer.slot == "attention"), None)
-        if found is None:
+        """Return the norm before attention. Raises MissingComponent if there is none."""
+        norm = self._norm_before("attention")
+        if norm is None:
             raise MissingComponent(
                 f"this needs a norm before the attention of every layer, but one layer, of {self.slots}, has "
                 "no such norm"
             )
-        return found
+        return norm
 
     @property
     def feed_forward_norm(self) -> Norm | None:
         """The feed-forward's own input norm, or None."""
-        return next((each.norm for each in self.sublayers if each.mixer.slot == "feed_forward"), None)
+        return self._norm_before("feed_forward")
 
-    # Complex: one branch for every arrangement of norms and sums.
-    def operations(self, path: str, source: str, shape: Sizes) -> Program:  # noqa: C901
+    def _norm_before(self, slot: str) -> Norm | None:
+        return next((sublayer.norm for sublayer in self.sublayers if sublayer.mixer.slot == slot), None)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
         """Return the program from the stream `source` to the block's output. Ids are names in the block's module."""
-        end = "block_output"  # the operation up to which the module has variables for results
-        streams: Sizes = shape if self.altup is None else (self.altup.count, *shape)
-        found: list[AnyOperation] = [Stream(source, (source,), streams, "norms", held=end, kept_wide=self.wide)]
-        if self.altup is not None:
-            found += self.altup.predicted(f"{path}altup", source, shape)
-            source = found[-1].id
-
-        def run(name: str, node: Component, read: str, held: str = end) -> str:
-            program: Program = node.operations(f"{path}{name}", read, shape)
-            *first, last = program
-            found.extend([*first, msgspec.structs.replace(last, held=held)])
-            return last.id
-
-        def add(name: str, past: str, branch: str, residual: str | None) -> str:
-            inputs, wide = (past, branch), self.wide
-            found.append(Add(name, inputs, shape, "norms", held=end, residual=residual, kept_wide=wide))
-            return name
-
-        branches, total, shared, waiting, for_next = [], source, source, "", ""
-        for index, sublayer in enumerate(self.sublayers):
-            slot, last = sublayer.mixer.slot, index == len(self.sublayers) - 1 and self.altup is None
-            behind = self.sublayers[index + 1 :]
-            following = next(
-                (f"{each.mixer.slot}_norm" for each in behind if not each.beside and not self.parallel), ""
-            )
-            waits = bool(behind) and behind[0].beside
-            if self.altup is not None and sublayer.onto == "others":
-                found += self.altup.corrected(f"{path}altup", total, shape)
-                found += self.altup.scaled(f"{path}altup", shape)
-                total = found[-1].id
-            taken = for_next or (source if self.parallel else total)
-            read, for_next = shared if self.parallel or sublayer.beside else taken, ""
-            if sublayer.norm is not None:
-                read = run(f"{slot}_norm", sublayer.norm, taken, following or end)
-                if self.wide:
-                    found[-1] = msgspec.structs.replace(found[-1], narrowed=True)
-            shared = shared if sublayer.beside or (self.parallel and index) else read
-            if sublayer.low_rank is not None:  # the sum is the same whether it comes before or after the mixer
-                inputs = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))
-                found.append(Add(f"{slot}_augmented", inputs, shape, "norms", residual=total))
-                total = found[-1].id
-            # Only the last result of a branch stays in a variable.
-            passing = last or waits or sublayer.beside or sublayer.onto == "next"
-            scaled, kept = sublayer.multiplier != 1, "" if passing else end
-            normed, mixed = sublayer.output_norm is not None, read
-            if sublayer.input_multiplier != 1:
-                mixed, factor = f"{slot}_input_scaled", sublayer.input_multiplier
-                held = sublayer.mixer.operations(f"{path}{slot}", mixed, shape)[-1].id
-                found.append(Scale(mixed, (read,), shape, "norms", held=held, factor=factor))
-            branch = run(slot, sublayer.mixer, mixed, "" if normed or scaled else kept)
-            if sublayer.output_norm is not None:
-                branch = run(f"{slot}_output_norm", sublayer.output_norm, branch, "" if scaled else kept)
-            if scaled:
-                factor = sublayer.multiplier
-                found.append(Scale(f"{slot}_scaled", (branch,), shape, "norms", held=kept, factor=factor))
-                branch = found[-1].id
-            if sublayer.beside:
-                name, held = f"{slot}_beside", "" if last or waits else end
-                found.append(Add(name, (waiting, branch), shape, "norms", held=held))
-                branch = name
-            if waits:
-                waiting = branch
-                continue
-            if self.parallel:
-                branches.append(branch)
-                continue
-            if sublayer.onto == "next":
-                for_next = f"{slot}_added"
-                found.append(Add(for_next, (total, branch), shape, "norms", residual=total))
-                continue
-            if sublayer.onto == "others":
-                found.append(AltUp(end, (f"{path}altup.corrected", branch), streams, "streams", step="spread"))
-                continue
-            past = read if self.residual == "normed" else total
-            total = add(end if last and sublayer.low_rank is None else f"{slot}_output", past, branch, past)
-            if sublayer.low_rank is not None:
-                name = end if last else f"{slot}_halved"
-                found.append(Scale(name, (total,), shape, "norms", held=end, factor=0.5**0.5))
-                total = name
-            if sublayer.sum_norm is not None:  # its result takes the variable of the sum
-                found[-1] = msgspec.structs.replace(found[-1], held="")
-                total = run(f"{slot}_sum_norm", sublayer.sum_norm, total)
-        if self.altup is not None and self.sublayers[-1].onto == "stream":
-            *first, corrected = self.altup.corrected(f"{path}altup", total, shape)
-            found += (*first, msgspec.structs.replace(corrected, id=end))
-        if self.parallel and self.sums == "stream first":
-            for index, branch in enumerate(branches):
-                total = add(end if index == len(branches) - 1 else f"sum_{index + 1}", total, branch, total)
-        elif self.parallel:
-            both, *others = branches
-            for index, other in enumerate(others):
-                both = add("both" if not index else f"both_{index + 1}", both, other, None)
-            add(end, source, both, source)
-        if self.scale is not None:  # its result takes the variable of the block's output
-            found[-1] = msgspec.structs.replace(found[-1], held="")
-            found += self.scale.operations(f"{path}scale", found[-1].id, shape)
-        return tuple(found)
+        return _BlockProgram(self, path, source, shape).whole()
 
     def plain(self) -> None:
-        """Check that every mixer has only an input norm, for code that supports nothing else.
+        """Check that every mixer has an input norm and no other norms or factors, for code that supports no others.
 
         A multiplier of the branch is allowed, unless the result is added to a norm's output.
 
@@ -484,9 +329,9 @@ class Block(Component, frozen=True):
             MissingComponent: a mixer has no input norm, or has an output norm, a sum norm or another such part.
         """
         more = ("multiplier",) if self.residual == "normed" else ()
-        looked = (*_NORMS[1:], "low_rank", "onto", "input_multiplier", "beside", *more)
+        checked = ("output_norm", "sum_norm", "low_rank", "onto", "input_multiplier", "beside", *more)
         for index, sublayer in enumerate(self.sublayers):
-            for name in looked:
+            for name in checked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:
                     raise MissingComponent(
                         "this supports only layers with plain norms before attention and feed-forward, but "
@@ -497,3 +342,173 @@ class Block(Component, frozen=True):
                     "this supports only layers with a norm before attention and feed-forward, but there is no "
                     f"norm before {sublayer.mixer.slot}"
                 )
+
+
+_END = "block_output"
+"""The id of a block's last operation. Until it, the code of the module refers to the stream and to most results."""
+
+
+class _BlockProgram:
+    """The program of a block while it is written, one sub-layer after the other.
+
+    How long results live depends on the variables in the code of the block's module (`modules.decoder`).
+    """
+
+    def __init__(self, block: Block, path: str, source: str, shape: Sizes) -> None:
+        self.block, self.path, self.shape = block, path, shape
+        self.streams: Sizes = shape if block.altup is None else (block.altup.count, *shape)
+        self.program: list[AnyOperation] = [
+            Stream(source, (source,), self.streams, "norms", live_until=_END, kept_wide=block.wide)
+        ]
+        if block.altup is not None:
+            self.program += block.altup.predicted(f"{path}altup", source, shape)
+        self.source = self.last
+        self.total = self.source  # the stream, with the outputs that are already added
+        self.normed = self.source  # the input of sub-layers without their own norm, if they read the same as others
+        self.waiting = ""  # an output that is added together with that of the next sub-layer (`beside`)
+        self.next_input = ""  # what the norm of the next sub-layer reads instead of the stream (`onto: next`)
+        self.branches: list[str] = []  # the outputs of a parallel block's sub-layers
+
+    @property
+    def last(self) -> str:
+        """The id of the last operation so far."""
+        return self.program[-1].id
+
+    def whole(self) -> Program:
+        """Return the program of the whole block."""
+        block, altup = self.block, self.block.altup
+        for index in range(len(block.sublayers)):
+            self._sublayer(index)
+        if altup is not None and block.sublayers[-1].onto == "stream":
+            *first, corrected = altup.corrected(f"{self.path}altup", self.total, self.shape)
+            self.program += (*first, msgspec.structs.replace(corrected, id=_END))
+        if block.parallel:
+            self._parallel_sum()
+        if block.scale is not None:
+            self._release_last()  # the module has one variable for the sum and for the scaled sum
+            self.program += block.scale.operations(f"{self.path}scale", self.last, self.shape)
+        return tuple(self.program)
+
+    def _sublayer(self, index: int) -> None:
+        """Write a sub-layer, and the addition of its output to the stream."""
+        block, sublayer, shape = self.block, self.block.sublayers[index], self.shape
+        slot, altup = sublayer.mixer.slot, block.altup
+        if altup is not None and sublayer.onto == "others":
+            self.program += altup.corrected(f"{self.path}altup", self.total, shape)
+            self.program += altup.scaled(f"{self.path}altup", shape)
+            self.total = self.last
+        read = self._input(index)
+        if sublayer.low_rank is not None:  # adding it before or after the mixer makes no difference
+            low_rank = self._run(f"{slot}_low_rank", sublayer.low_rank, read, "")
+            self.program.append(Add(f"{slot}_augmented", (self.total, low_rank), shape, "norms", residual=self.total))
+            self.total = self.last
+        branch = self._branch(index, read)
+        if self._waits(index):
+            self.waiting = branch
+        elif block.parallel:
+            self.branches.append(branch)
+        elif sublayer.onto == "next":
+            self.next_input = f"{slot}_added"
+            self.program.append(Add(self.next_input, (self.total, branch), shape, "norms", residual=self.total))
+        elif sublayer.onto == "others":
+            inputs = (f"{self.path}altup.corrected", branch)
+            self.program.append(AltUp(_END, inputs, self.streams, "streams", step="spread"))
+        else:
+            self._serial_sum(index, read if block.residual == "normed" else self.total, branch)
+
+    def _input(self, index: int) -> str:
+        """Write the norm of a sub-layer's input. Return the id of what its mixer reads."""
+        block, sublayer = self.block, self.block.sublayers[index]
+        stream = self.next_input or (self.source if block.parallel else self.total)
+        read = self.normed if block.parallel or sublayer.beside else stream
+        self.next_input = ""
+        if sublayer.norm is not None:
+            # The module's variable for the result gets a new value by the norm of the next sub-layer in series.
+            following = () if block.parallel else (later for later in block.sublayers[index + 1 :] if not later.beside)
+            until = next((f"{later.mixer.slot}_norm" for later in following), _END)
+            read = self._run(f"{sublayer.mixer.slot}_norm", sublayer.norm, stream, until)
+            if block.wide:
+                self.program[-1] = msgspec.structs.replace(self.program[-1], narrowed=True)
+        if not (sublayer.beside or (block.parallel and index)):
+            self.normed = read
+        return read
+
+    def _branch(self, index: int, read: str) -> str:
+        """Write a mixer, its multipliers, its output norm, and the sum with the output that waits for it.
+
+        The module has one variable for the results of a branch, so only the last of them lives until the block's end.
+        """
+        sublayer, shape = self.block.sublayers[index], self.shape
+        slot, last, waits = sublayer.mixer.slot, self._is_last(index), self._waits(index)
+        until = "" if last or waits or sublayer.beside or sublayer.onto == "next" else _END
+        normed, scaled = sublayer.output_norm is not None, sublayer.multiplier != 1
+        if sublayer.input_multiplier != 1:
+            name, factor = f"{slot}_input_scaled", sublayer.input_multiplier
+            mixer_end = sublayer.mixer.operations(f"{self.path}{slot}", name, shape)[-1].id
+            self.program.append(ScaleOperation(name, (read,), shape, "norms", live_until=mixer_end, factor=factor))
+            read = name
+        branch = self._run(slot, sublayer.mixer, read, "" if normed or scaled else until)
+        if sublayer.output_norm is not None:
+            branch = self._run(f"{slot}_output_norm", sublayer.output_norm, branch, "" if scaled else until)
+        if scaled:
+            factor = sublayer.multiplier
+            self.program.append(
+                ScaleOperation(f"{slot}_scaled", (branch,), shape, "norms", live_until=until, factor=factor)
+            )
+            branch = self.last
+        if sublayer.beside:
+            until = "" if last or waits else _END
+            self.program.append(Add(f"{slot}_beside", (self.waiting, branch), shape, "norms", live_until=until))
+            branch = self.last
+        return branch
+
+    def _serial_sum(self, index: int, residual: str, branch: str) -> None:
+        """Write the addition of a sub-layer's output to `residual`, and the norm of the sum."""
+        sublayer, last = self.block.sublayers[index], self._is_last(index)
+        slot, low_rank = sublayer.mixer.slot, sublayer.low_rank is not None
+        self.total = self._add(_END if last and not low_rank else f"{slot}_output", residual, branch, residual)
+        if low_rank:
+            name = _END if last else f"{slot}_halved"
+            self.program.append(
+                ScaleOperation(name, (self.total,), self.shape, "norms", live_until=_END, factor=0.5**0.5)
+            )
+            self.total = name
+        if sublayer.sum_norm is not None:
+            self._release_last()  # the module has one variable for the sum and for its norm
+            self.total = self._run(f"{slot}_sum_norm", sublayer.sum_norm, self.total)
+
+    def _parallel_sum(self) -> None:
+        """Write the sum of the stream and of the outputs of all sub-layers."""
+        if self.block.sums == "stream first":
+            for index, branch in enumerate(self.branches):
+                name = _END if index == len(self.branches) - 1 else f"sum_{index + 1}"
+                self.total = self._add(name, self.total, branch, self.total)
+            return
+        both, *others = self.branches
+        for index, other in enumerate(others):
+            both = self._add(f"both_{index + 1}" if index else "both", both, other, None)
+        self._add(_END, self.source, both, self.source)
+
+    def _run(self, name: str, node: Component, read: str, live_until: str = _END) -> str:
+        """Write a component's program. Return the id of its result."""
+        program: Program = node.operations(f"{self.path}{name}", read, self.shape)
+        *first, last = program
+        self.program += (*first, msgspec.structs.replace(last, live_until=live_until))
+        return last.id
+
+    def _add(self, name: str, one: str, other: str, residual: str | None) -> str:
+        inputs, wide = (one, other), self.block.wide
+        self.program.append(Add(name, inputs, self.shape, "norms", live_until=_END, residual=residual, kept_wide=wide))
+        return name
+
+    def _release_last(self) -> None:
+        self.program[-1] = msgspec.structs.replace(self.program[-1], live_until="")
+
+    def _waits(self, index: int) -> bool:
+        """Return whether the next sub-layer reads the same input, so that both outputs are added together."""
+        following = self.block.sublayers[index + 1 :]
+        return bool(following) and following[0].beside
+
+    def _is_last(self, index: int) -> bool:
+        """Return whether the output of this sub-layer completes the block."""
+        return index == len(self.block.sublayers) - 1 and self.block.altup is None

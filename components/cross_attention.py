@@ -22,18 +22,18 @@ class CrossAttention(Mixer, Component, frozen=True):
     label = "cross-attention"
     slot = "cross_attention"
     rounds = ("scaling", "softmax")
-    tells = ("head_dim", "scale", "qkv_bias", "output_bias")
+    described = ("head_dim", "scale", "qkv_bias", "output_bias")
     forgotten: ClassVar[dict[str, str]] = {
         "qkv_bias": "QKV bias of cross-attention dropped",
         "output_bias": "output bias of cross-attention dropped",
     }
 
     hidden_size: Size
-    """The width of the residual stream."""
+    """The width of the decoder's stream, and of the encoder's output."""
     heads: Size
-    """The number of query heads, and of key-value heads."""
+    """The number of heads of queries, keys and values."""
     head_dim: Size
-    """The number of elements per head."""
+    """The number of elements of a query, key or value."""
     scale: Scale
     """The factor of q·k."""
     qkv_bias: bool = False
@@ -41,27 +41,28 @@ class CrossAttention(Mixer, Component, frozen=True):
     output_bias: bool = False
     """Whether the output projection has a bias."""
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
-    """Where the scale is applied, as in `Attention`."""
+    """Where the scale is applied: scores are multiplied by it or divided by its inverse, or "queries" are multiplied
+    before the product."""
     softmax: Literal["float32", "input"] = "input"
-    """The dtype of the softmax, as in `Attention`."""
+    """The dtype of the softmax: at least fp32, or that of its input."""
 
     def weights(self) -> dict[str, Weight]:
         inner, hidden = self.heads * self.head_dim, self.hidden_size
-        found = {
+        weights = {
             "q_proj.weight": Weight((inner, hidden), "reads"),
             "k_proj.weight": Weight((inner, hidden), "inner"),  # reads the encoder's output, not this stream
             "v_proj.weight": Weight((inner, hidden), "inner"),
             "o_proj.weight": Weight((hidden, inner), "writes"),
         }
         if self.qkv_bias:
-            found |= {f"{part}_proj.bias": bias(inner) for part in "qkv"}
-        return found | ({"o_proj.bias": bias(hidden)} if self.output_bias else {})
+            weights |= {f"{part}_proj.bias": bias(inner) for part in "qkv"}
+        return weights | ({"o_proj.bias": bias(hidden)} if self.output_bias else {})
 
     def words(self) -> dict[str, Words]:
         scale = scale_words(self.scale, self.head_dim)
         data = {"heads": self.heads, "head_dim": self.head_dim, "scale": scale.data}
-        told = f"{self.heads} heads, head dim {self.head_dim}{scale.whole}"
-        return {"cross-attention": Words(f"MHA {self.heads}", data, told)}
+        whole = f"{self.heads} heads, head dim {self.head_dim}{scale.whole}"
+        return {"cross-attention": Words(f"MHA {self.heads}", data, whole)}
 
     def biases(self) -> dict[str, Words]:
         qkv = Words("cross q, k, v", self.qkv_bias, "q, k, v of cross-attention")
@@ -89,13 +90,14 @@ class CrossAttention(Mixer, Component, frozen=True):
         seen: Sizes = ("B", "U", self.heads, self.head_dim)
         q = linear(self, "q_proj", path, source, heads, row, end)
         keys = [linear(self, f"{part}_proj", path, read.id, seen, row, end) for part in "kv"]
-        kept = [
-            CacheOperation(f"{path}.{part}_cached", (each.id,), seen, row, held=end, as_given=True, once=True)
-            for part, each in zip("kv", keys, strict=True)
+        fields: dict[str, Any] = {"live_until": end, "as_given": True, "once": True}
+        cached = [
+            CacheOperation(f"{path}.{part}_cached", (projection.id,), seen, row, **fields)
+            for part, projection in zip("kv", keys, strict=True)
         ]
         scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.heads}
         rest: dict[str, Any] = {"causal": False, "keys": "U", "wide": self.softmax == "float32"}
-        inputs = (q.id, kept[0].id, kept[1].id)
+        inputs = (q.id, cached[0].id, cached[1].id)
         mixed = attend(path, inputs, scores, self.heads, self.head_dim, **rest)
-        found = (q, read, *keys, *kept, *mixed)
-        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
+        program = (q, read, *keys, *cached, *mixed)
+        return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))

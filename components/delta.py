@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention whose state is corrected at every token. No torch."""
+"""Gated DeltaNet: linear attention in which a token corrects what the state returns for its key. No torch."""
 
 from typing import Any, Literal, Self
 
@@ -8,27 +8,25 @@ from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Component, Logs, Misread, Mixer, Size, Weight, divided
 from .norms import RMSNorm, inside
-from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Product, Program, Scan, Sizes, linear, out_of
+from .operations import ActivationOperation, AnyOperation, Product, Program, Scan, Sizes, linear, out_of
 from .short_convolution import convolve, misread_kernels
 from .words import Words
 
 __all__ = ["GatedDeltaNet"]
 
-_CHUNK = 64  # the number of tokens in a chunk
+_CHUNK = 64  # the number of tokens that are processed at once
 
 
 class GatedDeltaNet(Mixer, Component, frozen=True):
-    """A recurrence with a state S (key_dim, value_dim) for each of `heads` heads (Yang et al. 2412.06464).
-
-    At every token, the state decays. It is corrected by the difference between the token's value and the value that the
-    state gives for the token's key. Then the token's query reads it:
+    """A recurrence in which every head has a state S of shape (key_dim, value_dim) (Yang et al. 2412.06464). At every
+    token, the state decays. Then the difference between the token's value and the state's value for the token's key
+    is added to it. The token's query reads the result:
 
         S ← eᵍ S,  S ← S + k (β (v − Sᵀk))ᵀ,  y = Sᵀq
 
-    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries, keys and values pass
-    through a causal convolution and the activation. Queries and keys are then normalised to length 1, and queries are
-    divided by √key_dim. All of this is in at least fp32. The y of every head is normalised and multiplied by
+    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries and keys have length
+    1, and queries are divided by √key_dim. All of this is in at least fp32. Before that, queries, keys and values pass
+    through a causal convolution and the activation. The y of every head is normalised and multiplied by
     silu(gate_proj(x)).
     """
 
@@ -37,27 +35,28 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
     computed_in = "gptkit.modules.delta"
     axes = ("group", "group_values", "keys", "values")
     rounds = ("fused",)
-    tells = ("key_dim", "value_dim", "norm")
+    described = ("key_dim", "value_dim", "norm")
 
     hidden_size: Size
     """The width of the residual stream."""
     heads: Size
-    """The number of states, and of values per token."""
+    """The number of heads, each with its own state and values."""
     key_heads: Size
     """The number of queries and of keys per token. heads / key_heads consecutive heads share one."""
     key_dim: Size
-    """The number of elements of a query or a key."""
+    """The number of elements of a query or key."""
     value_dim: Size
     """The number of elements of a value."""
     kernel: Size
-    """The length of the convolution's kernel, in tokens."""
+    """The length of the causal convolution's kernel, in tokens. Every channel has its own kernel."""
     activation: Activation
     """The activation after the convolution."""
     norm: RMSNorm
-    """The norm of y in every head."""
+    """The norm of the y of every head."""
     fused: Literal["by part", "by head"] = "by part"
-    """What one matrix product computes: queries, keys and values ("by part", Qwen3.5), or the query, key, values and
-    gates of a key head, with β and decays in a second product ("by head", Qwen3-Next). It changes only the rounding."""
+    """What one matrix product computes. "by part": all queries, then all keys, then all values (Qwen3.5). "by head":
+    the query, key, values and gates of one key head after the other, with β and the decays in a second product
+    (Qwen3-Next). It changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads:
@@ -75,17 +74,17 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
 
     @property
     def group_values(self) -> int:
-        """The width of the values of all heads of a key head."""
+        """The width of the values of all heads that share a key head."""
         return self.group * self.value_dim
 
     @property
     def keys(self) -> int:
-        """The width of all keys."""
+        """The width of all keys together."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """The width of all values."""
+        """The width of all values together."""
         return self.heads * self.value_dim
 
     def weights(self) -> dict[str, Weight]:
@@ -106,11 +105,11 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.key_heads}"
         sizes = {name: getattr(self, name) for name in ("heads", "key_heads", "key_dim", "value_dim", "kernel")}
         state = f"state {self.key_dim} × {self.value_dim}"
-        told = f"Gated DeltaNet, {heads} heads, {state}, convolution of {self.kernel} tokens"
+        summary = f"Gated DeltaNet, {heads} heads, {state}, convolution of {self.kernel} tokens"
         activation = function_of(self.activation)
         data = {"kind": "GatedDeltaNet", **sizes, "activation": activation}
         return {
-            "recurrence": Words(f"DeltaNet {heads}, {state}", data, f"{told}, {FACTS[activation].words}"),
+            "recurrence": Words(f"DeltaNet {heads}, {state}", data, f"{summary}, {FACTS[activation].words}"),
             "norm of recurrence": inside({"y": self.norm}, "", "heads of the recurrence"),
         }
 
@@ -135,15 +134,15 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         return {"another activation": msgspec.structs.replace(self, activation=other)}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        found: dict[str, dict[str, list[int]]] = {}
+        orders: dict[str, dict[str, list[int]]] = {}
         if self.group > 1 and self.key_heads > 1:
-            order = [head for each in range(self.group) for head in range(each, self.heads, self.group)]
+            order = [head for first in range(self.group) for head in range(first, self.heads, self.group)]
             rows = [head * self.value_dim + at for head in order for at in range(self.value_dim)]
-            found["heads of the recurrence in other groups"] = {
+            orders["heads of the recurrence in other groups"] = {
                 **dict.fromkeys(("v_proj", "v_conv", "gate_proj", "o_proj"), rows),
                 **dict.fromkeys(("beta_proj", "decay_proj"), order),
             }
-        return found
+        return orders
 
     def misread(self) -> dict[str, Misread]:
         return {
@@ -167,21 +166,23 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         numbers: dict[str, Any] = {**parts, "together": f"{path}.numbers"} if by_head else {}
         gate: dict[str, Any] = {**parts, "copied": self.group > 1} if by_head else {}
         sizes: dict[str, Sizes] = {"q": keys, "k": keys, "v": values}
-        found: list[AnyOperation] = [
+        program: list[AnyOperation] = [
             *(linear(self, f"{name}_proj", path, source, size, row, read, **parts) for name, size in sizes.items()),
             linear(self, "beta_proj", path, source, heads, row, end, **numbers),
             linear(self, "decay_proj", path, source, heads, row, end, **numbers),
             linear(self, "gate_proj", path, source, values, row, end, **gate),
         ]
         for name, size in sizes.items():
-            found.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row, joined=True))
+            program.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row, joined=True))
             active = f"{path}.{name}_activated"
-            found.append(ActivationOperation(active, (found[-1].id,), size, row, function=self.activation, held=end))
+            program.append(
+                ActivationOperation(active, (program[-1].id,), size, row, function=self.activation, live_until=end)
+            )
         state = (self.heads, self.key_dim, self.value_dim)
         inputs = (*(f"{path}.{name}_activated" for name in sizes), f"{path}.beta_proj", f"{path}.decay_proj")
         own = tuple((name, (self.heads,)) for name in ("A_log", "dt_bias"))
-        # The products of a chunk: keys with keys and with queries, the triangular system for values and keys, the state
-        # read by keys and by queries, its update by keys, and the weighted values.
+        # In a chunk: keys times keys and queries, the triangular system for values and keys, what keys and queries read
+        # from the state, what keys add to it, and the weighted values.
         dk, dv = self.key_dim, self.value_dim
         within = _CHUNK * _CHUNK * (3 * dk + 2 * dv) + 3 * _CHUNK * dk * dv
         scan = Scan(
@@ -202,8 +203,8 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
             spared=self.heads * (_CHUNK * _CHUNK * dk + 2 * _CHUNK * dk * dv),
             alive=self.heads * max(3 * dk + dv + 4 * _CHUNK, 5 * dk + 2 * dv + 2 * _CHUNK),
         )
-        found += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))
-        normed = found[-1].id
+        program += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))
+        normed = program[-1].id
         opened = ActivationOperation(f"{path}.gate", (f"{path}.gate_proj",), values, row, function="silu", wide="kept")
         gated = Product(f"{path}.gated", (normed, opened.id), values, row)
-        return (*found, opened, gated, linear(self, "o_proj", path, gated.id, shape, row))
+        return (*program, opened, gated, linear(self, "o_proj", path, gated.id, shape, row))

@@ -1,4 +1,4 @@
-"""Components of bidirectional models: token types, the transform before the head, and the pooler. No torch."""
+"""Parts of bidirectional models such as BERT: token types, the transform before the head, the pooler. No torch."""
 
 from typing import ClassVar, Self
 
@@ -6,17 +6,15 @@ from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Component, Size, Weight, bias
 from .norms import Norm
-from .operations import Activation as ActivationOperation
-from .operations import Add, AnyOperation, Embed, Program, Sizes, Tokens, linear
+from .operations import ActivationOperation, Add, AnyOperation, Embed, Program, Sizes, Tokens, linear
 from .words import Words
 
 __all__ = ["HeadTransform", "Pooler", "TokenTypes"]
 
 
 class TokenTypes(Component, frozen=True):
-    """A table with a row for each of `count` token types, added to the embeddings (BERT, 1810.04805).
-
-    A type says to which segment of a text a token belongs. If no types are given, all tokens have the first type.
+    """A table of embeddings of token types, which are added to the token embeddings. A type says to which segment of a
+    text a token belongs (BERT, 1810.04805). Without types, all tokens have the first.
     """
 
     label = "embedding"
@@ -24,7 +22,7 @@ class TokenTypes(Component, frozen=True):
     given = ("hidden_size",)
 
     count: Size
-    """The number of token types."""
+    """The number of types."""
     hidden_size: Size
     """The width of the residual stream."""
 
@@ -39,7 +37,7 @@ class TokenTypes(Component, frozen=True):
         return {"token types exchanged": {"": order}} if self.count > 1 else {}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that adds the rows of the token types to the stream `source`."""
+        """Return the program that adds the embeddings of types to the stream `source`. `shape` is (B, T)."""
         wide: Sizes = (*shape, self.hidden_size)
         return (
             Tokens(f"{path}.ids", (), shape, "embedding", types=True),
@@ -54,14 +52,14 @@ class HeadTransform(Component, frozen=True):
     label = "head"
     forgotten: ClassVar[dict[str, str]] = {"bias": "bias before the head dropped"}
     given = ("hidden_size",)
-    tells = ("activation", "norm")
+    described = ("activation", "norm")
 
     hidden_size: Size
-    """The width of the residual stream."""
+    """The width of the hidden states."""
     activation: Activation
-    """The activation."""
+    """The activation after the linear layer."""
     norm: Norm
-    """The norm of the result."""
+    """The norm after the activation."""
     bias: bool = False
     """Whether the linear layer has a bias."""
 
@@ -71,41 +69,40 @@ class HeadTransform(Component, frozen=True):
 
     def words(self) -> dict[str, Words]:
         function, norm = function_of(self.activation), self.norm.named()
-        told = f"{FACTS[function].words}, {norm.long}"
-        return {"transform": Words(told, {"activation": function, "norm": norm.data, "eps": self.norm.eps})}
+        text = f"{FACTS[function].words}, {norm.long}"
+        return {"transform": Words(text, {"activation": function, "norm": norm.data, "eps": self.norm.eps})}
 
     def weights(self) -> dict[str, Weight]:
-        found = {"dense.weight": Weight((self.hidden_size, self.hidden_size), "reads")}
-        return found | ({"dense.bias": bias(self.hidden_size)} if self.bias else {})
+        weights = {"dense.weight": Weight((self.hidden_size, self.hidden_size), "reads")}
+        return weights | ({"dense.bias": bias(self.hidden_size)} if self.bias else {})
 
-    def share(self, devices: int) -> Self:  # noqa: ARG002 - each has all of it
+    def share(self, devices: int) -> Self:  # noqa: ARG002 - every GPU has all of it
         return self
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         active = f"{path}.activated"
-        found: list[AnyOperation] = [linear(self, "dense", path, source, shape, "head")]
-        found.append(ActivationOperation(active, (found[-1].id,), shape, "head", function=self.activation))
-        return (*found, *self.norm.operations(f"{path}.norm", active, shape))
+        program: list[AnyOperation] = [linear(self, "dense", path, source, shape, "head")]
+        program.append(ActivationOperation(active, (program[-1].id,), shape, "head", function=self.activation))
+        return (*program, *self.norm.operations(f"{path}.norm", active, shape))
 
 
 class Pooler(Component, frozen=True):
-    """activation(dense(x)) of the hidden state x of a text's first token, as one vector for the text (BERT).
-
-    It is not part of the model's output per token, and is computed only on request.
+    """activation(dense(x)) of a text's first token, as one vector for the text (BERT). It is not part of the
+    model's output per token, and is computed only on request.
     """
 
     label = "pooler"
     given = ("hidden_size",)
 
     hidden_size: Size
-    """The width of the residual stream."""
+    """The width of the hidden states, and of the result."""
     activation: Activation
-    """The activation."""
+    """The activation after the linear layer."""
 
     def words(self) -> dict[str, Words]:
         function = function_of(self.activation)
-        told = f"{FACTS[function].words} of the first token"
-        return {"pooler": Words(told, {"activation": function})}
+        text = f"{FACTS[function].words} of the first token"
+        return {"pooler": Words(text, {"activation": function})}
 
     def weights(self) -> dict[str, Weight]:
         return {

@@ -1,4 +1,4 @@
-"""The embedding and the head. No torch."""
+"""The two ends of a model: embeddings and the head. No torch."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -8,16 +8,16 @@ from msgspec import Meta
 from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
 from .encoder import HeadTransform
-from .feed_forward import FEW, MADE
+from .feed_forward import FEW, LAYER_INPUTS
 from .norms import Norm
-from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, Tokens, linear
+from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, ScaleOperation, Sizes, Tokens, linear
 from .words import Words
 
 __all__ = ["Embedding", "Head", "LayerEmbedding"]
 
 
 class Embedding(Component, frozen=True):
-    """The token embedding: a table with a row per token."""
+    """The table of token embeddings, and what happens to its rows before the first block."""
 
     label = "embedding"
     rows = "V"
@@ -30,10 +30,10 @@ class Embedding(Component, frozen=True):
         "blank": "row of the padding token not zero",
     }
 
-    tells = ("vocab_size", "hidden_size", "norm")
+    described = ("vocab_size", "hidden_size", "norm")
 
     vocab_size: Size
-    """The number of rows."""
+    """The number of tokens, which is the number of rows."""
     hidden_size: Size
     """The width of the residual stream."""
     norm: Norm | None = None
@@ -41,14 +41,13 @@ class Embedding(Component, frozen=True):
     multiplier: Positive = 1.0
     """The factor of the rows (√hidden in Gemma)."""
     width: Size | None = None
-    """The width of the rows, if a matrix projects them to the stream (OPT 350m)."""
+    """The width of the rows, if a matrix projects them to the stream (OPT 350m). None means the width of the stream."""
     shared: bool = False
-    """Whether an encoder uses the table of the model that it belongs to, which is stored once."""
+    """Whether an encoder's table is that of the decoder, so that it is stored only once."""
     scaling: Literal["exact", "rounded"] = "exact"
-    """With "rounded", the multiplier is rounded to the dtype of the rows first."""
+    """With "rounded", the multiplier is first rounded to the dtype of the rows."""
     blank: Annotated[int, Meta(ge=0)] | None = None
-    """The id of a token whose row counts as zeros, whatever it contains, also in a tied head (Youtu's padding
-    token)."""
+    """The id of a token whose row counts as zeros, also in a tied head, whatever it contains (Youtu's padding)."""
 
     def __post_init__(self) -> None:
         if self.blank is not None and self.blank >= self.vocab_size:
@@ -78,44 +77,45 @@ class Embedding(Component, frozen=True):
         wide: Sizes = (*shape, self.hidden_size)
         rows: Sizes = wide if self.width is None else (*shape, self.width)
         own = () if self.shared else (("weight", self.shapes()["weight"]),)
-        found: list[AnyOperation] = [Embed(path, (source,), rows, "embedding", own)]
+        program: list[AnyOperation] = [Embed(path, (source,), rows, "embedding", own)]
         if self.multiplier != 1:
-            found.append(Scale(f"{path}.scaled", (path,), rows, "embedding", factor=self.multiplier))
+            program.append(ScaleOperation(f"{path}.scaled", (path,), rows, "embedding", factor=self.multiplier))
         if self.width is not None:
-            found.append(linear(self, "projection", path, found[-1].id, wide, "embedding"))
+            program.append(linear(self, "projection", path, program[-1].id, wide, "embedding"))
         if self.norm is not None:
-            found += self.norm.operations(f"{path}.norm", found[-1].id, wide)
-        return tuple(found)
+            program += self.norm.operations(f"{path}.norm", program[-1].id, wide)
+        return tuple(program)
 
 
 class LayerEmbedding(Component, frozen=True):
-    """An additional input per layer for every token, from a table whose rows have `width` numbers per layer (Gemma 3n).
+    """An additional input of every layer for every token (Gemma 3n), which the layer's `LayerInput` reads.
 
-    The inputs are summed · (row + norm(projected · projection(x))), where x is the token's embedding. The `LayerInput`
-    of a layer reads its part. A token outside the table has the first row.
+    The inputs of all layers are `summed` · (row + norm(`projected` · projection(x))), with x the token's embedding and
+    row its row of the table. They are normalised separately for every layer. A token whose id is beyond the table has
+    the first row.
     """
 
     label = "embedding"
     rounds = ("scaling",)
-    tells = ("table", "norm")
+    described = ("table", "norm")
     given = ("hidden_size", "layers")
 
     table: Embedding
-    """The table of rows."""
+    """The table. Its rows contain the inputs of all layers."""
     hidden_size: Size
     """The width of the residual stream."""
     layers: Size
     """The number of layers."""
     width: Size
-    """The number of elements per layer."""
+    """The number of elements of one layer's input."""
     norm: Norm
-    """The norm of every layer's part of the projection."""
+    """The norm of the projected embedding, for one layer."""
     projected: Positive
-    """A factor of the projection."""
+    """The factor of the projected embedding."""
     summed: Positive
-    """A factor of the sum."""
+    """The factor of the sum."""
     scaling: Literal["exact", "rounded"] = "exact"
-    """With "rounded", both factors are rounded to the dtype of the rows before they multiply."""
+    """With "rounded", both factors are first rounded to the dtype of the rows."""
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
@@ -133,13 +133,13 @@ class LayerEmbedding(Component, frozen=True):
 
     @property
     def every(self) -> int:
-        """The number of elements per token, over all layers."""
+        """The number of elements of the inputs of all layers."""
         return self.layers * self.width
 
     def words(self) -> dict[str, Words]:
         norm = self.norm.named()
         data = {name: getattr(self, name) for name in ("width", "projected", "summed")} | {"norm": norm.data}
-        data["table"] = {name: value for name, (_, value) in self.table.untold().items()}
+        data["table"] = {name: value for name, (_, value) in self.table.undescribed().items()}
         return {"layer inputs": Words(f"{self.width:,} a layer", data, f"{self.width:,} a layer, {norm.long}")}
 
     def weights(self) -> dict[str, Weight]:
@@ -159,29 +159,29 @@ class LayerEmbedding(Component, frozen=True):
         return self.sized(hidden, min(self.width, FEW), self.layers, self.table.vocab_size)
 
     def sized(self, hidden: int, width: int, layers: int, tokens: int) -> Self:
-        """Return the component with other sizes."""
+        """Return the same component with other sizes. `tokens` is the number of rows of the table."""
         table = msgspec.structs.replace(self.table, hidden_size=layers * width, vocab_size=tokens)
         sizes = {"hidden_size": hidden, "width": width, "layers": layers}
         return msgspec.structs.replace(self, table=table, norm=self.norm.small(width), **sizes)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that computes all inputs from the embeddings `source` of the tokens."""
+        """Return the program that computes the inputs from the token embeddings `source`. `shape` is (B, T)."""
         row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
         ids, x = f"{path}.tokens", f"{path}.embedded"
-        found: list[AnyOperation] = [Tokens(ids, (), shape, row)]
-        found += self.table.operations(f"{path}.table", ids, shape)
-        rows = found[-1].id
-        found.append(Given(x, (source,), wide, row, words="the token's embedding"))
-        found.append(linear(self, "projection", path, x, every, row))
-        found.append(Scale(f"{path}.projected", (found[-1].id,), every, row, factor=self.projected))
-        found += self.norm.operations(f"{path}.norm", found[-1].id, every)
-        found.append(Add(f"{path}.sum", (found[-1].id, rows), every, row))
-        found.append(Scale(MADE, (found[-1].id,), every, row, factor=self.summed))
-        return tuple(found)
+        program: list[AnyOperation] = [Tokens(ids, (), shape, row)]
+        program += self.table.operations(f"{path}.table", ids, shape)
+        rows = program[-1].id
+        program.append(Given(x, (source,), wide, row, words="the token's embedding"))
+        program.append(linear(self, "projection", path, x, every, row))
+        program.append(ScaleOperation(f"{path}.projected", (program[-1].id,), every, row, factor=self.projected))
+        program += self.norm.operations(f"{path}.norm", program[-1].id, every)
+        program.append(Add(f"{path}.sum", (program[-1].id, rows), every, row))
+        program.append(ScaleOperation(LAYER_INPUTS, (program[-1].id,), every, row, factor=self.summed))
+        return tuple(program)
 
 
 class Head(Component, frozen=True):
-    """The output layer, which computes logits from hidden states."""
+    """The last step of a model, which computes logits from hidden states."""
 
     label = "head"
     forgotten: ClassVar[dict[str, str]] = {
@@ -198,27 +198,27 @@ class Head(Component, frozen=True):
     given = ("vocab_size", "hidden_size")
 
     vocab_size: Size
-    """The number of logits."""
+    """The number of logits per token."""
     hidden_size: Size
     """The width of the hidden states."""
     tied: bool = False
-    """Whether the weight is the embedding's, which is stored once."""
+    """Whether its weight is the table of the embedding, which is stored once."""
     bias: bool = False
-    """Whether the head has a bias."""
+    """Whether a bias is added to the logits."""
     cap: Positive | None = None
-    """With c, every logit x is replaced by c · tanh(x / c) (Gemma 2). It is the last step."""
+    """With c, every logit x becomes c · tanh(x / c) at the end (Gemma 2)."""
     multiplier: Positive = 1.0
-    """A factor of the logits (Cohere), or of the hidden states; see `scaling`."""
+    """The factor of the logits; see `scaling`."""
     width: Size | None = None
-    """With a width, a matrix projects hidden states to it first (OPT 350m)."""
+    """The width to which a matrix projects the hidden states first, if there is such a matrix (OPT 350m)."""
     transform: HeadTransform | None = None
-    """The transform of the hidden states before the product (BERT)."""
+    """What the hidden states pass through first (BERT)."""
     scaling: Literal["multiply", "divide", "divide states", "multiply states"] = "multiply"
-    """How the multiplier is applied. "multiply": to the logits. "divide": the logits are divided by its inverse
-    (Granite). "divide states": the hidden states are divided before the product (MiniCPM). "multiply states": they are
-    multiplied (T5)."""
+    """How the multiplier is applied. "multiply": logits are multiplied by it (Cohere). "divide": logits are divided by
+    its inverse (Granite). "divide states": hidden states are divided by its inverse before the product (MiniCPM).
+    "multiply states": hidden states are multiplied by it before the product (T5)."""
     added: Literal["in the product", "behind it"] = "in the product"
-    """Whether a bias is added inside the matrix product or after it ("behind it", BART)."""
+    """Whether the bias is added inside the matrix product, or after it ("behind it", BART)."""
 
     def __post_init__(self) -> None:
         if self.transform is not None and self.transform.hidden_size != self.hidden_size:
@@ -234,7 +234,7 @@ class Head(Component, frozen=True):
 
     @property
     def early(self) -> bool:
-        """Whether the hidden states are multiplied before the product, and not the logits after it."""
+        """Whether the hidden states are scaled before the product, and not the logits after it."""
         return self.scaling.endswith(" states")
 
     def words(self) -> dict[str, Words]:
@@ -243,33 +243,33 @@ class Head(Component, frozen=True):
         return {"head": Words(short, {"tied": self.tied, "bias": self.bias}, long)}
 
     def weights(self) -> dict[str, Weight]:
-        found = {}
+        weights = {}
         if self.width is not None:
-            found["projection.weight"] = Weight((self.width, self.hidden_size), "reads")
+            weights["projection.weight"] = Weight((self.width, self.hidden_size), "reads")
         if not self.tied:
             rows = (self.vocab_size, self.width or self.hidden_size)
-            found["weight"] = Weight(rows, "reads" if self.width is None else "inner")
-        return found | ({"bias": bias(self.vocab_size)} if self.bias else {})
+            weights["weight"] = Weight(rows, "reads" if self.width is None else "inner")
+        return weights | ({"bias": bias(self.vocab_size)} if self.bias else {})
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape[:-1], self.vocab_size)
         tied = "embedding" if self.tied else None
         weights = tuple((name, size) for name, size in self.shapes().items() if "." not in name)
         before = self.early and self.multiplier != 1
-        found: list[AnyOperation] = []
+        program: list[AnyOperation] = []
         if self.transform is not None:
-            found += self.transform.operations(f"{path}.transform", source, shape)
-            source = found[-1].id
+            program += self.transform.operations(f"{path}.transform", source, shape)
+            source = program[-1].id
         if before:
-            found.append(Scale(f"{path}.scaled", (source,), shape, "head", factor=self.multiplier))
-            source = found[-1].id
+            program.append(ScaleOperation(f"{path}.scaled", (source,), shape, "head", factor=self.multiplier))
+            source = program[-1].id
         if self.width is not None:
-            found.append(linear(self, "projection", path, source, (*shape[:-1], self.width), "head"))
-            source = found[-1].id
+            program.append(linear(self, "projection", path, source, (*shape[:-1], self.width), "head"))
+            source = program[-1].id
         inputs = self.width or self.hidden_size
-        found.append(Linear(path, (source,), wide, "head", weights, inputs_wide=inputs, tied=tied))
+        program.append(Linear(path, (source,), wide, "head", weights, inputs_wide=inputs, tied=tied))
         if self.multiplier != 1 and not before:
-            found.append(Scale(f"{path}.scaled", (path,), wide, "head", factor=self.multiplier))
+            program.append(ScaleOperation(f"{path}.scaled", (path,), wide, "head", factor=self.multiplier))
         if self.cap is not None:
-            found.append(Cap(f"{path}.capped", (found[-1].id,), wide, "head", limit=self.cap))
-        return tuple(found)
+            program.append(Cap(f"{path}.capped", (program[-1].id,), wide, "head", limit=self.cap))
+        return tuple(program)

@@ -1,4 +1,4 @@
-"""Feed-forwards, plain and gated. No torch."""
+"""Plain and gated feed-forwards. No torch."""
 
 from typing import Annotated, Any, ClassVar, Self, get_args
 
@@ -8,23 +8,35 @@ from ..errors import ConfigError
 from .activations import FACTS, LEARNT, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Positive, Size, Weight, bias, divided
 from .norms import Norm
-from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Cap, Given, Product, Program, Scale, Shift, Sizes, Sparse, linear, out_of
+from .operations import (
+    ActivationOperation,
+    AnyOperation,
+    Cap,
+    Given,
+    Product,
+    Program,
+    ScaleOperation,
+    Shift,
+    Sizes,
+    Sparse,
+    linear,
+    out_of,
+)
 from .words import Words, plain_number
 
 __all__ = ["ExpertLatent", "FeedForward", "GatedFeedForward", "LayerInput"]
 
-_USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Activation) if each not in LEARNT))}
+_USUAL = {"activation": ("the activation {}", tuple(name for name in get_args(Activation) if name not in LEARNT))}
 
 
 class FeedForward(Mixer, Component, frozen=True):
-    """A plain feed-forward, down(activation(up(x)))."""
+    """A plain feed-forward, down(activation(up(x))). Some activations have learnt parameters (`activations.LEARNT`)."""
 
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic",)
     notes = ("inside",)
-    tells = ("intermediate_size", "activation", "up_bias", "down_bias")
+    described = ("intermediate_size", "activation", "up_bias", "down_bias")
     usual: ClassVar[dict[str, Any]] = _USUAL
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
@@ -32,33 +44,33 @@ class FeedForward(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
-    """The width of its input and output."""
+    """The width of the residual stream."""
     intermediate_size: Size
-    """The number of units."""
+    """The number of hidden units."""
     activation: Activation
-    """The activation. Some have parameters of their own (`activations.LEARNT`)."""
+    """The activation of the hidden units."""
     up_bias: bool = False
     """Whether the up projection has a bias."""
     down_bias: bool = False
     """Whether the down projection has a bias."""
     arithmetic: Arithmetic = "linear"
-    """How the projections multiply and add their bias. It changes only the rounding."""
+    """How the projections multiply and add their bias."""
     inside: bool = False
-    """Whether it reads and writes a latent of the component that contains it, and not the residual stream."""
+    """Whether it reads and writes a latent of the component that contains it, instead of the stream."""
 
     def weights(self) -> dict[str, Weight]:
-        found = {
+        weights = {
             "up_proj.weight": Weight((self.intermediate_size, self.hidden_size), "inner" if self.inside else "reads"),
             "down_proj.weight": Weight(
                 (self.hidden_size, self.intermediate_size), "inner" if self.inside else "writes"
             ),
         }
         if self.up_bias:
-            found["up_proj.bias"] = bias(self.intermediate_size)
+            weights["up_proj.bias"] = bias(self.intermediate_size)
         if self.down_bias:
-            found["down_proj.bias"] = bias(self.hidden_size)
+            weights["down_proj.bias"] = bias(self.hidden_size)
         learnt = LEARNT.get(self.activation, {})
-        return found | {f"activation.{name}": Weight((1,), "inner", start) for name, start in learnt.items()}
+        return weights | {f"activation.{name}": Weight((1,), "inner", start) for name, start in learnt.items()}
 
     def words(self) -> dict[str, Words]:
         return _words(self, "plain", "plain")
@@ -96,7 +108,9 @@ class FeedForward(Mixer, Component, frozen=True):
 
 
 class ExpertLatent(Component, frozen=True):
-    """The projections between the residual stream and a latent that experts read and write (Nemotron 3 Super)."""
+    """The projections between the residual stream and a narrower latent, which experts read and write (Nemotron 3
+    Super).
+    """
 
     label = FeedForward.label
     forgotten: ClassVar[dict[str, str]] = {"bias": "biases around the experts' latent dropped"}
@@ -106,15 +120,15 @@ class ExpertLatent(Component, frozen=True):
     width: Size
     """The width of the latent."""
     bias: bool = False
-    """Whether the projections have a bias."""
+    """Whether both projections have a bias."""
 
     def weights(self) -> dict[str, Weight]:
-        found = {
+        weights = {
             "down_proj.weight": Weight((self.width, self.hidden_size), "reads"),
             "up_proj.weight": Weight((self.hidden_size, self.width), "writes"),
         }
         more = {"down_proj.bias": bias(self.width), "up_proj.bias": bias(self.hidden_size)} if self.bias else {}
-        return found | more
+        return weights | more
 
     def words(self) -> dict[str, Words]:
         biases = ", biases" if self.bias else ""
@@ -122,12 +136,12 @@ class ExpertLatent(Component, frozen=True):
 
 
 class GatedFeedForward(Mixer, Component, frozen=True):
-    """A gated feed-forward, down(activation(gate(x)) · up(x)) (Shazeer 2002.05202). With silu it is called SwiGLU."""
+    """A gated feed-forward, down(activation(gate(x)) · up(x)) (Shazeer 2002.05202), called SwiGLU with silu."""
 
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic", "fused", "down_turned")
-    tells = ("intermediate_size", "activation", "up_bias", "down_bias")
+    described = ("intermediate_size", "activation", "up_bias", "down_bias")
     usual: ClassVar[dict[str, Any]] = _USUAL
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
@@ -140,9 +154,9 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     }
 
     hidden_size: Size
-    """The width of its input and output."""
+    """The width of the residual stream."""
     intermediate_size: Size
-    """The number of units."""
+    """The number of hidden units."""
     activation: Activation
     """The activation of the gate."""
     up_bias: bool = False
@@ -154,18 +168,18 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     up_shift: float = 0.0
     """A number that is added to up(x) after the limit (gpt-oss)."""
     inner_norm: Norm | None = None
-    """The norm of the product before the down projection (BitNet)."""
+    """The norm of the product, before the down projection (BitNet)."""
     sparsity: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
-    """With s, about this share of a token's units is 0: gate(x) is reduced to its part above mean + Φ⁻¹(s) · deviation
-    of the units (Gemma 3n)."""
+    """With s, about the share s of a token's units is 0: gate(x) becomes max(gate(x) − threshold, 0), where the
+    threshold is mean + Φ⁻¹(s) · deviation of the token's units (Gemma 3n)."""
     gate_multiplier: Positive = 1.0
-    """A factor of gate(x), applied before all other steps (Falcon-H1)."""
+    """The factor of gate(x), before its limit (Falcon-H1)."""
     arithmetic: Arithmetic = "linear"
-    """How the projections multiply and add their bias. It changes only the rounding, like the fields below."""
+    """How the projections multiply and add their bias."""
     fused: bool = False
     """Whether gate and up are computed in one matrix product."""
     down_turned: bool = False
-    """Whether the down projection is stored as [in, out], and the others are not (DBRX)."""
+    """Whether only the down projection is stored as [in, out] (DBRX)."""
 
     def __post_init__(self) -> None:
         if self.activation in LEARNT:
@@ -183,16 +197,16 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.intermediate_size, self.hidden_size), "reads")
-        found = {
+        weights = {
             "gate_proj.weight": inner,
             "up_proj.weight": inner,
             "down_proj.weight": Weight((self.hidden_size, self.intermediate_size), "writes"),
         }
         if self.up_bias:
-            found |= {"gate_proj.bias": bias(self.intermediate_size), "up_proj.bias": bias(self.intermediate_size)}
+            weights |= {"gate_proj.bias": bias(self.intermediate_size), "up_proj.bias": bias(self.intermediate_size)}
         if self.down_bias:
-            found["down_proj.bias"] = bias(self.hidden_size)
-        return found
+            weights["down_proj.bias"] = bias(self.hidden_size)
+        return weights
 
     def words(self) -> dict[str, Words]:
         return _words(self, "gated", FACTS[self.activation].gated)
@@ -228,36 +242,38 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         }
         gate = linear(self, "gate_proj", path, source, inner, row, **together)
         up = linear(self, "up_proj", path, source, inner, row, **together)
-        found: list[AnyOperation] = [gate]
+        program: list[AnyOperation] = [gate]
         if self.gate_multiplier != 1:
-            found.append(Scale(f"{path}.gate_scaled", (gate.id,), inner, row, factor=self.gate_multiplier))
+            program.append(ScaleOperation(f"{path}.gate_scaled", (gate.id,), inner, row, factor=self.gate_multiplier))
         if self.sparsity is not None:
-            found.append(Sparse(f"{path}.gate_sparse", (gate.id,), inner, row, share=self.sparsity))
+            program.append(Sparse(f"{path}.gate_sparse", (gate.id,), inner, row, share=self.sparsity))
         if self.limit is not None:
-            found.append(Cap(f"{path}.gate_limited", (found[-1].id,), inner, row, limit=self.limit, hard=True))
-        found += [ActivationOperation(active, (found[-1].id,), inner, row, function=self.activation), up]
+            program.append(Cap(f"{path}.gate_limited", (program[-1].id,), inner, row, limit=self.limit, hard=True))
+        program += [ActivationOperation(active, (program[-1].id,), inner, row, function=self.activation), up]
         if self.limit is not None:
-            found.append(Cap(f"{path}.up_limited", (up.id,), inner, row, limit=self.limit, hard=True))
+            program.append(Cap(f"{path}.up_limited", (up.id,), inner, row, limit=self.limit, hard=True))
         if self.up_shift:
-            found.append(Shift(f"{path}.up_shifted", (found[-1].id,), inner, row, number=self.up_shift))
-        found.append(Product(gated, (active, found[-1].id), inner, row, in_place=not self.fused))
+            program.append(Shift(f"{path}.up_shifted", (program[-1].id,), inner, row, number=self.up_shift))
+        program.append(Product(gated, (active, program[-1].id), inner, row, in_place=not self.fused))
         if self.inner_norm is not None:
-            found += out_of(row, self.inner_norm.operations(f"{path}.inner_norm", gated, inner))
-        return (*found, linear(self, "down_proj", path, found[-1].id, shape, row))
+            program += out_of(row, self.inner_norm.operations(f"{path}.inner_norm", gated, inner))
+        return (*program, linear(self, "down_proj", path, program[-1].id, shape, row))
 
 
 class LayerInput(Mixer, Component, frozen=True):
-    """down(activation(gate(x)) · e), where e is the token's entry of `LayerEmbedding` in this layer (Gemma 3n)."""
+    """down(activation(gate(x)) · e), where e is the token's input for this layer, from the model's `LayerEmbedding`
+    (Gemma 3n).
+    """
 
     label = "layer inputs"
     slot = "layer_input"
-    tells = ("width", "activation")
+    described = ("width", "activation")
     usual: ClassVar[dict[str, Any]] = _USUAL
 
     hidden_size: Size
     """The width of the residual stream."""
     width: Size
-    """The width of a layer's entry."""
+    """The number of elements of the layer's input, e."""
     activation: Activation
     """The activation of the gate."""
 
@@ -270,8 +286,8 @@ class LayerInput(Mixer, Component, frozen=True):
     def words(self) -> dict[str, Words]:
         function = function_of(self.activation)
         data = {"width": self.width, "activation": function}
-        told = f"{plain_number(self.width)} of the layer's own"
-        return {"layer input": Words(told, data, f"{told}, gated by {FACTS[function].words}")}
+        text = f"{plain_number(self.width)} of the layer's own"
+        return {"layer input": Words(text, data, f"{text}, gated by {FACTS[function].words}")}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
@@ -285,7 +301,7 @@ class LayerInput(Mixer, Component, frozen=True):
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
         return {"e": self.width}
 
-    def share(self, devices: int) -> Self:  # noqa: ARG002 - all of it is on all of them, as the table that it reads of
+    def share(self, devices: int) -> Self:  # noqa: ARG002 - every GPU has all of it
         return self
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
@@ -295,7 +311,7 @@ class LayerInput(Mixer, Component, frozen=True):
         return (
             gate,
             ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
-            Given(given, (MADE,), inner, row, words="the layer's own input"),
+            Given(given, (LAYER_INPUTS,), inner, row, words="the layer's own input"),
             Product(f"{path}.gated", (active, given), inner, row, in_place=True),
             linear(self, "down_proj", path, f"{path}.gated", shape, row),
         )
@@ -303,15 +319,16 @@ class LayerInput(Mixer, Component, frozen=True):
 
 FEW = 8  # the width of a layer's input in a small copy
 UNITS = 640
-"""The largest number of units of a feed-forward in a small copy. The stream is wide in families with heads of 256."""
+"""The largest number of units in a small copy. Its stream may be wide, because some families have heads of 256."""
 
-MADE = "layer_inputs.summed"
-"""The id of the result with the inputs of all layers, which is computed before the layers."""
+LAYER_INPUTS = "layer_inputs.summed"
+"""The id of the operation before the first layer whose result has the inputs of all layers."""
 
 
 def _another(activation: Activation) -> Activation:
-    """Return another activation to mistake for this one: GELU, or its approximation if this one is GELU (gelu_10 is
-    GELU below 10).
+    """Return the activation for the mistake of another activation: GELU, or its approximation if it is GELU itself.
+
+    gelu_10 counts as GELU, because it equals GELU below 10.
     """
     return "gelu_tanh" if function_of(activation) in ("gelu", "gelu_10") else "gelu"
 

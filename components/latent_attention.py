@@ -36,7 +36,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     slot = "attention"
     axes = ("query_dim", "rope_dim")
     rounds = ("arithmetic", "fused", "gathered")
-    tells = (
+    described = (
         *("nope_dim", "value_dim", "scale", "position", "window", "q_norm", "kv_norm"),
         *("qkv_bias", "kv_bias", "output_bias"),
     )
@@ -127,29 +127,29 @@ class LatentAttention(Mixer, Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         q, hidden = self.heads * self.query_dim, self.hidden_size
         if self.q_rank is None:
-            found, reading = {"q_proj.weight": Weight((q, hidden), "reads")}, {"q_proj": q}
+            weights, reading = {"q_proj.weight": Weight((q, hidden), "reads")}, {"q_proj": q}
         else:
-            found = {
+            weights = {
                 "q_down_proj.weight": Weight((self.q_rank, hidden), "reads"),
                 "q_up_proj.weight": Weight((q, self.q_rank), "inner"),
             }
             reading = {"q_down_proj": self.q_rank}
-        found["kv_down_proj.weight"] = Weight((self.kv_rank, hidden), "reads")
+        weights["kv_down_proj.weight"] = Weight((self.kv_rank, hidden), "reads")
         if self.rope_dim:
-            found["k_rope_proj.weight"] = Weight((self.rope_dim, hidden), "reads")
+            weights["k_rope_proj.weight"] = Weight((self.rope_dim, hidden), "reads")
         if self.nope_dim:
-            found["k_up_proj.weight"] = Weight((self.heads * self.nope_dim, self.kv_rank), "inner")
-        found["v_up_proj.weight"] = Weight((self.heads * self.value_dim, self.kv_rank), "inner")
-        found["o_proj.weight"] = Weight((hidden, self.heads * self.value_dim), "writes")
+            weights["k_up_proj.weight"] = Weight((self.heads * self.nope_dim, self.kv_rank), "inner")
+        weights["v_up_proj.weight"] = Weight((self.heads * self.value_dim, self.kv_rank), "inner")
+        weights["o_proj.weight"] = Weight((hidden, self.heads * self.value_dim), "writes")
         if self.qkv_bias:
-            found |= {f"{name}.bias": bias(size) for name, size in reading.items()}
+            weights |= {f"{name}.bias": bias(size) for name, size in reading.items()}
         if self.qkv_bias or self.kv_bias:
-            found["kv_down_proj.bias"] = bias(self.kv_rank)
+            weights["kv_down_proj.bias"] = bias(self.kv_rank)
             if self.rope_dim:
-                found["k_rope_proj.bias"] = bias(self.rope_dim)
+                weights["k_rope_proj.bias"] = bias(self.rope_dim)
         if self.output_bias:
-            found["o_proj.bias"] = bias(hidden)
-        return found
+            weights["o_proj.bias"] = bias(hidden)
+        return weights
 
     def words(self) -> dict[str, Words]:
         scale = scale_words(self.scale, self.query_dim)
@@ -191,9 +191,9 @@ class LatentAttention(Mixer, Component, frozen=True):
     def letters(self, part: str = "") -> dict[str, int]:
         if part:
             return {"r": self.kv_rank}
-        made = {"u": self.heads * self.nope_dim, "w": self.heads * self.value_dim}
+        up = {"u": self.heads * self.nope_dim, "w": self.heads * self.value_dim}
         low = {} if self.q_rank is None else {"a": self.q_rank}
-        return {"h": self.heads * self.query_dim, **low, "r": self.kv_rank, "p": self.rope_dim, **made}
+        return {"h": self.heads * self.query_dim, **low, "r": self.kv_rank, "p": self.rope_dim, **up}
 
     def share(self, devices: int) -> Self:
         return msgspec.structs.replace(self, heads=divided(self.heads, devices, "query heads"))
@@ -209,37 +209,37 @@ class LatentAttention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, **fields)
 
     def slips(self) -> dict[str, Self]:
-        found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
-        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # YaRN's mscale, in all released models
-            found["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.query_dim**-0.5)
+        slips = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # all released ones: YaRN's mscale
+            slips["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.query_dim**-0.5)
         if isinstance(self.position, Rotary):
             other = self.position.in_other_pairs()
-            found["RoPE pairs of latent attention confused"] = msgspec.structs.replace(self, position=other)
-        return found
+            slips["RoPE pairs of latent attention confused"] = msgspec.structs.replace(self, position=other)
+        return slips
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        row, end = "attention", f"{path}.o_proj"  # results in variables exist until this operation
-        heads, found = self.heads, list[AnyOperation]()
+        row, end = "attention", f"{path}.o_proj"
+        heads, program = self.heads, list[AnyOperation]()
         latent, rope = f"{path}.latent_cached", f"{path}.k_rope_cached"
 
-        def project(name: str, source: str, inner: Sizes, held: str = "", **fields: Any) -> str:
+        def project(name: str, source: str, inner: Sizes, live_until: str = "", **fields: Any) -> str:
             window = self.window if source == latent else None
-            found.append(linear(self, name, path, source, inner, row, held, window=window, **fields))
-            return found[-1].id
+            program.append(linear(self, name, path, source, inner, row, live_until, window=window, **fields))
+            return program[-1].id
 
         def norm(name: str, norm: Norm | None) -> None:
             if norm is not None:
-                found.extend(out_of(row, norm.operations(f"{path}.{name}", found[-1].id, found[-1].shape)))
+                program.extend(out_of(row, norm.operations(f"{path}.{name}", program[-1].id, program[-1].shape)))
 
-        def rotate(name: str, rotary: Turning, start: int, parts: int, held: str = "") -> str:
-            fields: dict[str, Any] = {"rotary": rotary, "start": start, "parts": parts, "held": held}
-            found.append(Rotate(f"{path}.{name}", (found[-1].id,), found[-1].shape, row, **fields))
-            return found[-1].id
+        def rotate(name: str, rotary: Turning, start: int, parts: int, live_until: str = "") -> str:
+            fields: dict[str, Any] = {"rotary": rotary, "start": start, "parts": parts, "live_until": live_until}
+            program.append(Rotate(f"{path}.{name}", (program[-1].id,), program[-1].shape, row, **fields))
+            return program[-1].id
 
         def cache(name: str) -> None:
-            seen: Sizes = ("B", "S", *found[-1].shape[2:])
-            kept: dict[str, Any] = {"window": self.window, "ours": self.rope_heads != 1, "as_given": True, "held": end}
-            found.append(CacheOperation(name, (found[-1].id,), seen, row, **kept))
+            seen: Sizes = ("B", "S", *program[-1].shape[2:])
+            fields: dict[str, Any] = {"window": self.window, "ours": self.rope_heads != 1, "as_given": True}
+            program.append(CacheOperation(name, (program[-1].id,), seen, row, live_until=end, **fields))
 
         whole: Sizes = ("B", "T", heads, self.query_dim)
         down: dict[str, Any] = {"together": f"{path}.kv_down", "fused": self.fused and self.rope_dim > 0}
@@ -248,7 +248,7 @@ class LatentAttention(Mixer, Component, frozen=True):
         if self.q_rank is not None:
             project("q_down_proj", source, ("B", "T", self.q_rank))
             norm("q_norm", self.q_norm)
-            reads = found[-1].id
+            reads = program[-1].id
         q = project(self.queries, reads, whole, "" if self.rope_dim else end)
         if isinstance(self.position, Turning):
             q = rotate("q_rotated", self.position, self.nope_dim, self.rope_heads, end)
@@ -261,10 +261,10 @@ class LatentAttention(Mixer, Component, frozen=True):
         keys = [project("k_up_proj", latent, ("B", "S", heads, self.nope_dim), end, **up)] if self.nope_dim else []
         if self.rope_dim:
             seen: Sizes = ("B", "S", heads, self.query_dim)
-            found.append(Concat(f"{path}.k_whole", (*keys, rope), seen, row, held=end))
-        k = found[-1].id
+            program.append(Concat(f"{path}.k_whole", (*keys, rope), seen, row, live_until=end))
+        k = program[-1].id
         v = project("v_up_proj", latent, ("B", "S", heads, self.value_dim), end, **up)
         scores = {"scale": self.scale, "query_dim": self.query_dim, "kv_heads": heads}
-        found += attend(path, (q, k, v), scores, heads, self.value_dim, position=self.position, window=self.window)
+        program += attend(path, (q, k, v), scores, heads, self.value_dim, position=self.position, window=self.window)
         project("o_proj", f"{path}.mixed", shape)
-        return tuple(found)
+        return tuple(program)

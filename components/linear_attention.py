@@ -1,4 +1,4 @@
-"""Linear attention: the weights are a polynomial of the scores, so a state replaces the keys and values. No torch."""
+"""Linear attention: its weights are a polynomial of the scores, so a fixed-size state replaces the cache. No torch."""
 
 from typing import Any, ClassVar, Self
 
@@ -13,26 +13,26 @@ from .words import Words
 
 __all__ = ["LinearAttention"]
 
-_CHUNK = 128  # the number of tokens in a chunk
+_CHUNK = 128  # the number of tokens that are processed at once
 
 
 class LinearAttention(Mixer, Component, frozen=True):
-    """Attention with weights that are a polynomial of the scores, so that a state of fixed size replaces the KV cache.
-
-    With the score s = scale · q·k, an earlier token does not have the weight eˢ, but the first terms of its Taylor
-    series, which decay with every later token (Arora et al. 2402.18668; gates per head: Yang et al. 2312.06635):
+    """Attention whose weights are the first terms of the series of eˢ, with s = scale · q·k, instead of eˢ itself
+    (Arora et al. 2402.18668). A token's weight decays with every later token, by one gate per head (the gates of Yang
+    et al. 2312.06635):
 
         y = Σ w v / Σ w,  w = (1 + s + s²/2) · exp(Σ g),  g = −softplus(gate_proj(x))
 
-    The sum of g is over the tokens after the earlier token. w is above 0 for any s, and is a product of features of q
-    and features of k. So the state of a key-value head has `key_features` rows, as wide as a value, in at least fp32.
+    where the sum of g is over the tokens after the attended token. w is above 0 for any s. It is a dot product of
+    features of q and features of k, so a state replaces the KV cache. Every key-value head has a state of shape
+    (`key_features`, head_dim + 1), in at least fp32.
     """
 
     label = "recurrence"
     slot = "recurrence"
     computed_in = "gptkit.modules.linear_attention"
     axes = ("group",)
-    tells = ("head_dim", "scale", "position", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    described = ("head_dim", "scale", "position", "q_norm", "k_norm", "qkv_bias", "output_bias")
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in linear attention",
         "q_norm": "norm of queries left out",
@@ -46,13 +46,13 @@ class LinearAttention(Mixer, Component, frozen=True):
     heads: Size
     """The number of query heads."""
     kv_heads: Size
-    """The number of key-value heads. Every one is used by the same number of query heads."""
+    """The number of key-value heads, each shared by the same number of query heads."""
     head_dim: Size
-    """The number of elements per head."""
+    """The number of elements of a query, key or value."""
     scale: Scale
     """The factor of q·k."""
     position: Position | None = None
-    """The rotation of queries and keys."""
+    """The rotary positions of queries and keys, if there are any."""
     q_norm: Norm | None = None
     """The norm of every query head, before the rotation."""
     k_norm: Norm | None = None
@@ -93,27 +93,29 @@ class LinearAttention(Mixer, Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
         rows = {"q": q, "k": kv, "v": kv}
-        found = {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in rows.items()}
-        found["gate_proj.weight"] = Weight((self.kv_heads, hidden), "reads", 0.0)
-        found["gate_proj.bias"] = Weight((self.kv_heads,), "bias", -3.0)
-        found["o_proj.weight"] = Weight((hidden, q), "writes")
+        weights = {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in rows.items()}
+        weights["gate_proj.weight"] = Weight((self.kv_heads, hidden), "reads", 0.0)
+        weights["gate_proj.bias"] = Weight((self.kv_heads,), "bias", -3.0)
+        weights["o_proj.weight"] = Weight((hidden, q), "writes")
         if self.qkv_bias:
-            found |= {f"{name}_proj.bias": bias(size) for name, size in rows.items()}
+            weights |= {f"{name}_proj.bias": bias(size) for name, size in rows.items()}
         if self.output_bias:
-            found["o_proj.bias"] = bias(hidden)
-        return found
+            weights["o_proj.bias"] = bias(hidden)
+        return weights
 
     def words(self) -> dict[str, Words]:
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.kv_heads}"
         state = f"state {self.key_features} × {self.head_dim + 1}"
         position = "no positions" if self.position is None else self.position.aspects_on(ALL_OF_IT)["position"].long
-        told = f"linear attention, {heads} heads, head dim {self.head_dim}, scale {self.scale:.4g}, {state}, {position}"
+        summary = (
+            f"linear attention, {heads} heads, head dim {self.head_dim}, scale {self.scale:.4g}, {state}, {position}"
+        )
         sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "head_dim", "scale")}
         place = None if self.position is None else self.position.aspects_on(ALL_OF_IT)["position"].data
         data = {"kind": "LinearAttention", **sizes, "position": place}
         norms = {"q": self.q_norm, "k": self.k_norm}
         return {
-            "recurrence": Words(f"linear {heads}, {state}", data, told),
+            "recurrence": Words(f"linear {heads}, {state}", data, summary),
             "q/k norm": inside(norms, "", "q and k heads"),
         }
 
@@ -137,7 +139,7 @@ class LinearAttention(Mixer, Component, frozen=True):
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         if self.kv_heads in (1, self.heads):
             return {}
-        order = [head for each in range(self.group) for head in range(each, self.heads, self.group)]
+        order = [head for first in range(self.group) for head in range(first, self.heads, self.group)]
         rows = [head * self.head_dim + at for head in order for at in range(self.head_dim)]
         return {"query heads in other groups": {"q_proj": rows, "o_proj": rows}}
 
@@ -152,40 +154,40 @@ class LinearAttention(Mixer, Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, read = "recurrence", f"{path}.state"
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
-        found: list[AnyOperation] = []
+        program: list[AnyOperation] = []
         inputs = []
         for name, count in heads.items():
             inner: Sizes = ("B", "T", count, self.head_dim)
-            found.append(linear(self, f"{name}_proj", path, source, inner, row, read))
+            program.append(linear(self, f"{name}_proj", path, source, inner, row, read))
             norm = {"q": self.q_norm, "k": self.k_norm}.get(name)
             if norm is not None:
-                found += out_of(row, norm.operations(f"{path}.{name}_norm", found[-1].id, inner))
+                program += out_of(row, norm.operations(f"{path}.{name}_norm", program[-1].id, inner))
             if isinstance(self.position, Turning) and name != "v":
-                turned: dict[str, Any] = {"rotary": self.position, "held": read}
-                found.append(Rotate(f"{path}.{name}_rotated", (found[-1].id,), inner, row, **turned))
-            inputs.append(found[-1].id)
-        found.append(linear(self, "gate_proj", path, source, ("B", "T", self.kv_heads), row, read))
+                turned: dict[str, Any] = {"rotary": self.position, "live_until": read}
+                program.append(Rotate(f"{path}.{name}_rotated", (program[-1].id,), inner, row, **turned))
+            inputs.append(program[-1].id)
+        program.append(linear(self, "gate_proj", path, source, ("B", "T", self.kv_heads), row, read))
         values, dim = ("B", "T", self.heads, self.head_dim), self.head_dim
         state = (self.kv_heads, self.key_features, dim + 1)
-        # Per pair of tokens: scores, their polynomial, and weights. Per token: the elements and their products.
+        # `weighed`: scores, intermediate results and weights. `between`: products of two elements, and the elements.
         weighed, between = _CHUNK * _CHUNK * (3 * self.heads + self.kv_heads), _CHUNK * dim * (dim + 1) // 2
-        known = self.key_features * (dim + 1)  # the size of a head's state
+        head_state = self.key_features * (dim + 1)
         scan = Scan(
             read,
-            (*inputs, found[-1].id),
+            (*inputs, program[-1].id),
             values,
             row,
             state=state,
             title="linear attention",
             formula="S ← eᵍ S + φ(k) [v, 1]ᵀ, Sᵀφ(q)",
             saved=0,
-            products=(self.heads + self.kv_heads) * known,
+            products=(self.heads + self.kv_heads) * head_state,
             wide=True,
             chunk=_CHUNK,
-            # Scores and the weighted values, the state read by queries, and its update by keys.
-            chunk_products=_CHUNK * (self.heads * _CHUNK * (2 * dim + 1) + (self.heads + self.kv_heads) * known),
-            spared=self.heads * _CHUNK * known,
+            # Scores and weighted values, what queries read from the state, and what keys add to it.
+            chunk_products=_CHUNK * (self.heads * _CHUNK * (2 * dim + 1) + (self.heads + self.kv_heads) * head_state),
+            spared=self.heads * _CHUNK * head_state,
             alive=self.heads * 2 * dim + self.kv_heads * (2 * dim + 1),
             within=(max(weighed, 3 * self.kv_heads * between), max(weighed, 3 * self.heads * between)),
         )
-        return (*found, scan, linear(self, "o_proj", path, scan.id, shape, row))
+        return (*program, scan, linear(self, "o_proj", path, scan.id, shape, row))

@@ -9,33 +9,31 @@ from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Component, Logs, Misread, Mixer, Size, Weight, bias, divided
 from .norms import RMSNorm, inside
-from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Product, Program, Scan, Sizes, Stream, linear, out_of
+from .operations import ActivationOperation, AnyOperation, Product, Program, Scan, Sizes, Stream, linear, out_of
 from .short_convolution import convolve, misread_kernels
 from .words import Words
 
 __all__ = ["Mamba"]
 
-_CHOSEN = ("dt", "b", "c")  # the projections of x, in the order of the rows of the fused projection
+_CHOSEN = ("dt", "b", "c")  # what depends on the token, in the order of the rows of the fused projection
 _STEP = math.log(math.expm1(0.01))  # its softplus, 0.01, is the mean step size at the start of training
 
 
 class Mamba(Mixer, Component, frozen=True):
-    """A recurrence with a state S of shape (inner, state_size) (Gu & Dao 2312.00752).
-
-    At every token, the state decays, adds the input of every channel times the token's b, and is read by the token's c:
+    """A recurrence with a state S of shape (inner, state_size) (Gu & Dao 2312.00752). At each token, the state decays,
+    adds each channel's input times the token's b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) ⊙ S + (Δ ⊙ x) bᵀ,  y = S c + D ⊙ x
 
-    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution and the activation. dt, b and c
-    are projections of x. y is multiplied by silu(gate_proj(stream)). Tokens are processed one after the other, in at
-    least fp32, like the state.
+    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution and the activation. dt, b and
+    c are projections of x. y is multiplied by silu(gate_proj(stream)). Tokens are processed one after the other, in
+    at least fp32, like the state.
     """
 
     label = "recurrence"
     slot = "recurrence"
     computed_in = "gptkit.modules.mamba"
-    tells = ("state_size", "rank", "bias", "conv_bias", "dt_norm", "b_norm", "c_norm")
+    described = ("state_size", "rank", "bias", "conv_bias", "dt_norm", "b_norm", "c_norm")
     forgotten: ClassVar[dict[str, str]] = {
         "bias": "biases of the recurrence dropped",
         "conv_bias": "biases of convolutions dropped",
@@ -75,36 +73,38 @@ class Mamba(Mixer, Component, frozen=True):
 
     @property
     def chosen(self) -> dict[str, int]:
-        """Return the sizes of dt, b and c."""
+        """The sizes of dt, b and c."""
         return dict(zip(_CHOSEN, (self.rank, self.state_size, self.state_size), strict=True))
 
     def weights(self) -> dict[str, Weight]:
-        found = {f"{name}_proj.weight": Weight((self.inner, self.hidden_size), "reads") for name in ("x", "gate")}
+        weights = {f"{name}_proj.weight": Weight((self.inner, self.hidden_size), "reads") for name in ("x", "gate")}
         if self.bias:
-            found |= {f"{name}_proj.bias": bias(self.inner) for name in ("x", "gate")}
-        found["x_conv.weight"] = Weight((self.inner, self.kernel), "kernel")
+            weights |= {f"{name}_proj.bias": bias(self.inner) for name in ("x", "gate")}
+        weights["x_conv.weight"] = Weight((self.inner, self.kernel), "kernel")
         if self.conv_bias:
-            found["x_conv.bias"] = bias(self.inner)
-        found |= {f"{_made_by(name)}.weight": Weight((size, self.inner), "inner") for name, size in self.chosen.items()}
-        found |= {
+            weights["x_conv.bias"] = bias(self.inner)
+        weights |= {
+            f"{_projection_of(name)}.weight": Weight((size, self.inner), "inner") for name, size in self.chosen.items()
+        }
+        weights |= {
             "dt_proj.weight": Weight((self.inner, self.rank), "inner"),
             "dt_proj.bias": Weight((self.inner,), "bias", _STEP),
             "A_log": Weight((self.inner, self.state_size), "inner", Logs(1.0, float(self.state_size))),
             "D": Weight((self.inner,), "inner", 1.0),
             "o_proj.weight": Weight((self.hidden_size, self.inner), "writes"),
         }
-        return found | ({"o_proj.bias": bias(self.hidden_size)} if self.bias else {})
+        return weights | ({"o_proj.bias": bias(self.hidden_size)} if self.bias else {})
 
     def words(self) -> dict[str, Words]:
         sizes = {name: getattr(self, name) for name in ("inner", "state_size", "rank", "kernel")}
         state, activation = f"state {self.inner:,} × {self.state_size}", function_of(self.activation)
-        told = f"Mamba, {state}, steps of rank {self.rank}, convolution of {self.kernel} tokens"
+        whole = f"Mamba, {state}, steps of rank {self.rank}, convolution of {self.kernel} tokens"
         norms = {name: getattr(self, f"{name}_norm") for name in _CHOSEN}
         return {
             "recurrence": Words(
                 f"Mamba, {state}",
                 {"kind": "Mamba", **sizes, "activation": activation},
-                f"{told}, {FACTS[activation].words}",
+                f"{whole}, {FACTS[activation].words}",
             ),
             "norm of recurrence": inside(norms, " on dt, b, c", "dt, b and c"),
         }
@@ -133,6 +133,7 @@ class Mamba(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
+            """Exchange the parameters of two linear layers."""
             names = {one: other, other: one}
             return lambda own: {
                 f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own
@@ -153,26 +154,30 @@ class Mamba(Mixer, Component, frozen=True):
         inner: Sizes = (*tokens, self.inner)
         read: dict[str, Any] = {"together": f"{path}.read", "fused": True}
         chosen: dict[str, Any] = {"together": f"{path}.chosen", "fused": True, "by_channel": True}
-        found: list[AnyOperation] = [
+        program: list[AnyOperation] = [
             linear(self, f"{name}_proj", path, source, inner, row, end, **read) for name in ("x", "gate")
         ]
-        found.append(convolve(self, "x_conv", path, f"{path}.x_proj", inner, row))
+        program.append(convolve(self, "x_conv", path, f"{path}.x_proj", inner, row))
         active = f"{path}.x_activated"
-        found.append(ActivationOperation(active, (found[-1].id,), inner, row, function=self.activation, held=end))
-        found.append(Stream(f"{path}.x", (active,), inner, row))
-        made = {name: f"{path}.{_made_by(name)}" for name in _CHOSEN}
+        program.append(
+            ActivationOperation(active, (program[-1].id,), inner, row, function=self.activation, live_until=end)
+        )
+        program.append(Stream(f"{path}.x", (active,), inner, row))
+        inputs = {name: f"{path}.{_projection_of(name)}" for name in _CHOSEN}
         widths: dict[str, Sizes] = {name: (*tokens, size) for name, size in self.chosen.items()}
-        found += [linear(self, _made_by(name), path, active, widths[name], row, end, **chosen) for name in _CHOSEN]
+        program += [
+            linear(self, _projection_of(name), path, active, widths[name], row, end, **chosen) for name in _CHOSEN
+        ]
         for name, size in widths.items():
             norm: RMSNorm | None = getattr(self, f"{name}_norm")
             if norm is not None:
-                normed = out_of(row, norm.operations(f"{path}.{name}_norm", made[name], size))
-                found += (msgspec.structs.replace(each, held=end) for each in normed)
-                made[name] = found[-1].id
-        found.append(linear(self, "dt_proj", path, made["dt"], inner, row, end))
+                normed = out_of(row, norm.operations(f"{path}.{name}_norm", inputs[name], size))
+                program += (msgspec.structs.replace(operation, live_until=end) for operation in normed)
+                inputs[name] = program[-1].id
+        program.append(linear(self, "dt_proj", path, inputs["dt"], inner, row, end))
         scan = Scan(
             f"{path}.state",
-            (f"{path}.x", found[-1].id, made["b"], made["c"]),
+            (f"{path}.x", program[-1].id, inputs["b"], inputs["c"]),
             inner,
             row,
             tuple((name, self.shapes()[name]) for name in ("A_log", "D")),
@@ -188,10 +193,10 @@ class Mamba(Mixer, Component, frozen=True):
             alive=self.inner * (3 * self.state_size + 1),  # the decays, the update of the state, and its factors
         )
         opened = ActivationOperation(f"{path}.gate", (f"{path}.gate_proj",), inner, row, function="silu")
-        found += (scan, opened, Product(f"{path}.gated", (scan.id, opened.id), inner, row))
-        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
+        program += (scan, opened, Product(f"{path}.gated", (scan.id, opened.id), inner, row))
+        return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))
 
 
-def _made_by(name: str) -> str:
+def _projection_of(name: str) -> str:
     """Return the name of the linear layer that computes dt, b or c from x."""
     return "dt_in_proj" if name == "dt" else f"{name}_proj"

@@ -1,4 +1,4 @@
-"""Mamba-2: a state space model in which every head has one decay rate. No torch."""
+"""Mamba-2: a state space model in which each head has one decay rate. No torch."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -8,8 +8,7 @@ from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Component, Logs, Misread, Mixer, Positive, Size, Weight, bias, divided
 from .norms import RMSNorm, inside
-from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Product, Program, Scale, Scan, Sizes, linear, out_of
+from .operations import ActivationOperation, AnyOperation, Product, Program, ScaleOperation, Scan, Sizes, linear, out_of
 from .short_convolution import convolve, misread_kernels
 from .words import Words
 
@@ -20,9 +19,8 @@ _MIXED = ("x", "b", "c")  # the projections that pass through the convolution
 
 
 class Mamba2(Mixer, Component, frozen=True):
-    """A recurrence in which every head has a state S of shape (head_dim, state_size) (Dao & Gu 2405.21060).
-
-    At every token, the state decays, adds the token's input times its b, and is read by its c:
+    """A recurrence in which every head has a state S of shape (head_dim, state_size) (Dao & Gu 2405.21060). At each
+    token, the state decays, adds the token's input times its b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) S + Δ x bᵀ,  y = S c + D x
 
@@ -35,7 +33,7 @@ class Mamba2(Mixer, Component, frozen=True):
     computed_in = "gptkit.modules.mamba2"
     axes = ("inner", "states")
     rounds = ("chunk",)
-    tells = ("state_size", "norm", "bias", "output_bias", "conv_bias")
+    described = ("state_size", "norm", "bias", "output_bias", "conv_bias")
     forgotten: ClassVar[dict[str, str]] = {
         "bias": "biases into the recurrence dropped",
         "output_bias": "bias out of the recurrence dropped",
@@ -50,9 +48,9 @@ class Mamba2(Mixer, Component, frozen=True):
     hidden_size: Size
     """The width of the residual stream."""
     heads: Size
-    """The number of heads."""
+    """The number of heads, each with its own state and decay rate."""
     head_dim: Size
-    """The number of channels per head."""
+    """The number of channels of a head."""
     groups: Size
     """The number of b vectors and of c vectors per token. heads / groups consecutive heads share one."""
     state_size: Size
@@ -101,7 +99,7 @@ class Mamba2(Mixer, Component, frozen=True):
     @property
     def scaled(self) -> bool:
         """Whether any projection is multiplied by a factor other than 1."""
-        return any(each != 1 for each in self.multipliers)
+        return any(factor != 1 for factor in self.multipliers)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -109,29 +107,31 @@ class Mamba2(Mixer, Component, frozen=True):
         return dict(zip(_READ, (self.inner, self.inner, self.states, self.states, self.heads), strict=True))
 
     def weights(self) -> dict[str, Weight]:
-        found = {f"{name}_proj.weight": Weight((size, self.hidden_size), "reads") for name, size in self.widths.items()}
-        found |= {f"{name}_conv.weight": Weight((self.widths[name], self.kernel), "kernel") for name in _MIXED}
+        weights = {
+            f"{name}_proj.weight": Weight((size, self.hidden_size), "reads") for name, size in self.widths.items()
+        }
+        weights |= {f"{name}_conv.weight": Weight((self.widths[name], self.kernel), "kernel") for name in _MIXED}
         if self.bias:
-            found |= {f"{name}_proj.bias": bias(size) for name, size in self.widths.items()}
+            weights |= {f"{name}_proj.bias": bias(size) for name, size in self.widths.items()}
         if self.conv_bias:
-            found |= {f"{name}_conv.bias": bias(self.widths[name]) for name in _MIXED}
-        found |= {
+            weights |= {f"{name}_conv.bias": bias(self.widths[name]) for name in _MIXED}
+        weights |= {
             "A_log": Weight((self.heads,), "inner", Logs(1.0, float(self.heads))),
             "D": Weight((self.heads,), "inner", 1.0),
             "dt_bias": Weight((self.heads,), "inner", 1.0),
             "o_proj.weight": Weight((self.hidden_size, self.inner), "writes"),
         }
-        return found | ({"o_proj.bias": bias(self.hidden_size)} if self.output_bias else {})
+        return weights | ({"o_proj.bias": bias(self.hidden_size)} if self.output_bias else {})
 
     def words(self) -> dict[str, Words]:
         heads = f"{self.heads}" if self.groups == 1 else f"{self.heads}/{self.groups}"
         sizes = {name: getattr(self, name) for name in ("heads", "head_dim", "groups", "state_size", "kernel")}
         state = f"state {self.head_dim} × {self.state_size}"
         activation = function_of(self.activation)
-        told = f"Mamba-2, {heads} heads, {state}, convolution of {self.kernel} tokens, {FACTS[activation].words}"
+        whole = f"Mamba-2, {heads} heads, {state}, convolution of {self.kernel} tokens, {FACTS[activation].words}"
         data = {"kind": "Mamba2", **sizes, "activation": activation}
         return {
-            "recurrence": Words(f"Mamba-2 {heads}, {state}", data, told),
+            "recurrence": Words(f"Mamba-2 {heads}, {state}", data, whole),
             "norm of recurrence": inside({"y": self.norm}, "", "heads of the recurrence"),
         }
 
@@ -166,26 +166,26 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def slips(self) -> dict[str, Self]:
         other: Activation = "gelu" if function_of(self.activation) == "silu" else "silu"
-        found = {"another activation": msgspec.structs.replace(self, activation=other)}
+        slips = {"another activation": msgspec.structs.replace(self, activation=other)}
         if self.norm is not None and self.gated == "before norm":
-            behind = msgspec.structs.replace(self, gated="behind norm")
-            found["gate behind the recurrence's norm, not before"] = behind
-        return found
+            slips["gate behind the recurrence's norm, not before"] = msgspec.structs.replace(self, gated="behind norm")
+        return slips
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        found: dict[str, dict[str, list[int]]] = {}
+        orders: dict[str, dict[str, list[int]]] = {}
         if 1 < self.groups < self.heads:
             group = self.heads // self.groups
-            order = [head for each in range(group) for head in range(each, self.heads, group)]
+            order = [head for first in range(group) for head in range(first, self.heads, group)]
             rows = [head * self.head_dim + at for head in order for at in range(self.head_dim)]
-            found["heads of the recurrence in other groups"] = {
+            orders["heads of the recurrence in other groups"] = {
                 **dict.fromkeys(("x_proj", "x_conv", "gate_proj", "o_proj"), rows),
                 "dt_proj": order,
             }
-        return found
+        return orders
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
+            """Exchange the parameters of two projections, and those of their convolutions."""
             names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
             names |= {f"{one}_conv": f"{other}_conv", f"{other}_conv": f"{one}_conv"} if one in _MIXED else {}
             return lambda own: {
@@ -208,64 +208,68 @@ class Mamba2(Mixer, Component, frozen=True):
         inner: Sizes = (*tokens, self.inner)
         group: Sizes = (*tokens, self.groups, self.state_size)
         sizes: dict[str, Sizes] = {"gate": inner, "x": heads, "b": group, "c": group, "dt": (*tokens, self.heads)}
-        parts: dict[str, Any] = {"together": f"{path}.read", "fused": True}
-        found: list[AnyOperation] = [
-            linear(self, f"{name}_proj", path, source, size, row, end, **parts) for name, size in sizes.items()
+        fused: dict[str, Any] = {"together": f"{path}.read", "fused": True}
+        program: list[AnyOperation] = [
+            linear(self, f"{name}_proj", path, source, size, row, end, **fused) for name, size in sizes.items()
         ]
-        made = {name: f"{path}.{name}_proj" for name in sizes}
+        inputs = {name: f"{path}.{name}_proj" for name in sizes}
         if self.scaled:
-            made = {name: f"{path}.{name}_scaled" for name in sizes}
             for (name, size), factor in zip(sizes.items(), self.multipliers, strict=True):
-                read, beside = (f"{path}.{name}_proj",), f"{path}.scaled"
-                found.append(Scale(made[name], read, size, row, held=end, factor=factor, together=beside))
+                fields: dict[str, Any] = {"live_until": end, "factor": factor, "together": f"{path}.scaled"}
+                program.append(ScaleOperation(f"{path}.{name}_scaled", (inputs[name],), size, row, **fields))
+                inputs[name] = program[-1].id
         for name in _MIXED:
-            size = sizes[name]
-            found.append(convolve(self, f"{name}_conv", path, made[name], size, row, joined=True))
-            active = f"{path}.{name}_activated"
-            found.append(ActivationOperation(active, (found[-1].id,), size, row, function=self.activation, held=end))
-        inputs = (*(f"{path}.{name}_activated" for name in _MIXED), made["dt"])
+            size, active = sizes[name], f"{path}.{name}_activated"
+            program.append(convolve(self, f"{name}_conv", path, inputs[name], size, row, joined=True))
+            fields = {"function": self.activation, "live_until": end}
+            program.append(ActivationOperation(active, (program[-1].id,), size, row, **fields))
+        program.append(self._scan(path, inputs["dt"]))
+        last = program[-1].id
+        wide: Literal["", "kept"] = "" if self.norm is None else "kept"
+        gate = ActivationOperation(f"{path}.gate", (inputs["gate"],), inner, row, function="silu", wide=wide)
+        if self.norm is not None and self.gated == "behind norm":
+            program += self._normed(self.norm, path, last, inner, kept_wide=True)
+            last = program[-1].id
+        before = self.norm is not None and self.gated == "before norm"
+        program += (gate, Product(f"{path}.gated", (last, gate.id), inner, row, kept_wide=before))
+        if self.norm is not None and before:
+            program += self._normed(self.norm, path, program[-1].id, inner)
+        return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))
+
+    def _scan(self, path: str, dt: str) -> Scan:
+        """Return the recurrence itself, from x, b and c after their activations, and from `dt`, to y."""
+        inputs = (*(f"{path}.{name}_activated" for name in _MIXED), dt)
         own = tuple((name, (self.heads,)) for name in ("A_log", "D", "dt_bias"))
-        wide, long, chunk = self.head_dim, self.state_size, self.chunk
-        kept = -(-wide * long // chunk)  # the size of a state, divided over the tokens of a chunk
-        scan = Scan(
+        dim, size, chunk = self.head_dim, self.state_size, self.chunk
+        state = dim * size  # the number of elements of a head's state
+        per_token = -(-state // chunk)  # the elements of a head's state, divided by the tokens of a chunk
+        # The largest of: the weights of pairs of tokens, what the states give to outputs, and its sum with what the
+        # chunk gives. Some numbers per head are added to each.
+        alive = 5 + max(
+            3 * chunk + 2 * (dim + size), 4 * dim + 3 * size + 3 * per_token, 6 * dim + 2 * size + 2 * per_token
+        )
+        return Scan(
             f"{path}.state",
             inputs,
-            inner,
-            row,
+            ("B", "T", self.inner),
+            "recurrence",
             own,
-            state=(self.heads, wide, long),
+            state=(self.heads, dim, size),
             title="state space",
             formula="S ← e^(−ΔA) S + Δ x bᵀ, S c + D x",
             saved=0,
-            products=self.heads * wide * long,
+            products=self.heads * state,
             wide=True,
             kept_wide=True,
-            theirs=self.heads * wide * long,
+            theirs=self.heads * state,
             chunk=chunk,
-            # The products of a chunk: c with b, the result with x, the update of the state, and the state read by c.
-            chunk_products=self.heads * chunk * (chunk * (wide + long) + 2 * wide * long),
-            between=self.heads * wide * long,
-            # The largest of three steps: weights of pairs, results of states, and their sum with the result of a chunk.
-            alive=self.heads
-            * (5 + max(3 * chunk + 2 * (wide + long), 4 * wide + 3 * long + 3 * kept, 6 * wide + 2 * long + 2 * kept)),
+            # In a chunk: c times b, the result times x, what b adds to the state, and what c reads from it.
+            chunk_products=self.heads * chunk * (chunk * (dim + size) + 2 * state),
+            between=self.heads * state,
+            alive=self.heads * alive,
         )
-        found.append(scan)
-        narrow = self.norm is None
-        opened = ActivationOperation(
-            f"{path}.gate", (made["gate"],), inner, row, function="silu", wide="" if narrow else "kept"
-        )
-        last = scan.id
-        if self.norm is not None and self.gated == "behind norm":
-            found += self._normed(self.norm, path, last, inner, kept_wide=True)
-            last = found[-1].id
-        before = self.norm is not None and self.gated == "before norm"
-        found += (opened, Product(f"{path}.gated", (last, opened.id), inner, row, kept_wide=before))
-        last = found[-1].id
-        if self.norm is not None and before:
-            found += self._normed(self.norm, path, last, inner)
-        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
 
     def _normed(self, norm: RMSNorm, path: str, source: str, shape: Sizes, **fields: Any) -> list[AnyOperation]:
         """Return the operations of the norm, whose input is in at least fp32."""
-        own = out_of("recurrence", norm.operations(f"{path}.norm", source, shape))
-        return [msgspec.structs.replace(each, lies="float32", **fields) for each in own]
+        program = out_of("recurrence", norm.operations(f"{path}.norm", source, shape))
+        return [msgspec.structs.replace(operation, normalised_in="float32", **fields) for operation in program]

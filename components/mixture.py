@@ -1,4 +1,4 @@
-"""A mixture of feed-forwards behind a router. No torch."""
+"""Mixtures of experts: feed-forwards from which a router chooses some for every token. No torch."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -11,7 +11,7 @@ from .base import Component, Mixer, Positive, Size, Weight, bias
 from .feed_forward import UNITS, ExpertLatent, FeedForward, GatedFeedForward
 from .norms import Norm
 from .operations import (
-    Activation,
+    ActivationOperation,
     Add,
     AnyOperation,
     Choose,
@@ -20,7 +20,7 @@ from .operations import (
     Linear,
     Product,
     Program,
-    Scale,
+    ScaleOperation,
     Sizes,
     linear,
 )
@@ -32,11 +32,11 @@ MOST_EXPERTS = 1024  # the largest number of experts in a mixture
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):
-    """A mixture of feed-forwards of the same form, from which a router chooses `top_k` for every token (Shazeer
+    """Feed-forwards of the same form, the experts, from which a router chooses some for every token (Shazeer
     1701.06538).
 
-    The router computes logits and from them p, a number per expert. The output is the sum of the chosen experts'
-    outputs, weighted by their p, and of the shared expert, if there is one.
+    The router computes p = scores(router(x)), a softmax over all experts or a sigmoid for each (DeepSeek-V3
+    2412.19437). The output is Σ p_e · expert_e(x) over the experts e with the `top_k` largest p.
     """
 
     label = "router"
@@ -75,82 +75,86 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     )
     slot = "feed_forward"
     axes = ("intermediate_size", "shared_size")
-    tells = ("expert",)
+    described = ("expert",)
 
     hidden_size: Size
     """The width of the residual stream."""
     experts: Annotated[int, Meta(ge=1, le=MOST_EXPERTS)]
     """The number of experts."""
     top_k: Size
-    """The number of experts per token."""
+    """The number of experts that the router chooses for a token."""
     expert: FeedForward | GatedFeedForward
-    """The form of an expert."""
+    """The form of every expert."""
     normalise: bool = True
-    """Whether the largest p are divided by their sum (Mixtral 2401.04088). Identical experts then give the output of
-    one of them."""
+    """Whether the p of the chosen experts are divided by their sum (Mixtral 2401.04088). Then equal experts give the
+    output of one of them."""
     added: Annotated[float, Meta(ge=0)] = 0.0
     """A number that is added to this sum (LFM2-MoE)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """How p is computed from the logits: a softmax over all experts, or a sigmoid for each (DeepSeek-V3 2412.19437)."""
+    """The function from logits to p: a softmax over all experts, or a sigmoid for each (DeepSeek-V3 2412.19437)."""
     multiplier: Positive = 1.0
-    """A factor of the weights."""
+    """The factor of p, after `normalise`."""
     choice_bias: bool = False
-    """Whether a bias is added to p when experts are chosen. It does not change the weights (2408.15664)."""
+    """Whether a learnt number per expert is added to p for the choice of experts, but not for their weights
+    (2408.15664)."""
     biased: Literal["scores", "logits"] = "scores"
-    """Whether this bias is added to p or to the logits."""
+    """Whether this number is added to p or to the logits."""
     router_bias: bool = False
-    """Whether the router has a bias."""
+    """Whether the linear layer of the router has a bias."""
     groups: Size = 1
-    """The number of groups of experts, of which the router first chooses some."""
+    """The number of groups of experts. With several, the router first chooses groups, and then experts in them."""
     top_groups: Size = 1
-    """The number of chosen groups: those in which the sum of the largest p is largest."""
+    """The number of groups that are chosen."""
     group_best: Literal[1, 2] = 2
-    """The number of largest p of a group in this sum."""
+    """The number of experts of a group whose largest p are summed. The groups with the largest sums are chosen."""
     shared: FeedForward | GatedFeedForward | None = None
-    """An expert that every token uses. Several shared experts equal one with the sum of their widths."""
+    """An expert that every token uses. Several shared experts equal one whose width is the sum of theirs."""
     shared_gate: bool = False
-    """Whether the shared expert is multiplied by σ(gate(x)), one number per token."""
+    """Whether the shared expert's output is multiplied by σ(gate(x)), one number per token."""
     averaged: bool = False
-    """Whether the output is half of the sum of the shared expert and the others."""
+    """Whether the output is half of the sum of shared and chosen experts."""
     jitter: Positive | None = None
-    """With j, every chosen expert has a separate softmax (SparseMixer 2409.12136). It leaves out the experts that were
-    chosen before, and those whose logits are below the expert's own l by more than 2j · max(|logit|, l)."""
+    """With j, every chosen expert has a separate softmax (SparseMixer 2409.12136). This softmax leaves out the experts
+    that were chosen before, and those whose logits are below the expert's own l by more than 2j · max(|logit|, l)."""
     weighs: Literal["outputs", "inputs"] = "outputs"
-    """With "inputs", an expert reads p · x, and its output is not weighted (Llama 4)."""
+    """What p multiplies: an expert's output, or its input (Llama 4)."""
     router_norm: Norm | None = None
     """The norm of the router's input."""
     router_multiplier: Positive = 1.0
-    """A factor of the router's input."""
+    """The factor of the router's input, after its norm."""
     expert_norm: Norm | None = None
     """The norm of the experts' input."""
     expert_scale: bool = False
-    """Whether the final weight of an expert is multiplied by a number of this expert (Gemma 4)."""
+    """Whether the final weight of an expert is multiplied by a learnt number of the expert (Gemma 4)."""
     latent: ExpertLatent | None = None
-    """The projections around the experts, if they read and write a latent."""
+    """If set, experts read a projection of x to a latent and write to the latent. Their sum is projected back."""
     routed_in: Literal["input", "float32"] = "input"
-    """The dtype of the router's product. It changes only the rounding, like the fields below."""
+    """The dtype of the router's product: that of its input, or at least fp32."""
     chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
-    """How p is computed: for all experts ("scores"), only for those with the largest logits ("logits"), or as a sigmoid
-    of all logits, from which the largest are chosen ("logits of all", Llama 4)."""
+    """How experts are chosen. "scores": by the p of all experts. "logits": by the logits, and p is computed for the
+    chosen experts only. "logits of all": by the logits, and p is the sigmoid of all logits (Llama 4)."""
     scored_in: Literal["float32", "input"] = "float32"
-    """The dtype of p."""
+    """The dtype of p: at least fp32, or that of the logits."""
     in_order: bool = True
-    """Whether the chosen experts are sorted by p before they are summed."""
+    """Whether the outputs of experts are summed in the order of their p. Otherwise the order is that of the experts."""
     rounded: bool = False
-    """Whether weights are rounded to the dtype of x first."""
+    """Whether the weights are rounded to the dtype of x before they multiply."""
     wide_router: bool = False
-    """Whether the router is stored in fp32 for any model dtype."""
+    """Whether the router's weight is stored in fp32, whatever the model's dtype is."""
     wide_choice: bool = False
-    """Whether the choice bias is stored in fp32 for any model dtype."""
+    """Whether the numbers of `choice_bias` are stored in fp32, whatever the model's dtype is."""
     summed: Literal["by token", "by expert", "over all"] = "by token"
-    """How the experts are summed. "by token": the outputs of a token are summed at once. "by expert": one after the
-    other in the order of their numbers, with a rounding each time (DBRX). "over all": every expert gets all tokens, as
-    zeros if it was not chosen, in one product, which costs as much as if all experts were chosen (Llama 4)."""
+    """How outputs are summed. "by token": a token's experts at once. "by expert": one expert after the other is added,
+    and the sum is rounded every time (DBRX). "over all": all experts get all tokens, as zeros if they were not chosen,
+    in one product, which costs as much as if all were chosen (Llama 4)."""
     total: Literal["sum", "norm"] = "sum"
-    """Whether `normalise` computes its divisor as a sum or as a norm, which differ only in the order of the addition
-    (DBRX)."""
+    """Whether `normalise` computes the sum of p as a sum or as a norm (DBRX). The order of the additions differs."""
 
     def __post_init__(self) -> None:
+        self._check_router()
+        self._check_widths()
+
+    def _check_router(self) -> None:
         if self.top_k > self.experts:
             raise ConfigError(f"top_k is {self.top_k}, but there are only {self.experts} experts to choose from")
         if self.experts % self.groups or (self.groups > 1 and self.experts < self.group_best * self.groups):
@@ -170,6 +174,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             )
         if self.expert_scale and self.choice_bias:
             raise ConfigError("a router with expert_scale cannot have choice_bias")
+
+    def _check_widths(self) -> None:
         for norm in (self.router_norm, self.expert_norm):
             if norm is not None and norm.size != self.hidden_size:
                 raise ConfigError(
@@ -194,17 +200,17 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     @property
     def intermediate_size(self) -> int:
-        """The number of units of an expert."""
+        """The number of hidden units of an expert."""
         return self.expert.intermediate_size
 
     @property
     def expert_width(self) -> int:
-        """The width of the input and output of an expert."""
+        """The width of an expert's input and output."""
         return self.hidden_size if self.latent is None else self.latent.width
 
     @property
     def shared_size(self) -> int:
-        """The number of units of the shared expert; 0 if there is none."""
+        """The number of hidden units of the shared expert, or 0."""
         return 0 if self.shared is None else self.shared.intermediate_size
 
     @property
@@ -213,18 +219,16 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self.experts // self.groups * min(self.top_groups, self.groups)
 
     @property
-    def beside(self) -> list[str]:
-        """Return the fields that a plain softmax over experts does not have: biases, groups, a scale or a shared
-        expert.
-        """
-        found = self.choices().items()
-        return [name for name, plain in found if name != "normalise" and getattr(self, name) != plain]
+    def extras(self) -> list[str]:
+        """The fields that a plain softmax over experts does not have: biases, groups, a scale, a shared expert, …"""
+        defaults = self.choices().items()
+        return [name for name, default in defaults if name != "normalise" and getattr(self, name) != default]
 
     @property
     def of_chosen(self) -> bool:
-        """Whether the scores are computed only for the experts with the largest logits.
+        """Whether scores are computed only for the experts with the largest logits.
 
-        Softmax and sigmoid choose the same experts. The scores of a softmax then sum to 1.
+        A softmax or sigmoid of all logits would choose the same experts. The scores of a softmax sum to 1 then.
         """
         alike = self.normalise or self.scores == "sigmoid"
         plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
@@ -234,31 +238,31 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
         named: dict[str, Component | None] = {"latent": self.latent, "shared": self.shared}
         named |= {"router_norm": self.router_norm, "expert_norm": self.expert_norm}
-        yield from ((name, each) for name, each in named.items() if each is not None)
+        yield from ((name, part) for name, part in named.items() if part is not None)
 
     def weights(self) -> dict[str, Weight]:
-        found = {"router.weight": Weight((self.experts, self.hidden_size), "router")}
+        weights = {"router.weight": Weight((self.experts, self.hidden_size), "router")}
         if self.router_bias:
-            found["router.bias"] = bias(self.experts)
+            weights["router.bias"] = bias(self.experts)
         if self.choice_bias:
-            found["choice.bias"] = bias(self.experts)
+            weights["choice.bias"] = bias(self.experts)
         if self.expert_scale:
-            found["expert_scale.weight"] = Weight((self.experts,), "inner", 1.0)
+            weights["expert_scale.weight"] = Weight((self.experts,), "inner", 1.0)
         if self.shared_gate and self.shared is not None:
-            found["shared_gate.weight"] = Weight((1, self.hidden_size), "router")
-        return found
+            weights["shared_gate.weight"] = Weight((1, self.hidden_size), "router")
+        return weights
 
     def words(self) -> dict[str, Words]:
         one, few = self.expert.aspects(), f"{self.top_k} of {self.experts} experts"
         name, (short, data, whole) = next(iter(one.items()))
         counts = {"experts": self.experts, "top_k": self.top_k, "normalise": self.normalise}
-        data = data | counts | {field: value for field, (_, value) in self.untold().items() if field not in counts}
+        data = data | counts | {field: value for field, (_, value) in self.undescribed().items() if field not in counts}
         routed, given = ("", "") if self.normalise else (", weights as routed", ", weights as the router gives them")
-        more = "".join(f", {each}" for each in self._more())
+        more = "".join(f", {words}" for words in self._extras_in_words())
         return one | {name: Words(f"{short}, {few}{routed}{more}", data, f"{few}{given}{more}, each {whole}")}
 
-    def _more(self) -> Iterator[str]:
-        """Yield short descriptions of the differences from a plain softmax over experts."""
+    def _extras_in_words(self) -> Iterator[str]:
+        """Yield what a plain softmax over experts does not have, in a few words."""
         if self.scores == "sigmoid" or self.choice_bias:
             of = " of logits" if self.biased == "logits" else ""
             yield f"{self.scores}{f' + bias{of}' if self.choice_bias else ''}"
@@ -288,10 +292,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """Return a small copy, in which the same choices are possible.
+        """Return a small copy. If the router chooses all experts, it also does in the copy, and otherwise not.
 
-        If all experts are chosen, they still are. Otherwise there is at least one more expert. Groups have two experts,
-        or three if only some experts of a single group are chosen.
+        Groups have two experts. They have three if one group is chosen, and several but not all of its experts.
         """
         if self.groups > 1:
             groups = min(self.groups, 4)
@@ -317,11 +320,11 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def slips(self) -> dict[str, Self]:
         more = "an expert a token too many"
         counts = {more: self.top_k + 1, f"{more}, the other way round": self.top_k - 1}
-        found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.eligible}
-        one = self.scores == "softmax" and self.jitter is None  # the weights of all experts sum to 1
+        slips = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.eligible}
+        one = self.scores == "softmax" and self.jitter is None  # the sum of all weights is 1
         if self.top_k < self.experts or not one:
-            found["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
-        return found
+            slips["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
+        return slips
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         order = [*range(1, self.experts), 0]
@@ -329,83 +332,74 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return {"experts in other places": dict.fromkeys(modules, order)}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        taken: Sizes = (*shape[:-1], self.top_k, self.expert_width)
-        mixed: Sizes = (*shape[:-1], self.expert_width)
-        chosen = f"{path}.{'choice' if self.choice_bias else 'expert_scale' if self.expert_scale else 'chosen'}"
-        before: list[AnyOperation] = []
-        read = given = source
+        router = self._router(path, source, shape)
+        experts = self._experts(path, source, router[-1].id, shape)
+        return (*router, *experts, *self._with_shared(path, source, experts[-1].id, shape))
+
+    def _router(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
+        """Return the operations of the router, of which the last chooses the experts."""
+        program: list[AnyOperation] = []
+        read = source
         if self.router_norm is not None:
-            before += self.router_norm.operations(f"{path}.router_norm", source, shape)
-            read = before[-1].id
+            program += self.router_norm.operations(f"{path}.router_norm", source, shape)
+            read = program[-1].id
         if self.router_multiplier != 1:
             factor = self.router_multiplier
-            before.append(Scale(f"{path}.router_scaled", (read,), shape, "norms", factor=factor))
-            read = before[-1].id
-        inner = () if self.expert_norm is None else self.expert_norm.operations(f"{path}.expert_norm", source, shape)
-        given, latent = inner[-1].id if inner else source, self.latent
-        if latent is not None:
-            inner = (*inner, linear(latent, "down_proj", f"{path}.latent", given, mixed, "feed-forward"))
-            given = inner[-1].id
-        gathered, combined = f"{path}.gathered", f"{path}.combined"
-        *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
-        apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
+            program.append(ScaleOperation(f"{path}.router_scaled", (read,), shape, "norms", factor=factor))
+            read = program[-1].id
+        wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
+        program.append(linear(self, "router", path, read, (*shape[:-1], self.experts), "router", wide=wide))
+        names = ("top_k", "experts", "normalise", "added", "scores", "multiplier", "groups", "top_groups", "group_best")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in (*names, "jitter", "biased")}
+        fields["of_chosen"] = (self.of_chosen and self.chosen_by == "logits") or self.biased == "logits"
+        fields["wide"] = self.scored_in == "float32"
+        name = "choice" if self.choice_bias else "expert_scale" if self.expert_scale else "chosen"
+        parameter = {"choice": "bias", "expert_scale": "weight"}.get(name)
+        fields["weights"] = ((parameter, (self.experts,)),) if parameter else ()
+        return [*program, Choose(f"{path}.{name}", (program[-1].id,), (*shape[:-1], self.top_k), "router", **fields)]
 
-        whole = (
-            self.experts if self.summed == "by expert" else 1
-        )  # the number of parts of inputs and outputs, which are processed one after the other
-
-        def copied(each: AnyOperation, **changes: object) -> AnyOperation:
-            """Return an operation of one expert as that of many, from which tokens choose."""
-            changes["copies"] = self.experts if each.weights else 1
-            if isinstance(each, Linear):
-                changes |= {"inputs": (*each.inputs, chosen), "choice": chosen}
-            return msgspec.structs.replace(each, **changes)
-
-        weighs_wide = not self.rounded and self.scored_in == "float32"
-        apart_too, inputs = self.summed == "by expert", self.weighs == "inputs"
-        copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
-        choice: dict[str, Any] = {
-            **{
-                name: getattr(self, name) for name in ("top_k", "experts", "normalise", "added", "scores", "multiplier")
-            },
-            **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best", "jitter")},
-            "of_chosen": (self.of_chosen and self.chosen_by == "logits") or self.biased == "logits",
-            "biased": self.biased,
-            "wide": self.scored_in == "float32",
-            "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
-        }
-        choice |= {"weights": (("weight", (self.experts,)),)} if self.expert_scale else {}
-        return (
-            *before,
-            linear(self, "router", path, read, (*shape[:-1], self.experts), "router", wide=copied_wide),
-            Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
-            *(msgspec.structs.replace(each, held=combined) for each in inner),
-            Gather(gathered, (given, chosen), taken, "feed-forward", apart=whole, held=combined, weighs=inputs),
-            *(copied(each, apart=apart) for each in inside),
-            copied(last, apart=whole),
-            Combine(
-                combined,
-                (chosen, last.id),
-                mixed,
-                "feed-forward",
-                wide=weighs_wide,
-                one_by_one=apart_too,
-                weighs=not inputs,
-            ),
-            *self._back(path, shape, combined),
-            *self._beside(path, source, shape, combined if latent is None else f"{path}.latent.up_proj"),
-        )
-
-    def _back(self, path: str, shape: Sizes, combined: str) -> Iterator[AnyOperation]:
-        """Yield the projection of the experts' sum onto the stream, where they have a latent."""
+    def _experts(self, path: str, source: str, choice: str, shape: Sizes) -> list[AnyOperation]:
+        """Return the operations from the stream to the sum of the chosen experts. `choice` is the id of the choice."""
+        row, gathered, combined = "feed-forward", f"{path}.gathered", f"{path}.combined"
+        mixed: Sizes = (*shape[:-1], self.expert_width)
+        chosen: Sizes = (*shape[:-1], self.top_k, self.expert_width)
+        before: list[AnyOperation] = []
+        if self.expert_norm is not None:
+            before += self.expert_norm.operations(f"{path}.expert_norm", source, shape)
+        read = before[-1].id if before else source
         if self.latent is not None:
-            yield linear(self.latent, "up_proj", f"{path}.latent", combined, shape, "feed-forward")
+            before.append(linear(self.latent, "down_proj", f"{path}.latent", read, mixed, row))
+            read = before[-1].id
+        *inside, last = self.expert.operations(f"{path}.experts", gathered, chosen)
+        fused = any(isinstance(operation, Linear) and operation.fused for operation in inside)
+        by_expert, inputs_weighed = self.summed == "by expert", self.weighs == "inputs"
+        parts = self.experts if by_expert else 1  # the number of tensors in which the experts' inputs and outputs are
+        wide = not self.rounded and self.scored_in == "float32"
+        program: list[AnyOperation] = [
+            *(msgspec.structs.replace(operation, live_until=combined) for operation in before),
+            Gather(gathered, (read, choice), chosen, row, apart=parts, live_until=combined, weighs=inputs_weighed),
+            *(self._copied(operation, choice, 1 if fused else self.experts) for operation in inside),
+            self._copied(last, choice, parts),
+            Combine(
+                combined, (choice, last.id), mixed, row, wide=wide, one_by_one=by_expert, weighs=not inputs_weighed
+            ),
+        ]
+        if self.latent is not None:
+            program.append(linear(self.latent, "up_proj", f"{path}.latent", combined, shape, row))
+        return program
 
-    def _beside(self, path: str, source: str, shape: Sizes, combined: str) -> Iterator[AnyOperation]:
-        """Yield the operations of the shared expert, and its sum with the others."""
+    def _copied(self, operation: AnyOperation, choice: str, apart: int) -> AnyOperation:
+        """Return an operation of one expert as that of all experts, of which `choice` says which a token uses."""
+        fields: dict[str, Any] = {"copies": self.experts if operation.weights else 1, "apart": apart}
+        if isinstance(operation, Linear):
+            fields |= {"inputs": (*operation.inputs, choice), "choice": choice}
+        return msgspec.structs.replace(operation, **fields)
+
+    def _with_shared(self, path: str, source: str, combined: str, shape: Sizes) -> Iterator[AnyOperation]:
+        """Yield the operations of the shared expert, and its sum with the chosen ones."""
         if self.shared is None:
             return
-        row, end = "feed-forward", f"{path}.both"
+        row, total = "feed-forward", f"{path}.both"
         *inside, last = self.shared.operations(f"{path}.shared", source, shape)
         yield from inside
         yield last
@@ -413,33 +407,34 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         if self.shared_gate:
             one: Sizes = (*shape[:-1], 1)
             yield linear(self, "shared_gate", path, source, one, row)
-            yield Activation(f"{path}.shared_weight", (f"{path}.shared_gate",), one, row, function="sigmoid")
+            yield ActivationOperation(f"{path}.shared_weight", (f"{path}.shared_gate",), one, row, function="sigmoid")
             yield Product(f"{path}.shared_weighted", (f"{path}.shared_weight", branch), shape, row)
             branch = f"{path}.shared_weighted"
-        yield Add(end, (combined, branch), shape, row)
+        yield Add(total, (combined, branch), shape, row)
         if self.averaged:
-            yield Scale(f"{path}.averaged", (end,), shape, row, factor=0.5)
+            yield ScaleOperation(f"{path}.averaged", (total,), shape, row, factor=0.5)
 
 
 class DenseBesideExperts(Mixer, Component, frozen=True):
-    """A feed-forward that every token uses and a mixture, which read the same input and whose results are added (Gemma
-    4).
+    """A feed-forward that every token uses and a mixture of experts, whose outputs are added (Gemma 4).
+
+    Both read the same input. The norm of the mixture's input is a field of the mixture.
     """
 
     slot = "feed_forward"
     axes = ("experts", "intermediate_size")
-    tells = ("dense", "dense_norm", "dense_output_norm", "mixture", "mixture_output_norm")
+    described = ("dense", "dense_norm", "dense_output_norm", "mixture", "mixture_output_norm")
 
     hidden_size: Size
     """The width of the residual stream."""
     dense: GatedFeedForward
-    """The feed-forward."""
+    """The feed-forward that every token uses."""
     dense_norm: Norm
-    """The norm of the feed-forward's input."""
+    """The norm of its input."""
     dense_output_norm: Norm
-    """The norm of the feed-forward's output."""
+    """The norm of its output."""
     mixture: MixtureOfExperts
-    """The mixture, which has an input norm of its own."""
+    """The mixture of experts."""
     mixture_output_norm: Norm
     """The norm of the mixture's output."""
 
@@ -455,25 +450,25 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
 
     @property
     def intermediate_size(self) -> int:
-        """The number of units of an expert."""
+        """The number of hidden units of an expert of the mixture."""
         return self.mixture.intermediate_size
 
     def words(self) -> dict[str, Words]:
-        found = dict(self.dense.aspects())
-        for aspect, said in self.mixture.aspects().items():
-            found[aspect] = found[aspect].beside(said) if aspect in found else said
+        words = dict(self.dense.aspects())
+        for aspect, described in self.mixture.aspects().items():
+            words[aspect] = words[aspect].joined(described) if aspect in words else described
         norms = [self.dense_norm, self.dense_output_norm, self.mixture_output_norm]
-        told = " and ".join(dict.fromkeys(norm.named().long for norm in norms))
-        return found | {"feed-forward norms": Words(told, [norm.named().data for norm in norms])}
+        text = " and ".join(dict.fromkeys(norm.named().long for norm in norms))
+        return words | {"feed-forward norms": Words(text, [norm.named().data for norm in norms])}
 
     def biases(self) -> dict[str, Words]:
         return self.dense.biases()
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        found: list[AnyOperation] = [*self.dense_norm.operations(f"{path}.dense_norm", source, shape)]
-        found += self.dense.operations(f"{path}.dense", found[-1].id, shape)
-        found += self.dense_output_norm.operations(f"{path}.dense_output_norm", found[-1].id, shape)
-        dense = found[-1].id
-        found += self.mixture.operations(f"{path}.mixture", source, shape)
-        found += self.mixture_output_norm.operations(f"{path}.mixture_output_norm", found[-1].id, shape)
-        return (*found, Add(f"{path}.both", (dense, found[-1].id), shape, "feed-forward"))
+        program: list[AnyOperation] = [*self.dense_norm.operations(f"{path}.dense_norm", source, shape)]
+        program += self.dense.operations(f"{path}.dense", program[-1].id, shape)
+        program += self.dense_output_norm.operations(f"{path}.dense_output_norm", program[-1].id, shape)
+        dense = program[-1].id
+        program += self.mixture.operations(f"{path}.mixture", source, shape)
+        program += self.mixture_output_norm.operations(f"{path}.mixture_output_norm", program[-1].id, shape)
+        return (*program, Add(f"{path}.both", (dense, program[-1].id), shape, "feed-forward"))

@@ -1,4 +1,4 @@
-"""A model as a tree of components, and walks over a tree: its nodes, its parameters, differences. No torch."""
+"""A model as a tree of components, and functions on any tree: its nodes, parameters, differences. No torch."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -25,9 +25,12 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional."""
+    """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional.
 
-    tells = (
+    With an `encoder`, it is the decoder of an encoder-decoder model.
+    """
+
+    described = (
         "embedding",
         "encoder",
         "token_types",
@@ -59,34 +62,34 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     }
 
     embedding: Embedding
-    """The token embedding."""
+    """The token embeddings."""
     encoder: "ModelSpec | None" = None
-    """The encoder of an encoder-decoder: a tree without a head, which reads another text, the source. Every decoder
-    layer then has a `CrossAttention` to its output."""
+    """The encoder: a tree without a head, which reads another text, the source. Every decoder layer then has a
+    `CrossAttention` to the encoder's output."""
     token_types: TokenTypes | None = None
-    """The token types (BERT)."""
+    """Embeddings of token types, which are added to the token embeddings (BERT)."""
     positions: LearnedPositions | SinusoidalPositions | None = None
-    """The position embeddings, if positions are added to the token embeddings."""
+    """Position embeddings, which are added to the token embeddings."""
     first_norm: Norm | None = None
     """The norm of the sum of all embeddings (BERT)."""
     layer_inputs: LayerEmbedding | None = None
-    """The additional inputs of layers (Gemma 3n)."""
+    """Additional inputs of the layers (Gemma 3n)."""
     streams: Streams | None = None
-    """The matrices that compute several residual streams from the embedding. Layers then have an `altup` (Gemma 3n)."""
+    """The split of the embeddings into several residual streams (Gemma 3n). Every layer then has an `altup`."""
     relative_bias: RelativeBias | None = None
-    """The table that all layers with `Buckets` as positions add to their scores (T5)."""
+    """The table of position biases for layers with the positions `Buckets` (T5)."""
     blocks: tuple[Block, ...]
     """The layers."""
     joined: Streams | None = None
-    """The matrices that combine the streams after the last layer."""
+    """The combination of the residual streams after the last layer. It equals `streams`."""
     final_norm: Norm | None = None
-    """The norm before the head. Without one, the head reads the last block's output, as in post-norm models."""
+    """The norm of the last layer's output. Post-norm models have none."""
     head: Head | None
-    """The head. Without one, the model returns hidden states."""
+    """The computation of logits. Without a head, the model returns hidden states."""
     pooler: Pooler | None = None
-    """The component that computes a vector per text from hidden states."""
+    """The computation of one vector per text, for models without a head (BERT)."""
     context_length: Size | None = None
-    """The longest sequence that the model was trained for, in tokens, if it is known."""
+    """The longest sequence that the model was trained for, if it is known. It changes nothing that is computed."""
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -125,7 +128,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self._encoded()
 
     def _encoded(self) -> None:
-        """Raise ConfigError if cross-attention or relative biases have no encoder or table to read, or the reverse."""
+        """Raise ConfigError if cross-attention has no encoder, or position biases have no table."""
         encoder, table = self.encoder, self.relative_bias
         if encoder is not None and (encoder.head, encoder.pooler, encoder.encoder) != (None, None, None):
             raise ConfigError(
@@ -153,56 +156,56 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 )
 
     def _given(self) -> None:
-        """Raise ConfigError if layers read results that nothing computes: their own inputs, or the keys of an earlier
-        layer.
-        """
-        inputs, made, lent = self.layer_inputs, set[Any](), dict[int, Any]()
+        """Raise ConfigError if layers read layer inputs, keys or shared weights that do not exist."""
+        inputs, known_keys, shared_blocks = self.layer_inputs, set[Any](), dict[int, Any]()
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
             if getattr(shared, "weights_from", "") == "own":
-                lent[shared.number] = shared.lent
-            elif shared is not None and lent.get(shared.number) != shared.lent:
+                shared_blocks[shared.number] = shared.lent
+            elif shared is not None and shared_blocks.get(shared.number) != shared.lent:
                 raise ConfigError(
                     f"layer {layer} uses the weights of shared block {shared.number}, but no earlier layer has "
                     "this block with the same sizes"
                 )
-            own: Any = block.mixer("layer_input")
-            if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
+            layer_input: Any = block.mixer("layer_input")
+            if layer_input is not None and (
+                inputs is None or (inputs.width, True) != (layer_input.width, layer < inputs.layers)
+            ):
                 raise ConfigError(
-                    f"layer {layer} has a layer_input of width {own.width}, but the model's layer_inputs has "
+                    f"layer {layer} has a layer_input of width {layer_input.width}, but the model's layer_inputs has "
                     "none for this layer and width"
                 )
             heads = getattr(block.mixer("attention"), "remembered", None)
-            if heads in made or heads is None:
+            if heads in known_keys or heads is None:
                 continue
             if getattr(block.attention, "kv_from", "") == "earlier":
                 raise ConfigError(
                     f"layer {layer} uses the keys and values of an earlier layer (kv_from: earlier), but no "
                     "earlier layer has keys and values of the same shape"
                 )
-            made.add(heads)
+            known_keys.add(heads)
 
     @property
     def causal(self) -> bool:
-        """Whether no token attends to later ones, so that the model can predict the next token."""
+        """Whether tokens attend only to earlier tokens, so that the model can predict the next token."""
         return all(getattr(block.mixer("attention"), "causal", True) for block in self.blocks)
 
     @property
     def tied(self) -> bool:
-        """Whether the head uses the embedding's table."""
+        """Whether the head's weight is the table of the embedding."""
         return self.head is not None and self.head.tied
 
     def has_head(self) -> Head:
-        """Return the head; raise MissingComponent if there is none."""
+        """Return the head. Raises MissingComponent if there is none."""
         if self.head is None:
             raise MissingComponent("this needs a head, but the model has none: it outputs hidden states, not logits")
         return self.head
 
     def predicts(self, what: str) -> None:
-        """Raise an error if the model does not predict the next token, which `what` needs.
+        """Check that the model predicts the next token, which `what` needs.
 
         Raises:
-            MissingComponent: the model has bidirectional attention or no head.
+            MissingComponent: The model has bidirectional attention, or no head.
         """
         if not self.causal:
             raise MissingComponent(
@@ -213,7 +216,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self.has_head()
 
     def one_stack(self, what: str) -> None:
-        """Raise MissingComponent if the model has an encoder, which `what` does not support."""
+        """Check that the model has no encoder, which `what` does not support. Raises MissingComponent otherwise."""
         if self.encoder is not None:
             raise MissingComponent(
                 f"{what} needs a decoder-only model, but this model also has an encoder",
@@ -221,8 +224,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             )
 
     @property
-    def beside(self) -> str:
-        """The names of the fields that give layers an input in addition to the stream; empty if there are none."""
+    def extra_inputs(self) -> str:
+        """What layers read besides the stream, as field names joined by "and". Empty if they read only the stream."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
         there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
         there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.shares}
@@ -230,26 +233,26 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def shares(self) -> bool:
-        """Whether layers run shared blocks, which also read the first layer's input."""
+        """Whether layers have shared blocks, which read the first layer's input again."""
         return any(block.mixer(SharedTransformer.slot) is not None for block in self.blocks)
 
     @property
     def lenders(self) -> dict[int, int]:
-        """Return the layer that stores the weights, for every layer that runs a shared block."""
-        found: dict[int, int] = {}
+        """For every layer with a shared block, the number of the layer that stores the block's weights."""
+        lenders: dict[int, int] = {}
         stored: dict[int, int] = {}
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
             if shared is not None:
                 stored |= {shared.number: layer} if shared.weights_from == "own" else {}
-                found[layer] = stored[shared.number]
-        return found
+                lenders[layer] = stored[shared.number]
+        return lenders
 
     @property
     def shared(self) -> frozenset[Any]:
-        """The keys and values that later layers take from earlier ones, as values of `Attention.remembered`."""
+        """The `Attention.kv_signature` of the keys and values that later layers take from earlier ones."""
         mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
-        return frozenset(each.remembered for each in mixers if getattr(each, "kv_from", "") == "earlier")
+        return frozenset(mixer.kv_signature for mixer in mixers if getattr(mixer, "kv_from", "") == "earlier")
 
     def _widths(self) -> Iterator[tuple[str, int]]:
         norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "first_norm": self.first_norm}
@@ -264,8 +267,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
 
     def __repr__(self) -> str:
-        """Return the tree in a few lines; `to_json` returns all of it."""
-        runs: list[list[Any]] = []  # first layer, last layer and block of a run
+        """Return the tree in a few lines. `to_json` returns all of it."""
+        runs: list[list[Any]] = []  # the first layer, the last layer and the block of every run of equal layers
         for index, block in enumerate(self.blocks):
             if runs and runs[-1][2] == block:
                 runs[-1][1] = index
@@ -273,17 +276,17 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 runs.append([index, index, block])
         total = sum(parameter.count for parameter in self.parameters())
         sizes = f"{len(self.blocks):,} layers, hidden size {self.hidden_size:,}, {total:,} parameters"
-        lines = [f"ModelSpec of {sizes}", f"  {_told(self.embedding)}"]
+        lines = [f"ModelSpec of {sizes}", f"  {_summary(self.embedding)}"]
         read = [] if self.encoder is None else repr(self.encoder).split("\n")
         lines += [f"  encoder: {line.strip()}" for line in read]
         lines += [
-            f"  {_told(each)}" for each in (self.token_types, self.positions, self.first_norm) if each is not None
+            f"  {_summary(node)}" for node in (self.token_types, self.positions, self.first_norm) if node is not None
         ]
         for first, last, block in runs[:_MOST_RUNS]:
             where = f"{first}" if first == last else f"{first}–{last}"
-            lines.append(f"  blocks.{where}: {', '.join(_told(node) for _, node in block.children())}")
+            lines.append(f"  blocks.{where}: {', '.join(_summary(node) for _, node in block.children())}")
         lines += [f"  … {len(runs) - _MOST_RUNS:,} more runs of layers"] if len(runs) > _MOST_RUNS else []
-        lines += [f"  {_told(each)}" for each in (self.final_norm, self.head, self.pooler) if each is not None]
+        lines += [f"  {_summary(node)}" for node in (self.final_norm, self.head, self.pooler) if node is not None]
         return "\n".join(lines)
 
     def words(self) -> dict[str, Words]:
@@ -295,7 +298,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def stream_size(self) -> int:
-        """The number of elements per token that a layer passes to the next one."""
+        """The number of elements per token that a layer passes to the next."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
@@ -303,19 +306,17 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return self.embedding.vocab_size
 
     def components(self) -> Iterator[Component]:
-        """Yield every component of the tree, also those without parameters, depth first."""
+        """Yield every component of the tree, depth first, also those without parameters."""
         for _, root, top in self._roots():
             yield from (node for _, node in walk(top, root))
 
     def nodes(self) -> Iterator[tuple[str, Component]]:
-        """Yield the path and the component of every component that may have parameters, depth first, in the order of
-        computation.
-        """
+        """Yield (path, node) for every component that may have parameters, depth first, in the order of computation."""
         for _, root, top in self._roots():
             yield from ((path, node) for path, node in walk(top, root) if node.label is not None)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield every stored tensor once, in the order of `nodes`."""
+        """Yield every parameter once, in the order of `nodes`."""
         for layer, root, top in self._roots():
             for path, node in walk(top, root):
                 for name, weight in node.weights().items():
@@ -328,7 +329,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                     yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 
     def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
-        """Yield the trees below this node, with the number of the layer, or None outside the layers."""
+        """Yield (number of the layer or None, path, node) for the components directly below the model."""
         for name, value in self.entries().items():
             if isinstance(value, Component):
                 yield None, name, value
@@ -336,81 +337,81 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 yield from ((layer, f"{name}.{layer}", block) for layer, block in enumerate(value))
 
     def before_blocks(self) -> Program:
-        """Return the program from token ids to the input of the first block."""
+        """Return the program from token ids to the stream that the first block reads."""
         ids: Sizes = ("B", "T")
-        found: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
-        found += self.embedding.operations("embedding", "tokens", ids)
-        stream = found[-1]
+        program: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
+        program += self.embedding.operations("embedding", "tokens", ids)
+        stream = program[-1]
         if self.layer_inputs is not None:
-            found += self.layer_inputs.operations("layer_inputs", stream.id, ids)
-            found.append(Stream("embedded_tokens", (stream.id,), stream.shape, "norms"))
+            program += self.layer_inputs.operations("layer_inputs", stream.id, ids)
+            program.append(Stream("embedded_tokens", (stream.id,), stream.shape, "norms"))
         if self.token_types is not None:
-            found += self.token_types.operations("token_types", stream.id, ids)
+            program += self.token_types.operations("token_types", stream.id, ids)
         if self.positions is not None:
-            last, shape = found[-1].id, found[-1].shape
+            last, shape = program[-1].id, program[-1].shape
             own = tuple(self.positions.shapes().items())
             offset, padding = self.positions.offset, self.positions.padding
             rows = shape[1:] if padding is None else shape
-            found.append(Positions("positions", (), rows, "embedding", own, offset=offset, padding=padding))
-            found.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
+            program.append(Positions("positions", (), rows, "embedding", own, offset=offset, padding=padding))
+            program.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
         if self.first_norm is not None:
-            found += self.first_norm.operations("first_norm", found[-1].id, found[-1].shape)
+            program += self.first_norm.operations("first_norm", program[-1].id, program[-1].shape)
         if self.streams is not None:
-            found += self.streams.operations("streams", found[-1].id, found[-1].shape)
+            program += self.streams.operations("streams", program[-1].id, program[-1].shape)
         if self.shares:
-            found.append(Stream(FIRST, (found[-1].id,), found[-1].shape, "norms"))
-        return tuple(found)
+            program.append(Stream(FIRST, (program[-1].id,), program[-1].shape, "norms"))
+        return tuple(program)
 
     def block_operations(self, block: Block) -> Program:
-        """Return the program of a block, from the stream "x" to its output "block_output"."""
+        """Return the program of a block, from the stream "x" to "block_output"."""
         return _program(block, self.hidden_size)
 
     def after_blocks(self) -> Program:
         """Return the program from the last block's output to logits, or to hidden states."""
         stream: Sizes = ("B", "T", self.hidden_size)
-        found: list[AnyOperation] = []
+        program: list[AnyOperation] = []
         if self.joined is not None:
-            found += self.joined.operations("joined", "block_output", (self.joined.count, *stream))
+            program += self.joined.operations("joined", "block_output", (self.joined.count, *stream))
         if self.final_norm is not None:
-            normed = self.final_norm.operations("final_norm", found[-1].id if found else "block_output", stream)
+            normed = self.final_norm.operations("final_norm", program[-1].id if program else "block_output", stream)
             if self.blocks[-1].wide:
-                normed = tuple(msgspec.structs.replace(each, lies="float32") for each in normed)
-            found += normed
-        last = found[-1].id if found else "block_output"
+                normed = tuple(msgspec.structs.replace(norm, normalised_in="float32") for norm in normed)
+            program += normed
+        last = program[-1].id if program else "block_output"
         if self.head is None:
-            return (*found, Stream("hidden_states", (last,), stream, "head"))
-        return (*found, *self.head.operations("head", last, stream))
+            return (*program, Stream("hidden_states", (last,), stream, "head"))
+        return (*program, *self.head.operations("head", last, stream))
 
 
 @lru_cache(maxsize=256)
 def _program(block: Block, width: int) -> Program:
-    """Return the program of a block. It is cached, because walks ask for it again and again."""
+    """Return a block's program. The cache saves time, because walks ask for the same blocks many times."""
     return block.operations("", "x", ("B", "T", width))
 
 
-_MOST_RUNS = 8  # the largest number of runs of equal layers that a repr lists
+_MOST_RUNS = 8  # the largest number of runs of equal layers in the repr of a tree
 
 
 def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:
-    """Yield the path of a component and of every component inside it, depth first, in the order of computation."""
+    """Yield (path, node) for a component and all components inside it, depth first, in the order of computation."""
     yield path, node
     for name, child in node.children():
         yield from walk(child, f"{path}.{name}")
 
 
-def _told(node: Component) -> str:
-    """Return a component with its sizes: Attention(heads 12, kv_heads 12, head_dim 64)."""
+def _summary(node: Component) -> str:
+    """Return a component with its sizes in words: Attention(heads 12, kv_heads 12, head_dim 64)."""
     plain = {name: getattr(node, name) for name in node.__struct_fields__ if name not in ("hidden_size", "scale")}
     sizes = [f"{name} {value:,}" for name, value in plain.items() if type(value) is int]
     sizes += [name for name, value in plain.items() if value is True]
-    inside = [_told(value) for value in plain.values() if isinstance(value, Mixer)]
+    inside = [_summary(value) for value in plain.values() if isinstance(value, Mixer)]
     return f"{type(node).__name__}({', '.join([*sizes, *inside])})"
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return the differences between two trees, as (path, value in a, value in b).
+    """Return the differences of two trees as (path, value in a, value in b).
 
-    If a component has another type in the other tree, the whole component is one difference.
+    Components of different kinds are one difference.
     """
     if type(a) is not type(b):
         return [(path or "model", a, b)]
@@ -430,9 +431,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 
 @lru_cache(maxsize=64)
 def without_rounding(node: Component | None) -> Any:
-    """Return the tree with default values for all fields that change only the rounding.
+    """Return the tree that represents all trees with the same function in exact arithmetic.
 
-    Trees that compute the same function in exact arithmetic become equal. The activation's formula, of which there are
-    several for one function, counts as rounding.
+    Rounding fields, and the ways of computing an activation, are set to the same values. The cache saves time, because
+    all families ask for the same tree when gptkit looks for a family that can store it.
     """
-    return None if node is None else node.mapped(lambda each, _: each.alike())
+    return None if node is None else node.mapped(lambda part, _: part.alike())

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm. No torch."""
+"""The norms: LayerNorm and RMSNorm. No torch."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -13,34 +13,32 @@ from .words import Words
 __all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm", "inside"]
 
 Gain = Literal["weight", "1 + weight", "none"]
-"""The factor of a norm: its weight, 1 plus its weight (Gemma), or none."""
+"""The factor of a norm: its weight, its weight plus 1 (Gemma), or no factor, if the norm has no weight."""
 
 
 class Norm(Open, frozen=True):
-    """The base class of norms."""
+    """The base class of all norms. The record of a kind inherits from both `Norm` and `Component`."""
 
     __slots__ = ()
     given = ("size",)
     usual: ClassVar[dict[str, Any]] = {"eps": ("norms with an eps of {:.0e}", (1e-5, 1e-6, 1e-8, 1e-12))}
     centred: ClassVar[bool]
-    """Whether it subtracts the mean."""
+    """Whether the mean of a row is subtracted first."""
     size: int
     """The number of elements of a row."""
     eps: float
-    """The number that is added to the variance or the mean square."""
     gain: Gain
-    """The factor of the normalised row."""
 
     @property
     def aspect(self) -> str:
         return "norm"
 
     def factor(self, weight: Any) -> Any:
-        """Return the factor for a weight, which is an array of any library: the weight, or 1 + weight."""
+        """Return the factor that a weight means: the weight itself, or 1 + weight. Arrays of any library will do."""
         return 1.0 + weight if self.gain == "1 + weight" else weight
 
     def weight_of(self, factor: Any) -> Any:
-        """Return the weight for a factor, as the inverse of `factor`."""
+        """Return the weight for a factor: the inverse of `factor`."""
         return factor - 1.0 if self.gain == "1 + weight" else factor
 
     def slips(self) -> dict[str, Any]:
@@ -48,24 +46,24 @@ class Norm(Open, frozen=True):
         return {"eps ten times as large": large, "eps ten times as small": small}
 
     def gains(self) -> dict[str, Weight]:
-        """Return the weight, if there is one. Its initial value makes the factor 1."""
+        """Return the norm's weight, if it has one. At the start of training, its factor is 1."""
         return {} if self.gain == "none" else {"weight": Weight((self.size,), "gain", self.weight_of(1.0))}
 
     def normed(self, path: str, source: str, shape: Sizes, formula: str, shift: str = "", **fields: Any) -> Program:
-        """Return the program of a norm. `formula` does not include its gain."""
+        """Return the program of a norm, which is one operation. `formula` is the norm without its gain."""
         factor = {"weight": " · w", "1 + weight": " · (1 + w)", "none": ""}[self.gain]
         fields |= {"formula": formula + factor + shift, "gain": self.gain}
         return (NormOperation(path, (source,), shape, "norms", tuple(self.shapes().items()), **fields),)
 
 
 class LayerNorm(Norm, Component, frozen=True):
-    """LayerNorm: (x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
+    """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
 
     label = "norms"
     centred = True
     rounds = ("cast",)
     notes = ("apart",)
-    tells = ("eps", "bias")
+    described = ("eps", "bias")
     forgotten: ClassVar[dict[str, str]] = {
         "bias": "bias of norms dropped",
         "gain": "weight of norms taken for their factor",
@@ -73,21 +71,21 @@ class LayerNorm(Norm, Component, frozen=True):
     }
 
     size: Size
-    """The number of elements of a row."""
+    """The number of elements of a row, in all groups together."""
     eps: Positive
-    """The number that is added to the variance."""
+    """The number added to the variance."""
     bias: bool = True
-    """Whether a bias is added."""
+    """Whether a bias is added after the gain."""
     gain: Gain = "weight"
     """The factor of the normalised row."""
     groups: Size = 1
-    """The number of parts of a row. Every part is normalised separately with its part of the weight, as in StableLM's
-    and Cohere's norms of every head."""
+    """The number of equal parts of a row. Every part is normalised separately, with its own part of the weight, as in
+    StableLM's and Cohere's norms of every head."""
     cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
-    """Where the norm is computed: in torch's kernel, in this kernel in at least fp32 (OLMo), or written out in at least
-    fp32 (Cohere). It changes only the rounding."""
+    """How the norm is computed: by torch's kernel, by this kernel in at least fp32 (OLMo), or by separate operations in
+    at least fp32 (Cohere)."""
     apart: bool = False
-    """Whether the weight of every part is a separate tensor (StableLM)."""
+    """Whether the weights of the groups are separate tensors (StableLM)."""
 
     def __post_init__(self) -> None:
         _check_groups(self)
@@ -112,37 +110,38 @@ class LayerNorm(Norm, Component, frozen=True):
         kind = "LayerNorm" if self.bias else "LayerNorm, no bias"
         formula = f"(x − mean) / √(var + {self.eps:g})"
         shift = " + b" if self.bias else ""
-        written = self.cast == "float32"  # the centred rows are a tensor, and one statistic per row is saved
+        # Without a kernel, the centred rows are a tensor, and autograd saves one statistic per group instead of two.
+        written = self.cast == "float32"
         statistics = (1 if written else 2) * self.groups
         fields: dict[str, Any] = {"kind": kind, "statistics": statistics, "shift": shift, "centred": written}
-        return self.normed(
-            path, source, shape, formula, lies="kernel" if self.cast == "kernel" else "float32", **fields
-        )
+        normalised_in = "kernel" if self.cast == "kernel" else "float32"
+        return self.normed(path, source, shape, formula, normalised_in=normalised_in, **fields)
 
 
 class RMSNorm(Norm, Component, frozen=True):
-    """RMSNorm: x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32."""
+    """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32."""
 
     label = "norms"
     centred = False
     rounds = ("cast",)
-    tells = ("eps",)
+    described = ("eps",)
     forgotten: ClassVar[dict[str, str]] = {
         "gain": "weight of norms taken for their factor",
         "groups": "groups of a row normed all at once",
     }
 
     size: Size
-    """The number of elements of a row."""
+    """The number of elements of a row, in all groups together."""
     eps: Positive
-    """The number that is added to the mean square."""
+    """The number added to the mean square."""
     cast: Literal["before_weight", "after_weight"] = "before_weight"
-    """Whether the result returns to the model's dtype before it is multiplied by the weight (Llama) or after. It
-    changes only the rounding."""
+    """When the normalised row is cast back to the model's dtype: before (Llama) or after it is multiplied by the
+    weight."""
     gain: Gain = "weight"
     """The factor of the normalised row."""
     groups: Size = 1
-    """The number of parts of a row. Every part is normalised separately with its part of the weight (Mamba-2)."""
+    """The number of equal parts of a row. Every part is normalised separately, with its own part of the weight
+    (Mamba-2)."""
 
     def __post_init__(self) -> None:
         _check_groups(self)
@@ -158,9 +157,9 @@ class RMSNorm(Norm, Component, frozen=True):
         return {"norm": Words("RMSNorm", "RMSNorm", f"RMSNorm, eps {self.eps:g}")}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        lies = "input" if self.cast == "before_weight" else "float32"
-        formula, statistics = f"x / √(mean(x²) + {self.eps:g})", self.groups
-        return self.normed(path, source, shape, formula, kind="RMSNorm", lies=lies, statistics=statistics)
+        fields: dict[str, Any] = {"kind": "RMSNorm", "statistics": self.groups}
+        fields["normalised_in"] = "input" if self.cast == "before_weight" else "float32"
+        return self.normed(path, source, shape, f"x / √(mean(x²) + {self.eps:g})", **fields)
 
 
 def _check_groups(norm: Any) -> None:
@@ -169,18 +168,18 @@ def _check_groups(norm: Any) -> None:
 
 
 def _groups(norm: Any, size: int) -> int:
-    """Return the number of groups for rows of another size, so that groups have the same width."""
+    """Return the number of groups in a row of `size` elements, so that the groups keep their width."""
     return 1 if norm.groups == 1 else size * norm.groups // norm.size
 
 
 def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:
-    """Return the words for the norms inside a mixer; `short` and `whole` name what they normalise."""
-    there = {name: norm for name, norm in norms.items() if norm is not None}
-    if not there:
+    """Return the words for the norms inside a mixer, by name. `short` and `whole` say what they normalise."""
+    present = {name: norm for name, norm in norms.items() if norm is not None}
+    if not present:
         return Words("none", [])
-    told = {name: norm.named() for name, norm in there.items()}
-    kinds = " and ".join(dict.fromkeys(each.short for each in told.values()))
-    usual = all(each.data == "RMSNorm" for each in told.values())
-    eps = " and ".join(dict.fromkeys(f"{norm.eps:g}" for norm in there.values()))
-    data: Any = list(there) if usual else {name: each.data for name, each in told.items()}
+    described = {name: norm.named() for name, norm in present.items()}
+    kinds = " and ".join(dict.fromkeys(words.short for words in described.values()))
+    usual = all(words.data == "RMSNorm" for words in described.values())
+    eps = " and ".join(dict.fromkeys(f"{norm.eps:g}" for norm in present.values()))
+    data: Any = list(present) if usual else {name: words.data for name, words in described.items()}
     return Words(f"{kinds}{short}", data, f"{kinds} on {whole}, eps {eps}")

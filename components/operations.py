@@ -1,13 +1,12 @@
-"""The operations of components: a closed vocabulary, of which every component's `operations` is a short program.
+"""The operations of which components consist. The method `operations` of a component returns a short program of them.
 
-An operation names its inputs and the weights that it reads, gives the shape of its result, and has the fields of its
-component that it needs. A function that counts FLOPs, caches or memory, or that draws a model, walks over operations
-and has one case for every operation. It never asks from which component an operation comes. A new component that
-consists of known operations therefore works in all of these functions. A function that does not know an operation
-raises the error of `unknown`, which names it. No torch.
+The set of operations is closed. An operation has the ids of its inputs, the shape of its result, its weights, and the
+fields of its component that it needs. Code that computes FLOPs, memory or drawings of a model is a *walk*: it visits
+operations, with one rule per kind of operation, and does not know the components. So every walk supports a new
+component that consists of known operations. For an operation without a rule, a walk raises `unknown`. No torch.
 
-The sizes in a shape are numbers or letters: B (sequences), T (tokens per sequence), S (visible tokens, including those
-in the cache) and U (tokens of the source that an encoder reads).
+A size in a shape is a number or a letter. B is the number of sequences, and T the number of new tokens per sequence. S
+is the number of tokens in sight, including cached ones. U is the number of tokens that an encoder has read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar
 import msgspec
 
 from ..errors import ConfigError
-from .activations import Activation as Function
+from .activations import Activation
 from .base import Arithmetic, Shape, Sizes
 from .positions import Biasing, Temperature, Turning
 
@@ -28,203 +27,205 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Blend", "CacheOperation", "Cap", "Choose", "Combine",
-    "Concat", "Convolve", "Embed", "Gather", "Given", "Linear", "Mix", "NormOperation", "Operation", "Pairs",
-    "Positions", "Product", "Program", "Rotate", "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse",
-    "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
+    "ActivationOperation", "Add", "Alibi", "AltUp", "AnyOperation", "Blend", "CacheOperation", "Cap", "Choose",
+    "Combine", "Concat", "Convolve", "Embed", "Gather", "Given", "Linear", "Mix", "NormOperation", "Operation", "Pairs",
+    "Positions", "Product", "Program", "Rotate", "ScaleOperation", "Scan", "Scores", "Shift", "Sizes", "Softmax",
+    "Sparse", "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
 
-_Joined = TypeVar("_Joined", "Linear", "Scale")
+_Joined = TypeVar("_Joined", "Linear", "ScaleOperation")
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One operation."""
+    """One step of a program: the base class of all kinds of operation."""
 
     id: str
-    """The name of a module within its block, or another name if the operation has no weights; unique in a program."""
+    """The name, unique in the program. An operation with weights has the name of its module in the block."""
     inputs: tuple[str, ...]
     """The ids of the inputs, in the order of the operation's arguments."""
     shape: Sizes
     """The shape of the result."""
     row: str
-    """The row of a cost table under which the products and the result are counted."""
+    """The row of a table of costs in which its FLOPs and its result are counted."""
     weights: tuple[tuple[str, Shape], ...] = ()
-    """The names and shapes of the module's own weights."""
+    """The names and shapes of the module's parameters."""
     copies: int = 1
     """The number of equal modules, of which a token uses some (experts)."""
     apart: int = 1
-    """The number of modules that run one after the other, each on its share of the tokens."""
-    held: str = ""
-    """The id of the operation up to which the module's code has a variable for the result. Without one, the result is
-    freed after its last use."""
+    """The number of modules that run one after the other, each on its part of the tokens (experts)."""
+    live_until: str = ""
+    """The id of the operation until which the module's code refers to the result, so that its memory is not released.
+    If empty, the result is released after the last operation that reads it."""
     tied: str | None = None
-    """The operation whose weights this one uses."""
+    """The operation whose weights it uses."""
     kept_wide: bool = False
-    """Whether the result stays in at least fp32."""
+    """Whether the result is in at least fp32, whatever the model's dtype is."""
 
     @property
     def parameters(self) -> int:
-        """Return the number of stored parameters, over all copies."""
+        """The number of parameters, of all copies together."""
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     def numbers(self, **symbols: int) -> int:
-        """Return the number of elements of the result for given B, T and S. By default the source has the same number
-        of tokens, U.
-        """
+        """Return the number of elements of the result for given B, T and S. The default of U is T, or else S."""
         symbols = {"U": symbols.get("T", symbols.get("S", 1)), **symbols}
         return math.prod(size if isinstance(size, int) else symbols[size] for size in self.shape)
 
 
 class Tokens(Operation, frozen=True, kw_only=True):
-    """The ids of tokens (B, T), or with `types` their token types."""
+    """The token ids, or the token types, (B, T)."""
 
     types: bool = False
+    """Whether these are token types, which say to which segment a token belongs (BERT)."""
 
 
 class Stream(Operation, frozen=True, kw_only=True):
-    """The residual stream, passed on unchanged: the input of a block, or the stream past a branch."""
+    """A value under another name: the input of a block, or a value that bypasses a branch."""
 
 
 class Given(Operation, frozen=True, kw_only=True):
-    """A result that another part of the model passes to this one. The input is the id of that result, if it has a name
-    in the whole model.
+    """A value that another part of the model has computed.
+
+    Its input is the id of that part's result, if the result has a name in the whole model.
     """
 
     words: str
-    """The result in words."""
+    """What the value is, in words for drawings."""
     again: bool = False
-    """Whether the result is stored elsewhere already, such as the keys of an earlier layer."""
+    """Whether the other part keeps the value, as a layer keeps its keys, so that it needs no memory here."""
 
 
 class Embed(Operation, frozen=True, kw_only=True):
-    """The rows of a table, selected by ids."""
+    """The lookup of ids in a table of embeddings."""
 
 
 class Positions(Operation, frozen=True, kw_only=True):
-    """The rows of a position table: the row of a token is its position plus `offset`."""
+    """The rows of a table of position embeddings: (T, hidden), or (B, T, hidden) with `padding`."""
 
     offset: int = 0
+    """The number that is added to a position to get its row."""
     padding: int | None = None
-    """The id of padding tokens, which are not counted. Every text of a batch then has positions of its own, so the
-    shape is (B, T, hidden) and not (T, hidden)."""
+    """The id of tokens that are not counted, so that the positions differ between the texts of a batch."""
 
 
 class NormOperation(Operation, frozen=True, kw_only=True):
-    """A norm: rows are divided by a statistic of theirs and multiplied by a gain."""
+    """A norm: every row is divided by a statistic of the row, and multiplied by a gain."""
 
     kind: str
-    """The name of the norm."""
+    """The name of the norm for drawings."""
     formula: str
-    """The formula of the norm."""
-    lies: Literal["kernel", "input", "float32"]
-    """Where rows are stored before the gain: inside a fused "kernel", or in tensors of the dtype of the "input" or of
-    "float32", which steps in at least fp32 compute."""
+    """The formula of the norm for drawings."""
+    normalised_in: Literal["kernel", "input", "float32"]
+    """Where the normalised rows are before the gain: inside one "kernel", or in a tensor, with the dtype of the "input"
+    or "float32". Without a kernel, the norm is computed in at least fp32."""
     statistics: int = 1
-    """The numbers per row that are saved for the backward pass."""
+    """The number of statistics per row that autograd saves for the backward pass."""
     gain: Literal["weight", "1 + weight", "none"] = "weight"
-    """The factor of the rows."""
+    """The factor of the normalised rows."""
     centred: bool = False
-    """Whether the centred rows are a separate tensor. The gain is then applied in at least fp32."""
+    """Whether the rows minus their means are a separate tensor, and the gain is applied in at least fp32."""
     narrowed: bool = False
-    """Whether the input is an fp32 stream that is read in the model's dtype."""
+    """Whether it casts a stream in fp32 to the model's dtype first."""
 
 
 class Linear(Operation, frozen=True, kw_only=True):
-    """A linear layer, x·Wᵀ + b. The last dimension of the result is split into heads according to the shape."""
+    """A linear layer, x·Wᵀ or x·Wᵀ + b. The shape may split the last dimension into heads."""
 
     inputs_wide: int
-    """The width of the input."""
+    """The number of input features."""
     wide: Literal["", "input", "both"] = ""
-    """"input": the input is converted to at least fp32. "both": the weight is too, which needs a copy."""
+    """What is cast to at least fp32 first: nothing, the input, or the input and the weight."""
     arithmetic: Arithmetic = "linear"
     together: str = ""
-    """A name shared by the projections of one input that are computed together."""
+    """A name that linear layers with the same input share if they are computed at the same time."""
     fused: bool = False
-    """Whether the projections with the same `together` are one matrix product."""
+    """Whether the layers with the same `together` are one matrix product."""
     groups: int = 1
-    """The number of groups of rows in the product's result, if it is fused."""
+    """The number of groups in the rows of that product, such as one per key-value head."""
     copied: bool = False
-    """Whether this projection's rows are copied out of the fused result."""
+    """Whether the result is copied out of the result of that product."""
     joined: bool = False
-    """Whether the results of the projections are concatenated in a separate tensor."""
+    """Whether the results of that product are concatenated to a new tensor."""
     choice: str | None = None
-    """The input that says which of the copies a token uses."""
+    """The input that says which of the `copies` a token uses."""
     window: int | None = None
-    """The number of visible tokens among the cached tokens that the layer reads."""
+    """The number of cached tokens in sight, if it reads cached tokens."""
     by_channel: bool = False
-    """Whether the input is stored by channel, so that it is copied if there are several sequences."""
+    """Whether the input is stored channel by channel, so that it is copied if there are several sequences."""
 
     @property
     def bias(self) -> bool:
         return any(name == "bias" for name, _ in self.weights)
 
-    def made_together(self, program: Iterable[Operation]) -> list[Linear]:
-        """Return the linear layers of a program that are computed together with this one, including this one."""
-        return _made_together(self, program)
+    def computed_together(self, program: Iterable[Operation]) -> list[Linear]:
+        """Return all linear layers of the program with the same `together`, including this one."""
+        return _computed_together(self, program)
 
 
-def _made_together(one: _Joined, program: Iterable[Operation]) -> list[_Joined]:
-    alike = (each for each in program if isinstance(each, type(one)))
-    return [each for each in alike if each is one or (one.together and each.together == one.together)]
+def _computed_together(one: _Joined, program: Iterable[Operation]) -> list[_Joined]:
+    alike = (operation for operation in program if isinstance(operation, type(one)))
+    return [other for other in alike if other is one or (one.together and other.together == one.together)]
 
 
 class Rotate(Operation, frozen=True, kw_only=True):
-    """Rotary positions on `parts` consecutive parts of a head, the first of which begins at element `start`."""
+    """Rotary positions, applied to consecutive parts of every head."""
 
     rotary: Turning
     start: int = 0
+    """The index of the first rotated element of a head."""
     parts: int = 1
+    """The number of parts. Each has `rotary.dim` elements and is rotated separately."""
 
     @property
     def turned(self) -> int:
-        """Return the number of rotated elements per head."""
+        """The number of rotated elements of a head."""
         return self.parts * self.rotary.dim
 
 
 class Temper(Operation, frozen=True, kw_only=True):
-    """The product of every token with a factor that grows with its position."""
+    """The product of a token's elements and a factor that grows with its position."""
 
     temperature: Temperature
 
 
 class CacheOperation(Operation, frozen=True, kw_only=True):
-    """The KV cache: x of the earlier tokens, then x of these, so that T becomes S. With a window, all tokens but one
-    stay for the next step.
-    """
+    """A KV cache: the cached x of the earlier tokens followed by x, so that T becomes S in the shape."""
 
     window: int | None = None
+    """The number of tokens in sight. All but one of them stay in the cache for the next step."""
     repeats: int = 1
-    """The number of copies of a head after the cache, which transformers' cache stores too."""
+    """How many times every head is repeated after the cache, and inside the cache of transformers."""
     ours: bool = False
     """Whether no family of transformers has such a cache."""
     as_given: bool = False
-    """Whether the tensors are used as they are if there is no cache. Otherwise they are copied head by head."""
+    """Whether x is used as it is if there is no cache. Otherwise it is copied, head by head."""
     once: bool = False
-    """Whether the keys and values are those of the source, which are complete after the first step and do not grow."""
+    """Whether x belongs to the tokens of an encoder, so that the cache is full after the first step."""
 
 
 class Concat(Operation, frozen=True, kw_only=True):
-    """The concatenation of parts of a token or of a key. All heads use a part that has fewer heads than the result."""
+    """The concatenation of parts of a token's features, or of a key. Inputs with one head are shared by all heads."""
 
 
 class Scores(Operation, frozen=True, kw_only=True):
-    """Attention scores, q·kᵀ · scale, of shape (B, heads, T, S). With fewer key heads, query heads are grouped."""
+    """Attention scores, q·kᵀ · scale, (B, heads, T, S). `window`, `chunked` and `causal` are those of `Softmax`."""
 
     scale: float
     query_dim: int
+    """The number of elements of a query or key."""
     kv_heads: int
+    """The number of key heads. Each is shared by the same number of query heads."""
     window: int | None = None
     chunked: bool = False
     causal: bool = True
-    """See `Softmax`."""
     wide: bool = False
     """Whether the product is computed in at least fp32."""
     broadcast: bool = False
-    """Whether a key head is repeated inside the matrix product, which no fused kernel does."""
+    """Whether key heads are expanded to query heads inside the matrix product, which no fused kernel does."""
     written: bool = False
-    """Whether the scores are computed explicitly, whichever kernel is requested."""
+    """Whether scores are a tensor with every kernel, because the family has no fused attention."""
 
     @property
     def heads(self) -> int:
@@ -232,41 +233,43 @@ class Scores(Operation, frozen=True, kw_only=True):
 
 
 class Alibi(Operation, frozen=True, kw_only=True):
-    """Scores plus slope(head) · position of the key, multiplied by the scale of the scores if the bias is `scaled`."""
+    """The addition of a position bias to the scores, such as slope(head) · position of the key."""
 
     alibi: Biasing
     scale: float
+    """The scale of the scores, which also multiplies the bias if it is `scaled`."""
 
 
 class Cap(Operation, frozen=True, kw_only=True):
-    """limit · tanh(x / limit), or with `hard` the limitation of x to -limit … limit."""
+    """limit · tanh(x / limit), or x clipped to -limit … limit."""
 
     limit: float
     hard: bool = False
+    """Whether x is clipped."""
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
-    """The softmax over the keys that a query sees.
+    """The softmax over the keys in sight of a query.
 
-    A query sees itself and earlier tokens: at most `window` tokens, or with `chunked` those of its own chunk of
-    `window` tokens. If it is not `causal`, it also sees later tokens, up to the same distance.
-
-    The weight, if there is one, is a score per head for a key without a value (a sink).
+    If it has a weight, this is one more score per head, for a key without a value (an attention sink).
     """
 
     window: int | None = None
+    """The number of keys in sight, including the query's own. None means all."""
     chunked: bool = False
+    """Whether only the keys of the query's own chunk of `window` tokens are in sight."""
     causal: bool = True
+    """Whether only the query's own key and earlier ones are in sight. Otherwise a window extends to both sides."""
     wide: bool = True
-    """Whether it is computed in at least fp32, instead of the dtype of the scores."""
+    """Whether it is computed in at least fp32, or else in the dtype of the scores."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the sink acts. "in softmax": it is one of the scores, and the largest score is subtracted from all. "in
-    float32": the largest score is not subtracted. "behind it": it is not one of the scores, and the output is
-    multiplied by the share that it leaves to them."""
+    """How the sink acts. "in softmax": as a score, after the row's largest score is subtracted from all. "in float32":
+    as a score, without this subtraction. "behind it": as a factor of the output, the share that it leaves to the
+    keys."""
 
 
 class Mix(Operation, frozen=True, kw_only=True):
-    """The weighted sum of the values, (B, T, heads, value dim). Heads are grouped as for the scores."""
+    """The weighted sum of the values, (B, T, heads, value dim). Heads are grouped as in `Scores`."""
 
     window: int | None = None
     chunked: bool = False
@@ -274,103 +277,107 @@ class Mix(Operation, frozen=True, kw_only=True):
 
 
 class Scan(Operation, frozen=True, kw_only=True):
-    """A recurrence over tokens: every token reads and changes the state that the previous token left.
+    """A recurrence over tokens: every token reads and updates a state.
 
-    Tokens that are read at once are processed in chunks. The last chunk is padded with zeros. The backward pass
-    computes the chunks again and saves none of their steps.
+    A long text may be processed in chunks of tokens. For the backward pass, chunks are computed again, so their
+    intermediate results are not saved.
     """
 
     state: Shape
-    """The shape of the state for one sequence."""
+    """The shape of the state of one sequence."""
     title: str
-    """The name of the recurrence."""
+    """The name of the recurrence for drawings."""
     formula: str
-    """The formula of the recurrence."""
+    """The formula of the recurrence for drawings."""
     saved: int = 1
-    """The number of tensors of the result's size that are saved for the backward pass, in addition to the inputs."""
+    """The number of tensors that autograd saves besides the inputs, each of the result's size."""
     products: int = 0
-    """The number of multiplications per token in matrix products, such as keys with values, and not element by element.
-    """
+    """The number of multiplications per token that belong to matrix products, such as keys with values."""
     wide: bool = False
-    """Whether the computation and the state are in at least fp32."""
+    """Whether the recurrence is computed, and the state stored, in at least fp32."""
     theirs: int | None = None
-    """The number of elements that transformers' cache stores for it; None if none of its families has such a state."""
+    """The number of elements of the state in the cache of transformers. None means that transformers has no such
+    state."""
     narrow: bool = False
-    """Whether the elements counted in `alive` are in the model's dtype."""
+    """Whether the temporary numbers (`alive`, `within`) are in the model's dtype."""
     chunk: int = 1
-    """The number of tokens in a chunk."""
+    """The number of tokens in a chunk. The last chunk is padded with zeros."""
     chunk_products: int = 0
     """The number of multiplications per chunk."""
     spared: int = 0
-    """The multiplications that the first chunk does not need, because it has no earlier state."""
+    """The number of multiplications that the first chunk does not need, because there is no state before it."""
     between: int = 0
-    """The multiplications for every pair of chunks, if the state of a chunk is a sum over all chunks, including the
-    initial state."""
+    """The number of multiplications per pair of chunks, if the states of chunks are computed from those of all earlier
+    chunks."""
     alive: int = 0
-    """The largest number of elements per token of all chunks that exist at once, in addition to inputs and result."""
+    """The number of temporary elements per token of all chunks, besides inputs and result, when memory is highest."""
     again: bool = False
-    """Whether the backward pass also computes single tokens again."""
+    """Whether steps of single tokens are also computed again for the backward pass."""
     within: tuple[int, int] = (0, 0)
-    """The number of additional elements for the current chunk: for the first chunk, and for a later one."""
+    """The number of temporary elements of the current chunk: if it is the first, and if it is a later one."""
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
-    """A causal convolution over `width` tokens, with a kernel per channel. The last `width` tokens stay for the next
-    step. The convolution reads a transposed copy of at least `width` tokens, padded with zeros on both sides.
+    """A causal convolution with one kernel per channel.
+
+    It reads the transpose, (B, channels, T), padded with zeros on both sides, and to at least `width` tokens.
     """
 
     width: int
+    """The length of the kernel, in tokens."""
     joined: bool = False
-    """Whether its kernels are concatenated with others in a separate tensor."""
+    """Whether several kernels are concatenated to one tensor first."""
     carried: int | None = None
-    """The number of earlier tokens of which something stays, if it is not `width`. A single token is then computed as a
-    sum of products, without a convolution."""
+    """The number of tokens that stay in the cache. None means `width`. Otherwise, a single new token is computed as a
+    sum of products instead of a convolution."""
 
 
 class Pairs(Operation, frozen=True, kw_only=True):
-    """The input of every token together with that of the previous token, (B, T, 2, hidden). It is zeros for the first
-    token. The last input stays for the next step.
+    """The input of every token, paired with that of the previous token, (B, T, 2, hidden).
+
+    The token before the first is zeros. The last token's input stays in the cache.
     """
 
 
 class Blend(Operation, frozen=True, kw_only=True):
-    """w · x + (1 − w) · y for pairs of x and y. The weight w has a number per column."""
+    """w · x + (1 − w) · y for pairs (x, y). The weight w has one number per column."""
 
 
-class Activation(Operation, frozen=True, kw_only=True):
-    """A function of every element."""
+class ActivationOperation(Operation, frozen=True, kw_only=True):
+    """An activation function, applied to every element."""
 
-    function: Function
+    function: Activation
     wide: Literal["", "rounded", "kept"] = ""
-    """Whether it is computed in at least fp32, and its result then "rounded" or "kept" in fp32."""
+    """If not empty, it is computed in at least fp32, and the result is "rounded" to the model's dtype or "kept"."""
 
 
 class Sparse(Operation, frozen=True, kw_only=True):
-    """The part of every element above a threshold, and 0 below it. A share of `share` of a normally distributed row is
-    below the threshold.
-    """
+    """max(x − threshold, 0), where the threshold of a row is its mean + Φ⁻¹(share) · its deviation."""
 
     share: float
+    """The share of a row's elements that become 0, if they are normally distributed."""
 
 
 class Product(Operation, frozen=True, kw_only=True):
-    """The product of two inputs, element by element. With `in_place`, it overwrites the first input if no gradient is
-    needed.
-    """
+    """The elementwise product of two inputs."""
 
     in_place: bool = False
+    """Whether the result replaces the first factor in memory if no gradient is needed."""
 
 
-class Scale(Operation, frozen=True, kw_only=True):
-    """The input times a number, and times the weight if there is one: an untrained number, or a number per column."""
+class ScaleOperation(Operation, frozen=True, kw_only=True):
+    """The product of the input, a number, and the weight if there is one.
+
+    The weight is a single number that is not trained, or has one number per column.
+    """
 
     factor: float
     together: str = ""
-    """A name shared by operations whose results are parts of one tensor."""
+    """A name that operations share if their results are concatenated to one tensor."""
 
-    def made_together(self, program: Iterable[Operation]) -> list[Scale]:
-        """Return the operations of a program whose results are in the same tensor as this one's, including this one."""
-        return _made_together(self, program)
+    def computed_together(self, program: Iterable[Operation]) -> list[ScaleOperation]:
+        """Return all `ScaleOperation`s of the program with the same `together`, including this one."""
+        return _computed_together(self, program)
 
 
 class Shift(Operation, frozen=True, kw_only=True):
@@ -380,18 +387,17 @@ class Shift(Operation, frozen=True, kw_only=True):
 
 
 class Add(Operation, frozen=True, kw_only=True):
-    """The sum of two inputs."""
+    """The sum of the inputs."""
 
     residual: str | None = None
-    """The input that bypasses the branch."""
+    """The input that bypassed a branch, if one did."""
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The choice of experts: the `top_k` largest of a router's scores, as weights. See `MixtureOfExperts` for the
-    fields.
+    """The choice of `top_k` experts per token by the logits of a router, and the weights of these experts.
 
-    The operation's bias, if there is one, is added only for the choice. Its weight is a factor per expert, which the
-    final weights are multiplied by.
+    It has a bias if one is added for the choice only, and a weight if the experts' weights are multiplied by a number
+    per expert. Fields with a name of `MixtureOfExperts` mean the same as there.
     """
 
     top_k: int
@@ -406,40 +412,39 @@ class Choose(Operation, frozen=True, kw_only=True):
     of_chosen: bool = False
     """Whether scores are computed only from the logits of the chosen experts."""
     wide: bool = True
-    """Whether they are computed in at least fp32."""
+    """Whether scores are computed in at least fp32."""
     jitter: float | None = None
     biased: Literal["scores", "logits"] = "scores"
 
 
 class Gather(Operation, frozen=True, kw_only=True):
-    """The tokens in the order of the experts that were chosen for them, once per expert. With `weighs`, they are
-    multiplied by the weight of the expert.
-    """
+    """The tokens, sorted by their experts. A token appears once for each of its experts."""
 
     weighs: bool = False
+    """Whether tokens are multiplied by the weights of their experts."""
 
 
 class Combine(Operation, frozen=True, kw_only=True):
-    """The weighted sum of the outputs of a token's experts."""
+    """The sum of the outputs of a token's experts."""
 
     wide: bool = True
     """Whether the weights are in at least fp32."""
     one_by_one: bool = False
-    """Whether the experts are added one after the other."""
+    """Whether one expert after the other is added, instead of all at once."""
     weighs: bool = True
-    """Whether the outputs are multiplied by the weights. Otherwise the inputs were."""
+    """Whether outputs are multiplied by the weights of their experts. Otherwise the experts' inputs have been."""
 
 
 class AltUp(Operation, frozen=True, kw_only=True):
-    """A step with several streams per token, (streams, B, T, hidden).
+    """A step of a model with several residual streams, (streams, B, T, hidden).
 
-    - split: the first input, and the other inputs scaled to its length, become streams
+    - split: the inputs become the streams, scaled to the length of the first
     - pick: the stream `index` of `count`
-    - predict: every stream plus the sum of all streams, weighted by a number per pair of streams
-    - correct: the predicted streams, each plus a factor times the difference between the second input and the stream
-      `index`
-    - spread: the streams, with the second input added to all except the first
-    - join: the mean of the first input and of the others, scaled to its length
+    - predict: to every stream, all streams are added, times one coefficient of the token per pair of streams
+    - correct: to every stream, the error of the stream `index` is added, times one coefficient per stream; the error is
+      the second input minus that stream
+    - spread: the second input is added to all streams except the first
+    - join: the mean of the inputs, scaled to the length of the first
     """
 
     step: Literal["split", "pick", "predict", "correct", "spread", "join"]
@@ -450,32 +455,32 @@ class AltUp(Operation, frozen=True, kw_only=True):
 # fmt: off
 AnyOperation = (
     Tokens | Stream | Given | Embed | Positions | NormOperation | Linear | Rotate | CacheOperation | Concat | Scores
-    | Alibi | Cap | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather
-    | Combine | Temper | Sparse | AltUp | Pairs | Blend
+    | Alibi | Cap | Softmax | Mix | Scan | Convolve | ActivationOperation | Product | ScaleOperation | Shift | Add
+    | Choose | Gather | Combine | Temper | Sparse | AltUp | Pairs | Blend
 )
 # fmt: on
-"""The closed vocabulary of operations. A `match` over it ends with `raise unknown(…)`."""
+"""All kinds of operation. A `match` over them ends with `raise unknown(…)`."""
 
 Program = tuple[AnyOperation, ...]
-"""Operations in an order in which they can be evaluated. The result of the last one is the program's result."""
+"""Operations in an order in which they can be computed. The result of the last one is the result of the program."""
 
 
 def unknown(operation: Never, walk: str) -> ConfigError:
-    """Return the error for an operation that a `match` in the function `walk` has no case for."""
+    """Return the error for an operation without a rule in a walk. The last case of every `match` raises it."""
     return ConfigError(f"{walk} has no entry for the operation {type(operation).__name__} ({operation.id})")
 
 
-# --- parts of programs that several components have ------------------------------------------------------------------
+# --- parts of programs that several components share ------------------------------------------------------------------
 
 
 def linear(
-    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, held: str = "", **fields: Any
+    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, live_until: str = "", **fields: Any
 ) -> Linear:
-    """Return the linear operation `name` of a component at `path`, with the parameters of that name."""
+    """Return the linear layer `name` of a component at `path`, with the component's parameters of this name."""
     own = {key.partition(".")[2]: value for key, value in node.shapes().items() if key.partition(".")[0] == name}
     weights, arithmetic = tuple(own.items()), getattr(node, "arithmetic", "linear")
     fields = {"arithmetic": arithmetic, "inputs_wide": own["weight"][1], **fields}
-    return Linear(f"{path}.{name}", (source,), shape, row, weights, held=held, **fields)
+    return Linear(f"{path}.{name}", (source,), shape, row, weights, live_until=live_until, **fields)
 
 
 def attend(
@@ -494,11 +499,22 @@ def attend(
     sinks: Literal["", "in softmax", "in float32", "behind it"] = "",
     keys: Literal["S", "U"] = "S",
 ) -> Iterator[AnyOperation]:
-    """Yield the operations of attention, softmax(cap(q·kᵀ · scale + bias))·v.
+    """Yield the operations of attention: softmax(cap(q·kᵀ · scale + bias))·v.
 
-    The inputs are q (B, T, heads, query dim), k and v (B, S, kv heads, …). `scores` has fields of `Scores`, and `wide`
-    is the field of `Softmax`. `sinks` says how a sink acts, if there is one. `keys` is "U" if the keys are those of the
-    source.
+    Args:
+        path: The name of the attention module. The ids of the operations begin with it.
+        inputs: The ids of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
+        scores: Fields of `Scores`.
+        heads: The number of query heads.
+        value_dim: The number of elements of a value.
+        position: The position encoding. Only a `Biasing` adds an operation.
+        cap: The limit of the scores.
+        window: See `Softmax`.
+        chunked: See `Softmax`.
+        causal: See `Softmax`.
+        wide: See `Softmax`.
+        sinks: How sinks act (`Softmax.sunk`). Empty if there are none.
+        keys: Whose tokens the keys are: S for the text itself, U for the text of an encoder.
     """
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", keys)
@@ -517,5 +533,5 @@ def attend(
 
 
 def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:
-    """Yield the operations, counted under another row: a norm within attention counts as attention."""
-    return (msgspec.structs.replace(each, row=row) for each in operations)
+    """Return the operations with another row, for example to count a norm inside attention as attention."""
+    return (msgspec.structs.replace(operation, row=row) for operation in operations)

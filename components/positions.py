@@ -1,4 +1,4 @@
-"""Position encodings: a learned table, sinusoids, RoPE with its scalings, ALiBi and relative biases. No torch."""
+"""Position encodings: learned and sinusoidal embeddings, RoPE and its scalings, and position biases. No torch."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class LearnedPositions(Component, frozen=True):
-    """A table of position embeddings that are added to the token embeddings."""
+    """A learnt table of position embeddings, which are added to the token embeddings."""
 
     label = "positions"
     rows = "T"
-    tells = ("length", "size")
+    described = ("length", "size")
     by_length: ClassVar[dict[str, Any]] = {"length": 1}
     forgotten: ClassVar[dict[str, str]] = {
         "offset": "rows before the first position not skipped",
@@ -44,17 +44,16 @@ class LearnedPositions(Component, frozen=True):
     }
 
     length: Size
-    """The length of the longest sequence, in tokens."""
+    """The longest sequence, in tokens."""
     size: Size
     """The width of the residual stream."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """The number that is added to a token's position to get its row (2 in OPT). The table has this number of additional
-    rows."""
+    """A token's row is its position plus this number (2 in OPT). The table has `length` + `offset` rows."""
     counts: Literal["tokens", "real tokens"] = "tokens"
     """How positions are counted by default: all earlier tokens, including padding, or only "real tokens" (OPT)."""
     padding: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """The id of padding tokens, which are not counted, whatever the mask contains, and have the row before the first
-    position (RoBERTa)."""
+    """The id of tokens that are not counted, whatever the attention mask contains. Their row is the one before the
+    first position (RoBERTa)."""
 
     def __post_init__(self) -> None:
         if self.padding is not None and (not self.offset or self.counts != "tokens"):
@@ -74,13 +73,13 @@ class LearnedPositions(Component, frozen=True):
 
 
 class SinusoidalPositions(Component, frozen=True):
-    """Sinusoids added to the token embeddings (Vaswani et al. 2017): the sines and then the cosines of a token's
-    position.
+    """Sinusoidal position embeddings, first the sines and then the cosines, which are added to the token embeddings
+    (Vaswani et al. 2017).
     """
 
     label = "positions"
     rounds = ("made",)
-    tells = ("length", "size")
+    described = ("length", "size")
     by_length: ClassVar[dict[str, Any]] = {"length": 1}
     forgotten: ClassVar[dict[str, str]] = {
         "offset": "positions counted from 0",
@@ -90,16 +89,16 @@ class SinusoidalPositions(Component, frozen=True):
     padding: ClassVar[None] = None
 
     length: Size
-    """The length of the longest sequence, in tokens."""
+    """The longest sequence, in tokens."""
     size: Size
     """The width of the residual stream."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """A number that is added to every position."""
     ends: Literal["one", "both"] = "one"
-    """With "both", the slowest pair has a period of 2π · 10,000 tokens (XGLM, tensor2tensor). Otherwise the pair after
-    the slowest one would have it (the paper, CTRL)."""
+    """Which pair of sine and cosine has a period of 2π · 10,000 tokens. "both": the slowest pair (XGLM, tensor2tensor).
+    "one": the pair that would follow the slowest one (the paper, CTRL)."""
     made: Literal["float32", "float64"] = "float32"
-    """The dtype in which angles are computed. It changes only the rounding."""
+    """The dtype in which the angles are computed. It changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.size % 2 or (self.ends == "both" and self.size < 4):
@@ -111,32 +110,30 @@ class SinusoidalPositions(Component, frozen=True):
 
 
 class LinearScaling(Component, frozen=True):
-    """Linear RoPE scaling: positions are divided by `factor` (kaiokendev 2023)."""
+    """Positions divided by `factor` (kaiokendev 2023)."""
 
     factor: Positive
-    """The number that positions are divided by."""
+    """The divisor of positions."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"linear ×{plain_number(self.factor)}")
 
 
 class DynamicScaling(Component, frozen=True):
-    """Dynamic NTK scaling: the base grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
+    """An NTK-aware base that grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
 
     factor: Positive
-    """The factor by which the context grows."""
+    """How fast the base grows with the length of the sequence."""
     original_context: Size
-    """The original context, in tokens."""
+    """The length up to which the base is unchanged, in tokens."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"dynamic ×{plain_number(self.factor)}", f" beyond {self.original_context:,}")
 
 
 class YarnScaling(Component, frozen=True):
-    """YaRN (Peng et al. 2309.00071), a RoPE scaling.
-
-    Slow pairs are interpolated, and fast pairs are unchanged, with a ramp between them. cos and sin are multiplied by a
-    factor.
+    """YaRN (Peng et al. 2309.00071): slow pairs are interpolated, fast pairs are unchanged, with a ramp between
+    them, and cos and sin are scaled.
     """
 
     forgotten: ClassVar[dict[str, str]] = {
@@ -146,76 +143,78 @@ class YarnScaling(Component, frozen=True):
     }
 
     factor: Positive
-    """The factor by which the context grows."""
+    """The divisor of the frequencies of slow pairs."""
     original_context: Size
-    """The original context, in tokens."""
+    """The context length before the scaling, in tokens."""
     attention_factor: Positive
     """The factor of cos and sin."""
     beta_fast: Turns = 32.0
-    """Pairs with more turns than this in the original context are unchanged."""
+    """Pairs that turn more often than this within the original context are unchanged."""
     beta_slow: Turns = 1.0
-    """Pairs with fewer turns than this are interpolated."""
+    """Pairs that turn less often than this within the original context are fully interpolated."""
     truncate: bool = True
-    """Whether the ramp begins and ends at whole pairs."""
+    """Whether the ends of the ramp are rounded to whole pairs."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"YaRN ×{plain_number(self.factor)}", f" from {self.original_context:,}")
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753), a RoPE scaling with one divisor per pair, and other divisors for long sequences."""
+    """LongRoPE (2402.13753): every pair has its own divisor, with other divisors for long sequences, and cos and sin
+    are scaled.
+    """
 
     rounds = ("renewed",)
     short_factor: tuple[Positive, ...]
-    """The divisors of the pairs up to the original context."""
+    """The divisors of the pairs' frequencies for sequences up to `original_context`."""
     long_factor: tuple[Positive, ...]
-    """The divisors of the pairs for longer sequences."""
+    """The divisors of the pairs' frequencies for longer sequences."""
     original_context: Size
-    """The original context, in tokens."""
+    """The length after which the long divisors are used, in tokens."""
     attention_factor: Positive
     """The factor of cos and sin."""
     renewed: bool = False
-    """What happens when a text grows past the original context. If true, the keys of all tokens are computed again, as
-    if the text had been read at once (Phi-3). Otherwise old keys stay as they are (llama)."""
+    """What happens if a text grows beyond `original_context`. If true, the keys of all tokens are computed again, as if
+    the text had been read at once (Phi-3). Otherwise the old keys stay as they are (llama)."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, "LongRoPE", f" from {self.original_context:,}")
 
 
 class Llama3Scaling(Component, frozen=True):
-    """Llama 3.1's RoPE scaling: slow pairs are divided by `factor`, fast pairs are unchanged, with a ramp in wavelength
+    """Llama 3.1's scaling: slow pairs are divided by `factor`, fast pairs are unchanged, with a ramp in wavelength
     between them.
     """
 
     factor: Positive
-    """The divisor of slow pairs."""
+    """The divisor of the frequencies of slow pairs."""
     low_freq_factor: Positive
-    """Pairs whose wavelength is longer than the original context divided by this number are slow."""
+    """Pairs that turn less often than this within the original context are slow."""
     high_freq_factor: Positive
-    """Pairs whose wavelength is shorter than the original context divided by this number are fast."""
+    """Pairs that turn more often than this within the original context are fast."""
     original_context: Size
-    """The original context, in tokens."""
+    """The context length before the scaling, in tokens."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"llama3 ×{plain_number(self.factor)}", f" from {self.original_context:,}")
 
 
 class ProportionalScaling(Component, frozen=True):
-    """p-RoPE (Barbero et al. 2410.06205): the fastest pairs rotate, and the slower ones never do."""
+    """p-RoPE (Barbero et al. 2410.06205): only the fastest pairs rotate, and the slower ones never do."""
 
     factor: Turns
-    """The divisor of the frequencies."""
+    """The divisor of the frequencies of the pairs that rotate."""
     turning: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     """The number of pairs that rotate."""
 
     def words(self) -> dict[str, Words]:
         linear = "" if self.factor == 1 else f", linear ×{plain_number(self.factor)}"
-        told = f"{self.turning:,} pairs turn{linear}"
-        return {"scaling": Words(told, _scaling(self, told)["scaling"].data, f"of which {told}")}
+        text = f"{self.turning:,} pairs turn{linear}"
+        return {"scaling": Words(text, _scaling(self, text)["scaling"].data, f"of which {text}")}
 
 
 def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]:
-    """Return the words for a RoPE scaling, with all of its numbers as data. `more` is added to the description."""
+    """Return the words for a scaling, with `more` in the long words, and with all of its numbers as data."""
     data: dict[str, Any] = msgspec.to_builtins(scaling)
     kind = data.pop("type").removesuffix("Scaling").lower()
     return {"scaling": Words(short, {"kind": kind, **data}, short + more)}
@@ -224,51 +223,54 @@ def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling | ProportionalScaling
 
 
-ALL_OF_IT = Words("", None)  # the positions are on all elements of every head
+ALL_OF_IT = Words("", None)  # the words for a position encoding on all elements of every head
 
 
 class Position(Open, frozen=True):
-    """The base class of position encodings inside attention."""
+    """The base class of position encodings inside attention.
+
+    The record of a kind inherits from both `Position` and `Component`.
+    """
 
     __slots__ = ()
     turns: ClassVar[bool] = False
-    """Whether they rotate queries and keys."""
+    """Whether it rotates queries and keys."""
     biases: ClassVar[bool] = False
-    """Whether they add a bias to the scores."""
+    """Whether it adds to the scores."""
 
     @property
     def aspect(self) -> str:
         return "position"
 
-    def aspects_on(self, on: Words) -> dict[str, Words]:  # noqa: ARG002 - of most it is the same on any
-        """Return the `aspects` for heads that the words `on` describe."""
+    def aspects_on(self, on: Words) -> dict[str, Words]:  # noqa: ARG002 - most kinds do not depend on it
+        """Return `aspects`, where `on` says to which elements of a head the encoding applies."""
         return self.aspects()
 
 
 class Turning(Position, frozen=True):
-    """Positions that rotate the first `dim` elements of every query and key."""
+    """A position encoding that rotates queries and keys."""
 
     __slots__ = ()
     turns = True
     title: ClassVar[str]
-    """The name of the rotation in a drawing."""
+    """The name for drawings."""
     dim: int
-    """The number of rotated elements per head."""
+    """The number of rotated elements of a head, which are its first ones."""
 
 
 class Biasing(Position, frozen=True):
-    """Positions that add a bias to the scores, by head and key."""
+    """A position encoding that adds a bias to the scores, which depends on the head and the key."""
 
     __slots__ = ()
     biases = True
     title: ClassVar[str]
-    """The name of the bias in a drawing."""
+    """The name for drawings."""
     formula: ClassVar[str]
-    """The formula in a drawing."""
+    """The formula for drawings."""
 
     @property
     def scaled(self) -> bool:
-        """Whether the bias is multiplied by the attention scale."""
+        """Whether the bias is multiplied by the attention scale, like q·k."""
         return False
 
     @property
@@ -278,21 +280,21 @@ class Biasing(Position, frozen=True):
 
     @property
     def fused(self) -> bool:
-        """Whether fused kernels accept the bias. Otherwise scores are computed explicitly for all kernels."""
+        """Whether fused attention kernels can use the bias. Otherwise scores are computed without such a kernel."""
         return self.scaled
 
 
 PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
 PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
-"""The two mistakes that rotate the wrong pairs of elements."""
+"""The two mistakes of rotating elements together that are not a pair in the model."""
 
 
 class Rotary(Turning, Component, frozen=True):
-    """Rotary positions (RoPE, Su et al. 2104.09864) on the first `dim` elements of a head."""
+    """Rotary positions, RoPE (Su et al. 2104.09864), on the first elements of a head."""
 
     title = "RoPE"
     rounds = ("rounding", "joined", "lie")
-    tells = ("dim", "scaling", "pairs")
+    described = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
     forgotten: ClassVar[dict[str, str]] = {
@@ -303,28 +305,28 @@ class Rotary(Turning, Component, frozen=True):
     }
 
     dim: Size
-    """The number of rotated elements per head."""
+    """The number of rotated elements of a head, which is even."""
     base: Positive
     """The base of the frequencies: pair i rotates by base^(-2i / dim) per token."""
     scaling: RopeScaling | None = None
-    """The scaling for longer contexts."""
+    """The change of the frequencies for longer contexts."""
     pairs: Literal["halves", "adjacent"] = "halves"
     """Which elements are rotated together: i and i + dim/2 ("halves": GPT-NeoX, llama), or 2i and 2i + 1 ("adjacent":
     the paper, GPT-J). The frequencies are the same."""
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
     """What is rounded to the dtype of the queries and keys: cos, sin and their products ("input"), only the "result"
-    (OLMo), only the result of "keys" (CodeGen), the "tables" of cos and sin and the result (Cohere), or only the result
-    of "complex" products (DeepSeek-V2, with adjacent pairs)."""
+    (OLMo), only the result of "keys" (CodeGen), or the "tables" of cos and sin and the result (Cohere). "complex"
+    rounds only the result of complex products (DeepSeek-V2, with adjacent pairs)."""
     direction: Literal["forward", "backward"] = "forward"
-    """Whether later tokens are rotated by larger or by smaller angles ("backward", nanochat)."""
+    """Whether later tokens are rotated by larger angles, or by smaller ones ("backward", nanochat)."""
     joined: bool = False
-    """Whether rotated and other elements are concatenated even if the whole head is rotated (GPT-NeoX), or the two
-    halves of a head (gpt-oss)."""
+    """Whether the result is always a concatenation: of rotated and other elements, even if there are no others
+    (GPT-NeoX), or of both halves (gpt-oss)."""
     lie: Literal["by head", "by token"] = "by head"
     """The memory layout of the result: head by head, or token by token as projected (GPT-J)."""
     spread: Size | None = None
-    """With a number, pair i rotates by base^(-2i / spread) per token. If config.json has an odd number of dimensions,
-    transformers rotates one element more and divides by the odd number."""
+    """The divisor in the exponent of the base, if it is not `dim`: pair i rotates by base^(-2i / spread). If the number
+    of dimensions in config.json is odd, transformers rotates one element more and divides by the odd number."""
 
     def __post_init__(self) -> None:
         if self.dim % 2:
@@ -353,12 +355,12 @@ class Rotary(Turning, Component, frozen=True):
 
     @property
     def exponent(self) -> int:
-        """The number that exponents of the base are divided by."""
+        """The divisor in the exponent of the base."""
         return self.dim if self.spread is None else self.spread
 
     def words(self, on: Words = ALL_OF_IT) -> dict[str, Words]:
         scaling = Words("", None) if self.scaling is None else self.scaling.named()
-        short, long = (f", {each}" if each else "" for each in (scaling.short, scaling.long))
+        short, long = (f", {words}" if words else "" for words in (scaling.short, scaling.long))
         data = {"kind": "RoPE", "base": self.base, "dims": on.data, "scaling": scaling.data}
         data |= {"direction": self.direction} if self.direction == "backward" else {}
         base, halves = plain_number(self.base), self.pairs == "halves"
@@ -371,22 +373,25 @@ class Rotary(Turning, Component, frozen=True):
         return self.whole(self.words(on))
 
     def slips(self) -> dict[str, Self]:
-        name, bases = "wrong rope base", [msgspec.structs.replace(self, base=self.base * each) for each in (10.0, 0.1)]
+        name, bases = (
+            "wrong rope base",
+            [msgspec.structs.replace(self, base=self.base * factor) for factor in (10.0, 0.1)],
+        )
         pairs = PAIRED_NEIGHBOURS if self.pairs == "halves" else PAIRED_HALVES
         return {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
 
     def in_other_pairs(self) -> Self:
-        """Return the same rotation of adjacent elements instead of halves, or the reverse."""
+        """Return the same rotation of neighbouring elements instead of halves, or the reverse."""
         return msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
 
     def partners(self) -> list[int]:
-        """Return, for every rotated element, the element that is rotated together with it."""
+        """Return, for every rotated element, the index of the element that is rotated together with it."""
         half = self.dim // 2
         return [(at + half) % self.dim if self.pairs == "halves" else at ^ 1 for at in range(self.dim)]
 
 
 class ALiBi(Biasing, Component, frozen=True):
-    """ALiBi: a bias of slope(head) · position of the key (Press et al. 2108.12409)."""
+    """A bias of slope(head) · position of the key (Press et al. 2108.12409)."""
 
     title = "ALiBi"
     formula = "slope(head) · s"
@@ -397,8 +402,8 @@ class ALiBi(Biasing, Component, frozen=True):
     """Whether the bias is multiplied by the attention scale together with q·k (Falcon). Otherwise it is added after the
     scaling (BLOOM)."""
     rounding: Literal["float32", "bfloat16", "apart"] = "float32"
-    """The dtype to which slopes and products are rounded before they are added to the scores. With "apart", positions
-    are counted back from the last key, and the bias is added to the scaled scores in fp32 (MPT)."""
+    """The dtype to which slopes and products are rounded before they are added to the scores. "apart": positions are
+    counted back from the last key, and the bias is added to the scaled scores in fp32 (MPT)."""
 
     @property
     def apart(self) -> bool:
@@ -415,23 +420,25 @@ class ALiBi(Biasing, Component, frozen=True):
 
 
 class Buckets(Biasing, Component, frozen=True):
-    """A relative position bias: a bias per head that depends on the distance between key and query, from the
-    `RelativeBias` of the tree (T5, 1910.10683).
+    """A bias per head and bucket of distances between key and query (T5, 1910.10683).
+
+    The biases are in the table of the model's `RelativeBias`. Half of the buckets stand for one distance each. The
+    others stand for wider and wider ranges of distances.
     """
 
     title = "relative bias"
     formula = "b(bucket(s − t))"
-    tells = ("buckets", "furthest")
+    described = ("buckets", "furthest")
     apart: ClassVar[bool] = True
     fused: ClassVar[bool] = True
     forgotten: ClassVar[dict[str, str]] = {"both": "buckets of one direction"}
 
     buckets: Size
-    """The number of buckets. Half of them have one distance each, and the others have wider and wider ranges."""
+    """The number of buckets."""
     furthest: Size
-    """The distance from which on all distances are in the last bucket."""
+    """The smallest distance in the last bucket, which also has all longer distances."""
     both: bool = False
-    """Whether one half of all buckets is for keys after the query, and the other half for those before it."""
+    """Whether half of the buckets are for keys after the query, and the other half for keys before it."""
 
     def __post_init__(self) -> None:
         if not self.exact or self.furthest <= self.exact:
@@ -442,16 +449,16 @@ class Buckets(Biasing, Component, frozen=True):
 
     @property
     def exact(self) -> int:
-        """The number of buckets with a single distance, for one direction."""
+        """The number of buckets with a single distance, on one side."""
         return self.buckets // (4 if self.both else 2)
 
     def words(self) -> dict[str, Words]:
         data = {"kind": "relative bias", "buckets": self.buckets, "furthest": self.furthest}
-        told = f"{self.buckets} buckets up to {self.furthest:,} tokens"
-        return {"position": Words("relative bias", data, f"relative bias, {told}")}
+        text = f"{self.buckets} buckets up to {self.furthest:,} tokens"
+        return {"position": Words("relative bias", data, f"relative bias, {text}")}
 
     def table(self, heads: int) -> "RelativeBias":
-        """Return the table for a number of heads."""
+        """Return the table for this number of heads."""
         return RelativeBias(buckets=self.buckets, heads=heads)
 
     def slips(self) -> dict[str, Self]:
@@ -460,15 +467,15 @@ class Buckets(Biasing, Component, frozen=True):
 
 
 class RelativeBias(Component, frozen=True):
-    """A table with a bias per bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
+    """A table with one bias per bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
 
     label = "attention"
     given = ("heads", "buckets")
 
     buckets: Size
-    """The number of buckets."""
+    """The number of rows."""
     heads: Size
-    """The number of heads."""
+    """The number of columns."""
 
     def words(self) -> dict[str, Words]:
         return {"relative bias": Words("one table", {})}
@@ -490,21 +497,21 @@ class RelativeBias(Component, frozen=True):
 
 
 class Temperature(Component, frozen=True):
-    """A factor of queries that grows with the position t of a token (2501.19399, Llama 4):
+    """A factor of queries that grows with a token's position t (2501.19399, Llama 4):
 
     1 + growth · log(1 + floor((t + offset) / original_context))
     """
 
     rounds = ("counts",)
     forgotten: ClassVar[dict[str, str]] = {"offset": "positions of the temperature counted from 0"}
-    tells = ("growth", "original_context")
+    described = ("growth", "original_context")
 
     growth: Positive
     """The factor of the logarithm."""
     original_context: Size
-    """The original context, in tokens."""
+    """The number of tokens after which the factor grows for the first time, apart from the offset."""
     offset: Literal[0, 1] = 0
-    """A number that is added to the position."""
+    """The number that is added to t."""
     counts: Literal["positions", "tokens"] = "positions"
     """What t is. "positions": the given position, and the factor is rounded to the dtype of queries (Ministral 3).
     "tokens": the number of earlier tokens, including padding, and only the result is rounded (Llama 4)."""

@@ -1,4 +1,4 @@
-"""Lists in words: numbers of layers or rows with neighbours folded ("0–3, 8"), and the first of many names."""
+"""Lists in words: numbers of layers or rows as ranges ("0–3, 8"), and the first few of many names."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -8,7 +8,7 @@ __all__ = ["layer_ranges", "number_ranges", "number_runs", "range_label", "some_
 
 
 def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
-    """Return the runs of equal neighbours: (first index, last index, value)."""
+    """Return the runs of equal values as (first index, last index, value)."""
     runs = []
     for value, run in groupby(enumerate(values), key=lambda pair: pair[1]):
         indices = [index for index, _ in run]
@@ -17,16 +17,16 @@ def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
 
 
 def range_label(first: int, last: int) -> str:
-    """Return the label of the layers from `first` to `last`, both included: "3", "0–13"."""
+    """Return the words for the layers `first` to `last`, both included: "3" or "0–13"."""
     return f"{first}" if first == last else f"{first}–{last}"
 
 
 def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers in a rising sequence: (first, last)."""
+    """Return the runs of consecutive numbers, for rising `numbers`, as (first, last)."""
     listed = list(numbers)
-    # For consecutive numbers, the difference between number and index is the same.
-    folded = layer_ranges(number - place for place, number in enumerate(listed))
-    return [(listed[first], listed[last]) for first, last, _ in folded]
+    # In a run of consecutive numbers, every number minus its index is the same.
+    runs = layer_ranges(number - index for index, number in enumerate(listed))
+    return [(listed[first], listed[last]) for first, last, _ in runs]
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
@@ -35,5 +35,5 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def some_of(names: Sequence[object], most: int, more: str = " and {} more") -> str:
-    """Return the first `most` names, and then `more`, in which {} is the number of remaining names."""
+    """Return the first `most` names, and then `more` if there are more names. {} in `more` becomes their number."""
     return ", ".join(map(str, names[:most])) + (more.format(len(names) - most) if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit (RG-LRU) of Griffin, between a convolution and a gate. No torch."""
+"""The real-gated linear recurrent unit (RG-LRU) of Griffin, with its convolution and output gate. No torch."""
 
 from typing import Any, Self
 
@@ -7,8 +7,7 @@ import msgspec
 from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Component, Logs, Misread, Mixer, Size, Weight, bias, divided
-from .operations import Activation as ActivationOperation
-from .operations import Linear, Product, Program, Scan, Sizes, linear
+from .operations import ActivationOperation, Linear, Product, Program, Scan, Sizes, linear
 from .short_convolution import convolve, misread_kernels
 from .words import Words
 
@@ -18,33 +17,32 @@ _GATES = ("input_gate", "decay_gate")
 
 
 class RGLRU(Mixer, Component, frozen=True):
-    """The RG-LRU, a recurrence with one state h per channel (De et al. 2402.19427).
-
-    One gate controls how fast a channel decays, and another how much of its input is added:
+    """A recurrence whose state h has one number per channel (De et al. 2402.19427). One gate controls how fast a
+    channel decays, and another how much of its input is added:
 
         a = e^(−8 · softplus(decay) ⊙ σ(decay_gate(x))),  h ← a ⊙ h + √(1 − a²) ⊙ σ(input_gate(x)) ⊙ x
 
     x is a projection that has passed through a causal convolution. For the first token of a text, a is 0. h is
-    multiplied by activation(gate_proj(x)). The state is in at least fp32. All linear layers and the convolution have
-    biases.
+    multiplied by activation(gate_proj(stream)). The state is in at least fp32. All linear layers and the convolution
+    have biases.
     """
 
     label = "recurrence"
     slot = "recurrence"
     computed_in = "gptkit.modules.rg_lru"
-    tells = ("inner", "heads", "kernel", "activation")
+    described = ("inner", "heads", "kernel", "activation")
     axes = ("units", "channels")
 
     hidden_size: Size
     """The width of the residual stream."""
     inner: Size
-    """The number of channels."""
+    """The number of channels of the recurrence."""
     heads: Size
-    """The number of parts of the channels. A gate has a matrix for each."""
+    """The number of equal parts of the channels. In both gates, every part has its own matrix."""
     kernel: Size
-    """The length of the convolution's kernel, in tokens."""
+    """The length of the causal convolution's kernel, in tokens. Every channel has its own kernel."""
     activation: Activation
-    """The activation of the output gate."""
+    """The activation of gate_proj."""
 
     def __post_init__(self) -> None:
         if self.inner % self.heads:
@@ -54,38 +52,37 @@ class RGLRU(Mixer, Component, frozen=True):
 
     @property
     def units(self) -> int:
-        """The number of outputs of a gate's matrix, which are the channels of a head."""
+        """The number of outputs of a gate's matrix."""
         return self.inner // self.heads
 
     @property
     def channels(self) -> int:
-        """The number of inputs of a gate's matrix, which equals its outputs."""
+        """The number of inputs of a gate's matrix, which equals that of its outputs."""
         return self.units
 
     def weights(self) -> dict[str, Weight]:
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         for name in ("x_proj", "gate_proj"):
-            found |= {f"{name}.weight": Weight((self.inner, self.hidden_size), "reads")}
-            found |= {f"{name}.bias": bias(self.inner)}
-        found["x_conv.weight"] = Weight((self.inner, self.kernel), "kernel")
-        found["x_conv.bias"] = bias(self.inner)
+            weights |= {f"{name}.weight": Weight((self.inner, self.hidden_size), "reads")}
+            weights |= {f"{name}.bias": bias(self.inner)}
+        weights["x_conv.weight"] = Weight((self.inner, self.kernel), "kernel")
+        weights["x_conv.bias"] = bias(self.inner)
         for name in _GATES:
-            found[f"{name}.weight"] = Weight((self.heads, self.units, self.channels), "inner")
-            found[f"{name}.bias"] = bias(self.inner)
-        found["decay"] = Weight(
-            (self.inner,), "inner", Logs(0.001, 0.1)
-        )  # with an open gate, about 0.5 to 0.99 of h remains
-        found["o_proj.weight"] = Weight((self.hidden_size, self.inner), "writes")
-        found["o_proj.bias"] = bias(self.hidden_size)
-        return found
+            weights[f"{name}.weight"] = Weight((self.heads, self.units, self.channels), "inner")
+            weights[f"{name}.bias"] = bias(self.inner)
+        # With an open gate, 0.5 to 0.99 of h remain at the start of training.
+        weights["decay"] = Weight((self.inner,), "inner", Logs(0.001, 0.1))
+        weights["o_proj.weight"] = Weight((self.hidden_size, self.inner), "writes")
+        weights["o_proj.bias"] = bias(self.hidden_size)
+        return weights
 
     def words(self) -> dict[str, Words]:
         sizes = {name: getattr(self, name) for name in ("inner", "heads", "kernel")}
         data = {"kind": "RG-LRU", **sizes, "activation": function_of(self.activation)}
-        told = f"RG-LRU, {self.inner:,} channels, gates of {self.heads} heads, convolution of {self.kernel} tokens"
+        summary = f"RG-LRU, {self.inner:,} channels, gates of {self.heads} heads, convolution of {self.kernel} tokens"
         return {
             "recurrence": Words(
-                f"RG-LRU, state {self.inner:,}", data, f"{told}, {FACTS[function_of(self.activation)].words}"
+                f"RG-LRU, state {self.inner:,}", data, f"{summary}, {FACTS[function_of(self.activation)].words}"
             )
         }
 
@@ -109,6 +106,7 @@ class RGLRU(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
+            """Exchange the parameters of two linear layers."""
             names = {one: other, other: one}
             return lambda own: {f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias")}
 
@@ -129,9 +127,9 @@ class RGLRU(Mixer, Component, frozen=True):
         row, end = "recurrence", f"{path}.o_proj"
         inner: Sizes = ("B", "T", self.inner)
         gate = linear(self, "gate_proj", path, source, inner, row, end)
-        opened = ActivationOperation(f"{path}.gate", (gate.id,), inner, row, function=self.activation, held=end)
+        opened = ActivationOperation(f"{path}.gate", (gate.id,), inner, row, function=self.activation, live_until=end)
         x = linear(self, "x_proj", path, source, inner, row)
-        mixed = convolve(self, "x_conv", path, x.id, inner, row, carried=self.kernel - 1, held=end)
+        mixed = convolve(self, "x_conv", path, x.id, inner, row, carried=self.kernel - 1, live_until=end)
         fields: dict[str, Any] = {"inputs_wide": self.channels, "together": f"{path}.gates", "by_channel": True}
         gates = [
             Linear(
@@ -140,14 +138,14 @@ class RGLRU(Mixer, Component, frozen=True):
                 inner,
                 row,
                 (("weight", (self.heads, self.units, self.channels)), ("bias", (self.inner,))),
-                held=end,
+                live_until=end,
                 **fields,
             )
             for name in _GATES
         ]
         scan = Scan(
             f"{path}.state",
-            (mixed.id, *(each.id for each in gates)),
+            (mixed.id, *(gate.id for gate in gates)),
             inner,
             row,
             (("decay", (self.inner,)),),

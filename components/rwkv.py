@@ -1,4 +1,4 @@
-"""RWKV-4's two mixers, time mixing and channel mixing, which read a token and the previous one. No torch."""
+"""RWKV's time mixing and channel mixing, which read a token and the previous token. No torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,46 +7,43 @@ from typing import Self
 import msgspec
 
 from .base import Component, Logs, Misread, Mixer, Size, Weight, divided
-from .operations import Activation, AnyOperation, Blend, Pairs, Product, Program, Scan, Sizes, linear
+from .operations import ActivationOperation, AnyOperation, Blend, Pairs, Product, Program, Scan, Sizes, linear
 from .words import Words
 
 __all__ = ["ChannelMixing", "TimeMixing"]
 
 
 class TimeMixing(Mixer, Component, frozen=True):
-    """A weighted mean of the values of all tokens so far (RWKV-4, Peng et al. 2305.13048).
-
-    A token has the weight e^key, which decays with every later step. The current token's weight has an additional
-    factor e^bonus:
+    """A weighted mean of the values of all tokens so far (RWKV-4, Peng et al. 2305.13048). A token has the weight
+    e^key, which decays with every later step. The current token's weight has an additional factor e^bonus:
 
         a ← e^(−e^decay) ⊙ a + e^k ⊙ v,  b ← e^(−e^decay) ⊙ b + e^k,  y = (a + e^(bonus + k) ⊙ v) / (b + e^(bonus + k))
 
-    where y uses the a and b of the previous token. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x'. Here x'
-    is the input of the previous token, and μ has one number per column, separately for k, v and r. y is multiplied by
-    σ(r).
-
-    The state consists of a and b, divided by e^m, and of the largest exponent m, in at least fp32. It also contains x'.
+    where y uses the a and b of the previous token. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x'. x' is
+    the input of the previous token. μ has one number per column, and differs between the three. y is multiplied by
+    σ(r). The state consists of a and b, both divided by e^m for the largest exponent m, of m itself, and of x'. It is
+    in at least fp32, except x'.
     """
 
     label = "recurrence"
     slot = "recurrence"
     computed_in = "gptkit.modules.rwkv"
-    tells = ("inner",)
+    described = ("inner",)
 
     hidden_size: Size
     """The width of the residual stream."""
     inner: Size
-    """The number of channels."""
+    """The number of channels of the recurrence."""
 
     def weights(self) -> dict[str, Weight]:
-        found = {"decay": Weight((self.inner,), "inner", Logs(math.exp(-5), math.exp(3)))}
-        found["bonus"] = Weight((self.inner,), "inner", math.log(0.3))
-        found |= _read(self.hidden_size, {"k": self.inner, "v": self.inner, "r": self.inner})
-        return found | {"o_proj.weight": Weight((self.hidden_size, self.inner), "writes")}
+        weights = {"decay": Weight((self.inner,), "inner", Logs(math.exp(-5), math.exp(3)))}
+        weights["bonus"] = Weight((self.inner,), "inner", math.log(0.3))
+        weights |= _read(self.hidden_size, {"k": self.inner, "v": self.inner, "r": self.inner})
+        return weights | {"o_proj.weight": Weight((self.hidden_size, self.inner), "writes")}
 
     def words(self) -> dict[str, Words]:
-        told = f"RWKV, {self.inner:,} channels"
-        return {"recurrence": Words(told, {"kind": "RWKV", "inner": self.inner}, f"{told}, each 3 numbers")}
+        summary = f"RWKV, {self.inner:,} channels"
+        return {"recurrence": Words(summary, {"kind": "RWKV", "inner": self.inner}, f"{summary}, each 3 numbers")}
 
     def letters(self, part: str = "") -> dict[str, int]:
         return {} if part else {"i": self.inner}
@@ -66,9 +63,9 @@ class TimeMixing(Mixer, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, inner, end = "recurrence", ("B", "T", self.inner), f"{path}.o_proj"
-        found = list(_blended(self, path, source, shape, row, "kvr", f"{path}.opened"))
+        program = list(_blended(self, path, source, shape, row, "kvr", f"{path}.opened"))
         k, v, r = (linear(self, f"{n}_proj", path, f"{path}.{n}_mixed", inner, row, end) for n in "kvr")
-        opened = Activation(f"{path}.opened", (r.id,), inner, row, function="sigmoid", held=end)
+        opened = ActivationOperation(f"{path}.opened", (r.id,), inner, row, function="sigmoid", live_until=end)
         scan = Scan(
             f"{path}.mean",
             (k.id, v.id),
@@ -84,33 +81,33 @@ class TimeMixing(Mixer, Component, frozen=True):
             again=True,
         )
         product = Product(f"{path}.gated", (opened.id, scan.id), inner, row)
-        return (*found, k, v, r, opened, scan, product, linear(self, "o_proj", path, product.id, shape, row))
+        return (*program, k, v, r, opened, scan, product, linear(self, "o_proj", path, product.id, shape, row))
 
 
 class ChannelMixing(Mixer, Component, frozen=True):
-    """The feed-forward σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²) (RWKV-4, Peng et al. 2305.13048).
+    """σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²) (RWKV-4, Peng et al. 2305.13048).
 
-    x_g and x_u are μ ⊙ x + (1 − μ) ⊙ x', where x' is the input of the previous token, and μ has one number per column,
-    separately for x_g and x_u.
+    x_g and x_u are μ ⊙ x + (1 − μ) ⊙ x'. x' is the input of the previous token. μ has one number per column, and
+    differs between the two.
     """
 
     label = "feed-forward"
     slot = "channel_mixing"
     computed_in = "gptkit.modules.rwkv"
-    tells = ("intermediate_size",)
+    described = ("intermediate_size",)
 
     hidden_size: Size
     """The width of the residual stream."""
     intermediate_size: Size
-    """The number of units."""
+    """The number of hidden units."""
 
     @property
     def aspect(self) -> str:
         return "feed-forward"
 
     def weights(self) -> dict[str, Weight]:
-        found = _read(self.hidden_size, {"up": self.intermediate_size, "gate": self.hidden_size})
-        return found | {"down_proj.weight": Weight((self.hidden_size, self.intermediate_size), "writes")}
+        weights = _read(self.hidden_size, {"up": self.intermediate_size, "gate": self.hidden_size})
+        return weights | {"down_proj.weight": Weight((self.hidden_size, self.intermediate_size), "writes")}
 
     def words(self) -> dict[str, Words]:
         width = self.intermediate_size
@@ -133,30 +130,30 @@ class ChannelMixing(Mixer, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, inner, end = "feed-forward", (*shape[:-1], self.intermediate_size), f"{path}.gated"
-        found = list(_blended(self, path, source, shape, row, ("up", "gate"), end))
+        program = list(_blended(self, path, source, shape, row, ("up", "gate"), end))
         up = linear(self, "up_proj", path, f"{path}.up_mixed", inner, row)
-        active = Activation(f"{path}.activated", (up.id,), inner, row, function="relu2")
+        active = ActivationOperation(f"{path}.activated", (up.id,), inner, row, function="relu2")
         down = linear(self, "down_proj", path, active.id, shape, row, end)
         gate = linear(self, "gate_proj", path, f"{path}.gate_mixed", shape, row)
-        opened = Activation(f"{path}.opened", (gate.id,), shape, row, function="sigmoid", held=end)
-        return (*found, up, active, down, gate, opened, Product(end, (opened.id, down.id), shape, row))
+        opened = ActivationOperation(f"{path}.opened", (gate.id,), shape, row, function="sigmoid", live_until=end)
+        return (*program, up, active, down, gate, opened, Product(end, (opened.id, down.id), shape, row))
 
 
 def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
-    """Return the weights of projections from the stream, by name: the share of a token's own input, and the matrix."""
+    """Return the parameters of the projections of these widths: for every projection, its μ and its matrix."""
     mixes = {f"{name}_mix": Weight((hidden,), "columns", 0.5) for name in widths}
     return mixes | {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in widths.items()}
 
 
 def _blended(
-    node: Component, path: str, source: str, shape: Sizes, row: str, names: Sequence[str], held: str
+    node: Component, path: str, source: str, shape: Sizes, row: str, names: Sequence[str], live_until: str
 ) -> Iterator[AnyOperation]:
-    """Yield the blends of a token's input with that of the previous token, one per name."""
+    """Yield μ ⊙ x + (1 − μ) ⊙ x', where x' is the previous token's input, with the μ of every projection in `names`."""
     pairs = Pairs(f"{path}.before", (source,), (*shape[:-1], 2, shape[-1]), row)
     yield pairs
     for name in names:
         weights = ((f"{name}_mix", node.shapes()[f"{name}_mix"]),)
-        yield Blend(f"{path}.{name}_mixed", (pairs.id,), shape, row, weights, held=held)
+        yield Blend(f"{path}.{name}_mixed", (pairs.id,), shape, row, weights, live_until=live_until)
 
 
 def _misread_mixes(node: Component) -> dict[str, Misread]:

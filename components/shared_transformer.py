@@ -9,8 +9,8 @@ from .activations import FACTS, Activation, function_of
 from .attention import plain_scale, scale_words, shared_words
 from .base import Component, Misread, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
-from .operations import Activation as ActivationOperation
 from .operations import (
+    ActivationOperation,
     Add,
     AnyOperation,
     CacheOperation,
@@ -40,11 +40,11 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
         y = stream_proj(down(activation(gate(a)) · up(a))),  a = inner_norm(attention(norm([x, e])))
 
-    e is the input of the model's first layer. It is concatenated with x, so queries, keys and values are computed from
+    e is the input of the model's first layer, concatenated with x, so queries, keys and values are computed from
     twice the stream's width. There is no residual connection in between.
 
-    Every layer has its own stream_proj, its own KV cache and its own low-rank adapters. The outputs of the adapters are
-    added to the outputs of the shared projections.
+    Every layer has its own stream_proj, its own KV cache and its own low-rank adapters. The outputs of the adapters
+    are added to the outputs of the shared projections.
     """
 
     label = "shared block"
@@ -52,7 +52,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
     lends = True
     computed_in = "gptkit.modules.shared_transformer"
     rounds = ("fused",)
-    tells = ("head_dim", "scale", "position", "norm", "inner_norm", "bias")
+    described = ("head_dim", "scale", "position", "norm", "inner_norm", "bias")
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
         "bias": "biases of shared blocks dropped",
@@ -67,15 +67,15 @@ class SharedTransformer(Mixer, Component, frozen=True):
     heads: Size
     """The number of query heads."""
     kv_heads: Size
-    """The number of key-value heads. Every one is used by the same number of query heads."""
+    """The number of key-value heads, each shared by the same number of query heads."""
     head_dim: Size
-    """The number of elements per head."""
+    """The number of elements of a query, key or value."""
     scale: Scale
     """The factor of q·k."""
     intermediate_size: Size
     """The number of units of the feed-forward."""
     activation: Activation
-    """The activation of the feed-forward's gate."""
+    """The activation of the gate."""
     norm: Norm
     """The norm of the concatenation [x, e]."""
     inner_norm: Norm
@@ -127,29 +127,29 @@ class SharedTransformer(Mixer, Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         hidden, units, rows, low = self.hidden_size, self.intermediate_size, self._rows(), self.attention_rank
         own = self.weights_from == "own"
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
 
-        def add(name: str, *shape: int, there: bool = True) -> None:
-            found.update({f"{name}.weight": Weight(shape, "inner")} if there else {})
+        def add(name: str, *shape: int, stored: bool = True) -> None:
+            weights.update({f"{name}.weight": Weight(shape, "inner")} if stored else {})
 
         for name, size in rows.items():
-            add(f"{name}_proj", size, self.read, there=own)
-            add(f"{name}_adapter_down", low or 0, self.read, there=low is not None)
-            add(f"{name}_adapter_up", size, low or 0, there=low is not None)
-        add("o_proj", hidden, rows["q"], there=own)
-        add("adapter_down", self.rank or 0, hidden, there=self.rank is not None)
+            add(f"{name}_proj", size, self.read, stored=own)
+            add(f"{name}_adapter_down", low or 0, self.read, stored=low is not None)
+            add(f"{name}_adapter_up", size, low or 0, stored=low is not None)
+        add("o_proj", hidden, rows["q"], stored=own)
+        add("adapter_down", self.rank or 0, hidden, stored=self.rank is not None)
         for name in _UNITS:
-            add(f"{name}_proj", units, hidden, there=own)
-            add(f"{name}_adapter_up", units, self.rank or 0, there=self.rank is not None)
-        add("down_proj", hidden, units, there=own)
+            add(f"{name}_proj", units, hidden, stored=own)
+            add(f"{name}_adapter_up", units, self.rank or 0, stored=self.rank is not None)
+        add("down_proj", hidden, units, stored=own)
         if own and self.bias:
-            found |= {"gate_proj.bias": bias(units), "up_proj.bias": bias(units), "down_proj.bias": bias(hidden)}
-        return found | {"stream_proj.weight": Weight((hidden, hidden), "writes")}
+            weights |= {"gate_proj.bias": bias(units), "up_proj.bias": bias(units), "down_proj.bias": bias(hidden)}
+        return weights | {"stream_proj.weight": Weight((hidden, hidden), "writes")}
 
     def children(self) -> Any:
         """Return the positions, and the norms if this layer stores the shared weights."""
         own = self.weights_from == "own"
-        return ((name, each) for name, each in super().children() if own or not isinstance(each, Norm))
+        return ((name, node) for name, node in super().children() if own or not isinstance(node, Norm))
 
     def words(self) -> dict[str, Words]:
         kind = "MHA" if self.heads == self.kv_heads else "MQA" if self.kv_heads == 1 else "GQA"
@@ -168,14 +168,14 @@ class SharedTransformer(Mixer, Component, frozen=True):
         data = {name: getattr(self, name) for name in sizes} | {"activation": function}
         adapted = [f"{n} of {what}" for n, what in ((self.rank, "gate and up"), (self.attention_rank, "q, k, v")) if n]
         again = ", again" if self.weights_from == "earlier" else ""
-        told = f"{self.number}{again}: {kind} {heads}, {FACTS[function].gated} {self.intermediate_size:,}"
+        summary = f"{self.number}{again}: {kind} {heads}, {FACTS[function].gated} {self.intermediate_size:,}"
         low = f", adapters of rank {' and '.join(adapted)}" if adapted else ""
         on = ALL_OF_IT
         if isinstance(self.position, Turning) and self.position.dim != self.head_dim:
             dim = self.position.dim
             on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
         return {
-            "shared block": Words(told, data, f"number {told}, head dim {self.head_dim}{scale.whole}{low}"),
+            "shared block": Words(summary, data, f"number {summary}, head dim {self.head_dim}{scale.whole}{low}"),
             "scale": scale,
             "norm of shared block": inside(
                 {"input": self.norm, "inner": self.inner_norm}, "", "the joined stream and between attention and units"
@@ -212,12 +212,12 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     def slips(self) -> dict[str, Self]:
         other: Activation = "gelu_tanh" if function_of(self.activation) == "gelu" else "gelu"
-        found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
-        found["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.head_dim**-0.5)
-        found["another activation"] = msgspec.structs.replace(self, activation=other)
+        slips = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        slips["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.head_dim**-0.5)
+        slips["another activation"] = msgspec.structs.replace(self, activation=other)
         if isinstance(self.position, Rotary):
-            found["no RoPE"] = msgspec.structs.replace(self, position=None)
-        return found
+            slips["no RoPE"] = msgspec.structs.replace(self, position=None)
+        return slips
 
     def misread(self) -> dict[str, Misread]:
         names = [f"{name}_{part}.weight" for name in "qkv" for part in ("proj", "adapter_down")]
@@ -229,72 +229,81 @@ class SharedTransformer(Mixer, Component, frozen=True):
         }
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        row, end, lent = self.label, f"{path}.o_proj", self.lent
-        found: list[AnyOperation] = []
+        row, tokens = self.label, shape[:-1]
+        embedded = Given(f"{path}.embedded", (FIRST,), shape, row, words="what the first layer reads", again=True)
+        joined = Concat(f"{path}.joined", (source, embedded.id), (*tokens, self.read), row)
+        attention = self._attention(path, joined.id, shape)
+        units = self._feed_forward(path, attention[-1].id, shape)
+        return (embedded, joined, *attention, *units, linear(self, "stream_proj", path, units[-1].id, shape, row))
 
-        def stored(operation: AnyOperation) -> str:
-            """Add an operation on shared weights, without its weights if an earlier layer stores them."""
-            elsewhere = self.weights_from == "earlier"
-            found.append(msgspec.structs.replace(operation, weights=()) if elsewhere else operation)
-            return operation.id
+    def _stored(self, operation: AnyOperation) -> AnyOperation:
+        """Return an operation on shared weights, without its weights if an earlier layer stores them."""
+        return operation if self.weights_from == "own" else msgspec.structs.replace(operation, weights=())
 
-        def adapter(name: str, down: str, inner: Sizes, **fields: Any) -> AnyOperation:
-            return linear(self, f"{name}_adapter_up", path, down, inner, row, **fields)
+    def _adapter(self, name: str, path: str, source: str, inner: Sizes, **fields: Any) -> AnyOperation:
+        """Return the second matrix of an adapter."""
+        return linear(self, f"{name}_adapter_up", path, source, inner, self.label, **fields)
 
-        def added(name: str, past: str, inner: Sizes, held: str = "") -> str:
-            """Add the sum of a projection's output and its adapter's, and return the id of the sum."""
-            inputs = (past, f"{path}.{name}_adapter_up")
-            found.append(Add(f"{path}.{name}_adapted", inputs, inner, row, held=held))
-            return found[-1].id
+    def _adapted(self, name: str, path: str, source: str, inner: Sizes, live_until: str = "") -> AnyOperation:
+        """Return the sum of a projection's output `source` and its adapter's output."""
+        inputs = (source, f"{path}.{name}_adapter_up")
+        return Add(f"{path}.{name}_adapted", inputs, inner, self.label, live_until=live_until)
 
-        def norm(name: str, read: str, width: Sizes) -> str:
-            for each in out_of(row, getattr(self, name).operations(f"{path}.{name}", read, width)):
-                stored(each)
-            return found[-1].id
+    def _norm(self, name: str, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
+        program: Program = getattr(self, name).operations(f"{path}.{name}", source, shape)
+        return [self._stored(operation) for operation in out_of(self.label, program)]
 
-        tokens = shape[:-1]
-        found.append(Given(f"{path}.embedded", (FIRST,), shape, row, words="what the first layer reads", again=True))
-        found.append(Concat(f"{path}.joined", (source, found[-1].id), (*tokens, self.read), row))
-        read = norm("norm", found[-1].id, (*tokens, self.read))
-        inputs: dict[str, str] = {}
+    def _attention(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
+        """Return the operations of the norm of the input, attention and its output projection."""
+        row, end, lent, tokens = self.label, f"{path}.o_proj", self.lent, shape[:-1]
+        program = self._norm("norm", path, source, (*tokens, self.read))
+        read, inputs = program[-1].id, dict[str, str]()
         for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             inner: Sizes = (*tokens, heads, self.head_dim)
-            last = stored(linear(lent, f"{name}_proj", path, read, inner, row, "" if self.attention_rank else end))
+            until = "" if self.attention_rank else end
+            program.append(self._stored(linear(lent, f"{name}_proj", path, read, inner, row, until)))
             if self.attention_rank is not None:
+                projected = program[-1].id
                 down = linear(self, f"{name}_adapter_down", path, read, (*tokens, self.attention_rank), row)
-                found += (down, adapter(name, down.id, inner))
-                last = added(name, last, inner, end)
-            inputs[name] = last
+                program += (down, self._adapter(name, path, down.id, inner))
+                program.append(self._adapted(name, path, projected, inner, end))
+            inputs[name] = program[-1].id
         for name, heads in (("q", self.heads), ("k", self.kv_heads)):
             if isinstance(self.position, Turning):
-                turned: Sizes = (*tokens, heads, self.head_dim)
-                held = end if name == "q" else ""
-                found.append(
-                    Rotate(f"{path}.{name}_rotated", (inputs[name],), turned, row, rotary=self.position, held=held)
-                )
-                inputs[name] = found[-1].id
+                inner = (*tokens, heads, self.head_dim)
+                fields: dict[str, Any] = {"rotary": self.position, "live_until": end if name == "q" else ""}
+                program.append(Rotate(f"{path}.{name}_rotated", (inputs[name],), inner, row, **fields))
+                inputs[name] = program[-1].id
         for name in "kv":
             seen: Sizes = ("B", "S", self.kv_heads, self.head_dim)
-            found.append(CacheOperation(f"{path}.{name}_cached", (inputs[name],), seen, row, held=end))
-            inputs[name] = found[-1].id
+            program.append(CacheOperation(f"{path}.{name}_cached", (inputs[name],), seen, row, live_until=end))
+            inputs[name] = program[-1].id
         scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.kv_heads}
-        found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim)
-        mixed = stored(linear(lent, "o_proj", path, found[-1].id, shape, row))
-        read, units = norm("inner_norm", mixed, shape), (*tokens, self.intermediate_size)
+        program += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim)
+        return [*program, self._stored(linear(lent, "o_proj", path, program[-1].id, shape, row))]
+
+    def _feed_forward(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
+        """Return the operations of the inner norm and the feed-forward."""
+        row, lent, tokens = self.label, self.lent, shape[:-1]
+        units: Sizes = (*tokens, self.intermediate_size)
+        program = self._norm("inner_norm", path, source, shape)
+        read = program[-1].id
         both: dict[str, Any] = {"fused": self.fused, "joined": self.fused}
         gate, up = (linear(lent, f"{n}_proj", path, read, units, row, together=f"{path}.both", **both) for n in _UNITS)
-        made = {"gate": stored(gate)}
+        program.append(self._stored(gate))
+        inputs = {"gate": gate.id, "up": up.id}
         if self.rank is not None:
             down = linear(self, "adapter_down", path, read, (*tokens, self.rank), row)
-            adapters: dict[str, Any] = {"together": f"{path}.both_adapters", **both}
-            found += (down, *(adapter(name, down.id, units, **adapters) for name in _UNITS))
-        made["up"] = stored(up)
+            fields: dict[str, Any] = {"together": f"{path}.both_adapters", **both}
+            program += (down, *(self._adapter(name, path, down.id, units, **fields) for name in _UNITS))
+        program.append(self._stored(up))
         if self.rank is not None:
-            made = {name: added(name, past, units) for name, past in made.items()}
-        active = ActivationOperation(f"{path}.activated", (made["gate"],), units, row, function=self.activation)
-        found += (active, Product(f"{path}.gated", (active.id, made["up"]), units, row))
-        given = stored(linear(lent, "down_proj", path, found[-1].id, shape, row))
-        return (*found, linear(self, "stream_proj", path, given, shape, row))
+            for name, projected in inputs.items():
+                program.append(self._adapted(name, path, projected, units))
+                inputs[name] = program[-1].id
+        active = ActivationOperation(f"{path}.activated", (inputs["gate"],), units, row, function=self.activation)
+        program += (active, Product(f"{path}.gated", (active.id, inputs["up"]), units, row))
+        return [*program, self._stored(linear(lent, "down_proj", path, program[-1].id, shape, row))]
 
 
 _UNITS = ("gate", "up")

@@ -1,4 +1,4 @@
-"""Short convolutions between two gates. No torch."""
+"""Short causal convolutions. No torch."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -13,35 +13,35 @@ __all__ = ["ShortConvolution"]
 
 
 class ShortConvolution(Mixer, Component, frozen=True):
-    """A gated short convolution, out(c ⊙ conv(b ⊙ x)) (LFM2, Liquid AI 2511.23404).
-
-    One matrix product computes b, c and x from the input, in this order. The convolution is causal.
+    """out(c ⊙ conv(b ⊙ x)), where b, c and x are projections of the input, and the convolution is causal (LFM2, Liquid
+    AI 2511.23404). One matrix product gives b, c and x, in this order. Their parameters are named before_proj,
+    behind_proj and in_proj.
     """
 
     label = "convolution"
     slot = "convolution"
     computed_in = "gptkit.modules.short_convolution"
-    tells = ("bias",)
+    described = ("bias",)
     forgotten: ClassVar[dict[str, str]] = {"bias": "biases of short convolutions dropped"}
 
     hidden_size: Size
     """The width of the residual stream."""
     channels: Size
-    """The number of channels of x, b and c."""
+    """The width of b, c and x."""
     kernel: Size
-    """The length of the kernel, in tokens."""
+    """The length of the convolution's kernel, in tokens. Every channel has its own kernel."""
     bias: bool = False
     """Whether all linear layers and the convolution have a bias."""
 
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.channels, self.hidden_size), "reads")
-        found = {f"{name}.weight": inner for name in _READ}
-        found["convolved.weight"] = Weight((self.channels, self.kernel), "kernel")
-        found["o_proj.weight"] = Weight((self.hidden_size, self.channels), "writes")
+        weights = {f"{name}.weight": inner for name in _READ}
+        weights["convolved.weight"] = Weight((self.channels, self.kernel), "kernel")
+        weights["o_proj.weight"] = Weight((self.hidden_size, self.channels), "writes")
         if self.bias:
-            found |= {f"{name}.bias": bias(self.channels) for name in (*_READ, "convolved")}
-            found["o_proj.bias"] = bias(self.hidden_size)
-        return found
+            weights |= {f"{name}.bias": bias(self.channels) for name in (*_READ, "convolved")}
+            weights["o_proj.bias"] = bias(self.hidden_size)
+        return weights
 
     def words(self) -> dict[str, Words]:
         data = {"kind": "ShortConvolution", "channels": self.channels, "kernel": self.kernel}
@@ -62,6 +62,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def gates(own: Mapping[str, Any]) -> dict[str, Any]:
+            """Exchange the parameters of the two gates."""
             names = {"before_proj": "behind_proj", "behind_proj": "before_proj"}
             return {f"{names[n]}.{w}": own[f"{n}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own}
 
@@ -70,19 +71,19 @@ class ShortConvolution(Mixer, Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         inner: Sizes = (*shape[:-1], self.channels)
         end = f"{path}.o_proj"
-        together: dict[str, Any] = {"together": f"{path}.bcx", "fused": True, "held": end}
-        before, behind, x = (linear(self, name, path, source, inner, "convolution", **together) for name in _READ)
-        gated = Product(f"{path}.gated", (before.id, x.id), inner, "convolution", held=end)
-        convolved = convolve(self, "convolved", path, gated.id, inner, "convolution", held=end)
-        last = Product(f"{path}.gated_again", (behind.id, convolved.id), inner, "convolution")
-        return before, x, behind, gated, convolved, last, linear(self, "o_proj", path, last.id, shape, "convolution")
+        together: dict[str, Any] = {"together": f"{path}.bcx", "fused": True, "live_until": end}
+        b, c, x = (linear(self, name, path, source, inner, "convolution", **together) for name in _READ)
+        gated = Product(f"{path}.gated", (b.id, x.id), inner, "convolution", live_until=end)
+        convolved = convolve(self, "convolved", path, gated.id, inner, "convolution", live_until=end)
+        last = Product(f"{path}.gated_again", (c.id, convolved.id), inner, "convolution")
+        return b, x, c, gated, convolved, last, linear(self, "o_proj", path, last.id, shape, "convolution")
 
 
 _READ = ("before_proj", "behind_proj", "in_proj")
 
 
 def misread_kernels(*names: str) -> dict[str, Misread]:
-    """Return the mistakes in the kernels of convolutions with these names."""
+    """Return typical misreadings of the kernels of these convolutions."""
     return {
         "kernels of convolutions back to front": lambda own: {
             f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names
@@ -92,8 +93,6 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
 
 
 def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
-    """Return the operation of the causal convolution `name` of a component at `path`, with the parameters of that
-    name.
-    """
+    """Return the causal convolution `name` of a component at `path`, with the component's parameters of this name."""
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
     return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

@@ -1,4 +1,4 @@
-"""Several residual streams per token (AltUp), and a low-rank residual. No torch."""
+"""Several residual streams per token, and low-rank residual connections. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from msgspec.structs import replace
 from ..errors import ConfigError
 from .base import Component, Size, Weight
 from .norms import Norm
-from .operations import Activation, Add, AltUp, AnyOperation, Program, Scale, Sizes, Stream, linear, out_of
+from .operations import (
+    ActivationOperation,
+    Add,
+    AltUp,
+    AnyOperation,
+    Program,
+    ScaleOperation,
+    Sizes,
+    Stream,
+    linear,
+    out_of,
+)
 from .words import Words
 
 __all__ = ["MOST_STREAMS", "AlternatingUpdates", "LowRankResidual", "Streams"]
@@ -21,18 +32,18 @@ _Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 
 
 class Streams(Component, frozen=True):
-    """Several residual streams per token, computed from its embedding (Gemma 3n).
+    """Several residual streams per token (Gemma 3n).
 
-    The first stream is the embedding itself, and matrices compute the others from it, scaled to its length. After the
-    last layer, the result is the mean of the first stream and of the others, which pass through matrices and are scaled
-    to the length of the first.
+    Before the first layer, the first stream is the embedding itself, and matrices compute the others from it. They are
+    scaled to its length. After the last layer, the other streams pass through matrices and are scaled to the length of
+    the first. The result is the mean of all streams.
     """
 
     label = "streams"
     given = ("hidden_size",)
 
     hidden_size: Size
-    """The width of the residual stream."""
+    """The width of a stream."""
     count: _Count
     """The number of streams."""
 
@@ -51,39 +62,39 @@ class Streams(Component, frozen=True):
         """Return the program from one stream (B, T, hidden) to all (streams, B, T, hidden), or from all to one."""
         split = len(shape) == 3
         one = shape if split else shape[1:]
-        found: list[AnyOperation] = []
+        program: list[AnyOperation] = []
         if not split:
-            found += (_pick(self, f"{path}.stream.{i}", source, one, i) for i in range(self.count))
+            program += (_pick(self, f"{path}.stream.{i}", source, one, i) for i in range(self.count))
         read = [source if split else f"{path}.stream.{i}" for i in range(self.count)]
-        made = [linear(self, f"{i}", path, read[i + 1], one, "streams") for i in range(self.count - 1)]
-        inputs = (read[0], *(each.id for each in made))
+        linears = [linear(self, f"{i}", path, read[i + 1], one, "streams") for i in range(self.count - 1)]
+        inputs = (read[0], *(projection.id for projection in linears))
         if split:
-            return (*made, AltUp(f"{path}.split", inputs, (self.count, *shape), "streams", step="split"))
-        return (*found, *made, AltUp(f"{path}.join", inputs, one, "streams", step="join"))
+            return (*linears, AltUp(f"{path}.split", inputs, (self.count, *shape), "streams", step="split"))
+        return (*program, *linears, AltUp(f"{path}.join", inputs, one, "streams", step="join"))
 
 
 class AlternatingUpdates(Component, frozen=True):
-    """An addition to a layer that computes one of several streams and predicts the others (AltUp, 2301.13310).
+    """The update of several residual streams in a layer whose sub-layers compute only one of them (AltUp, 2301.13310).
 
-    Before the layer's sub-layers, all streams are predicted from all streams, with numbers that a router computes from
+    Before the sub-layers, all streams are predicted from all streams, with coefficients that a router computes from
     the active stream. The sub-layers read the active stream. After them, every stream is corrected by the error of the
-    active one, times numbers that the same router computes from the sub-layers' result. A sub-layer with `onto`
-    "others" reads the active one of the corrected streams, times a weight.
+    active one, times coefficients that the same router computes from the sub-layers' result. Sub-layers with
+    `onto: others` read the active one of the corrected streams, times a weight.
     """
 
     label = "streams"
     given = ("hidden_size",)
-    tells = ("count", "norm")
+    described = ("count", "norm")
     forgotten: ClassVar[dict[str, str]] = {"active": "the first stream computed, not the active one"}
 
     hidden_size: Size
-    """The width of the residual stream."""
+    """The width of a stream."""
     count: _Count
     """The number of streams."""
     norm: Norm
-    """The norm of the router's input, which is then divided by its width."""
+    """The norm of the router's input. Its result is divided by its width."""
     active: Annotated[int, Meta(ge=0, lt=MOST_STREAMS)] = 0
-    """The number of the stream that the sub-layers read."""
+    """The index of the stream that the sub-layers read and compute."""
 
     def __post_init__(self) -> None:
         if self.active >= self.count:
@@ -115,32 +126,31 @@ class AlternatingUpdates(Component, frozen=True):
             "corrections those of the next stream": {"correction": [*range(1, count), 0]},
         }
 
-    def share(self, devices: int) -> Self:  # noqa: ARG002 - all of it is on all of them
+    def share(self, devices: int) -> Self:  # noqa: ARG002 - every GPU has all of it
         return self
 
     def small(self, hidden: int) -> Self:
         return replace(self, hidden_size=hidden, norm=self.norm.small(hidden))
 
     def _routed(self, path: str, source: str, shape: Sizes, step: str, rows: int) -> Iterator[AnyOperation]:
-        """Yield the operations that compute the numbers of a step from the active stream. Both steps use the same norm
-        and router.
-        """
+        """Yield the operations from the active stream to a step's coefficients. Both steps use one norm and router."""
         own: dict[str, Any] = {} if step == "prediction" else {"weights": ()}
         at = path if step == "prediction" else f"{path}.{step}"
 
-        def again(each: Any, name: str) -> Any:
-            return replace(each, id=f"{at}.{name}", **own, **({"tied": f"{path}.{name}"} if own else {}))
+        def shared(operation: Any, name: str) -> Any:
+            """Return an operation on weights that the prediction stores."""
+            return replace(operation, id=f"{at}.{name}", **own, **({"tied": f"{path}.{name}"} if own else {}))
 
         (norm,) = out_of("streams", self.norm.operations(f"{path}.norm", source, shape))
-        yield again(norm, "norm")
-        yield Scale(f"{at}.routed", (f"{at}.norm",), shape, "streams", factor=1 / self.hidden_size)
+        yield shared(norm, "norm")
+        yield ScaleOperation(f"{at}.routed", (f"{at}.norm",), shape, "streams", factor=1 / self.hidden_size)
         few: Sizes = (*shape[:-1], self.count)
-        yield again(linear(self, "router", path, f"{at}.routed", few, "streams"), "router")
-        yield Activation(f"{at}.numbers", (f"{at}.router",), few, "streams", function="tanh", wide="rounded")
+        yield shared(linear(self, "router", path, f"{at}.routed", few, "streams"), "router")
+        yield ActivationOperation(f"{at}.numbers", (f"{at}.router",), few, "streams", function="tanh", wide="rounded")
         yield linear(self, step, path, f"{at}.numbers", (*shape[:-1], rows), "streams")
 
     def predicted(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that predicts all streams, `.predicted`, and picks the active one, `.active`."""
+        """Return the program that predicts all streams (`.predicted`) and picks the active one (`.active`)."""
         wide = (self.count, *shape)
         return (
             _pick(self, f"{path}.first", source, shape, self.active),
@@ -150,7 +160,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def corrected(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that corrects the streams by the sub-layers' result `source`."""
+        """Return the program that corrects all streams by the result `source` of the sub-layers."""
         inputs = (f"{path}.predicted", source, f"{path}.correction")
         return (
             *self._routed(path, source, shape, "correction", self.count),
@@ -158,25 +168,25 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def scaled(self, path: str, shape: Sizes) -> Program:
-        """Return the program for the active one of the corrected streams, times a weight."""
+        """Return the program of the active one of the corrected streams, times a weight."""
         own = (("weight", (self.hidden_size,)),)
         return (
             _pick(self, f"{path}.computed", f"{path}.corrected", shape, self.active),
-            Scale(f"{path}.scale", (f"{path}.computed",), shape, "streams", own, factor=1.0),
+            ScaleOperation(f"{path}.scale", (f"{path}.computed",), shape, "streams", own, factor=1.0),
         )
 
 
 class LowRankResidual(Component, frozen=True):
-    """A low-rank residual, x + norm(right(left(x))), in parallel with the mixer (LAuReL, 2411.07501)."""
+    """x + norm(right(left(x))), a residual connection through two small matrices (LAuReL, 2411.07501)."""
 
     label = "low rank"
     given = ("hidden_size",)
-    tells = ("rank", "norm")
+    described = ("rank", "norm")
 
     hidden_size: Size
     """The width of the residual stream."""
     rank: Size
-    """The width between the two matrices."""
+    """The number of dimensions between the two matrices."""
     norm: Norm
     """The norm of the second matrix's output."""
 
@@ -200,7 +210,7 @@ class LowRankResidual(Component, frozen=True):
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
         return {"r": self.rank}
 
-    def share(self, devices: int) -> Self:  # noqa: ARG002 - all of it is on all of them
+    def share(self, devices: int) -> Self:  # noqa: ARG002 - every GPU has all of it
         return self
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:

@@ -58,7 +58,7 @@ class Mixing:
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         scores = capped(self._scores(q, k, context), spec.cap)
-        mask = context.additive_mask(spec.window, spec.held, spec.chunked, spec.causal)  # (B or 1, 1, T, S)
+        mask = context.additive_mask(spec.window, spec.cache_window, spec.chunked, spec.causal)  # (B or 1, 1, T, S)
         if mask is not None:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
@@ -80,7 +80,7 @@ class Mixing:
         """Return q·kᵀ · scale (B, H, T, S). An ALiBi bias is added before or after scaling."""
         spec = self.spec
         if isinstance(spec.position, Biasing):
-            bias = context.bias(spec.position, spec.heads, spec.held)  # (B, H, 1, S)
+            bias = context.bias(spec.position, spec.heads, spec.cache_window)  # (B, H, 1, S)
             if spec.position.scaled:
                 return self._scaled(q @ k.transpose(-1, -2) + bias)
             apart = spec.position.apart
@@ -108,13 +108,13 @@ class Mixing:
         group = heads // k.shape[1]
         mask: Tensor | None
         if isinstance(spec.position, Biasing):
-            bias = context.bias(spec.position, heads, spec.held)
+            bias = context.bias(spec.position, heads, spec.cache_window)
             bias = self._scaled(bias) if spec.position.scaled else bias
-            allowed = context.allowed(spec.window, spec.held, spec.chunked, spec.causal)
+            allowed = context.allowed(spec.window, spec.cache_window, spec.chunked, spec.causal)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
             # The kernel's `is_causal` replaces a mask, unless the family's code in transformers always passes one.
-            mask = context.sdpa_mask(spec.window, spec.held, spec.chunked, spec.causal)
+            mask = context.sdpa_mask(spec.window, spec.cache_window, spec.chunked, spec.causal)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:
@@ -168,7 +168,7 @@ class AttentionModule(nn.Module):
     @staticmethod
     def cache(spec: Attention) -> LayerCache | None:
         """Return an empty cache for decoding, or None if the layer needs none."""
-        return LayerCache(spec.held) if spec.causal and spec.kv_from != "earlier" else None
+        return LayerCache(spec.cache_window) if spec.causal and spec.kv_from != "earlier" else None
 
     def _normed(self, parts: dict[str, Tensor], names: str) -> dict[str, Tensor]:
         """Apply the norms of the parts in `names`. A norm is over one head, or over all heads together."""
@@ -215,8 +215,8 @@ class AttentionModule(nn.Module):
             parts["q"] = context.tempered(spec.temperature, parts["q"])
         own = spec.kv_from != "earlier"
         k, v = self._kept(parts.pop("k"), parts.pop("v"), cache) if own else context.earlier(spec)
-        if own and spec.remembered in context.shared:
-            context.shared[spec.remembered] = k, v
+        if own and spec.kv_signature in context.shared:
+            context.shared[spec.kv_signature] = k, v
         mixed = self.mix(parts["q"], k, v, context, self.sinks)
         mixed = mixed if self.mixed_norm is None else self.mixed_norm(mixed)
         if self.gate_proj is not None:

@@ -111,7 +111,7 @@ class Context:
 
     def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values of an earlier layer. Raises MissingComponent if that layer has not run."""
-        shared = self.shared.get(spec.remembered)
+        shared = self.shared.get(spec.kv_signature)
         if shared is None:
             raise MissingComponent(
                 "a layer with kv_from: earlier ran before the layer whose keys and values it uses: run the "

@@ -208,10 +208,9 @@ def diagnose(
     places = bisect(both, batches, path)
     if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
         return Divergence(tuple(places))
-    if source.spec.beside or target.spec.beside:
-        notes.append(
-            f"the cause was not searched for, because layers read more than the residual stream ({source.spec.beside})"
-        )
+    inputs = source.spec.extra_inputs or target.spec.extra_inputs
+    if inputs:
+        notes.append(f"the cause was not searched for, because layers read more than the residual stream ({inputs})")
         return Divergence(tuple(places))
     return Divergence(tuple(places), tuple(_find_causes(both, batches, path, allowed, places, few=large)))
 

@@ -206,7 +206,7 @@ _Source = ops.Tokens | ops.Stream | ops.Given | ops.Embed | ops.Positions
 _Linear = ops.NormOperation | ops.Linear | ops.Scan | ops.Pairs | ops.Blend | ops.Convolve
 _Attention = ops.Rotate | ops.Temper | ops.CacheOperation | ops.Concat | ops.Scores | ops.Alibi | ops.Softmax | ops.Mix
 _Experts = ops.Choose | ops.Combine | ops.Gather
-_Elementwise = ops.Activation | ops.Cap | ops.Sparse | ops.AltUp | ops.Product | ops.Scale | ops.Shift
+_Elementwise = ops.ActivationOperation | ops.Cap | ops.Sparse | ops.AltUp | ops.Product | ops.ScaleOperation | ops.Shift
 
 
 def _caption(operation: ops.AnyOperation, others: _Others) -> _Caption:
@@ -359,7 +359,7 @@ def _expert_caption(operation: _Experts) -> _Caption:
 
 def _elementwise_caption(operation: _Elementwise, others: _Others) -> _Caption:
     match operation:
-        case ops.Activation(function=function):
+        case ops.ActivationOperation(function=function):
             return _Caption(function)
         case ops.Cap(limit=limit, hard=True):
             return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
@@ -373,12 +373,12 @@ def _elementwise_caption(operation: _Elementwise, others: _Others) -> _Caption:
             return _ALTUP_CAPTIONS[step]
         case ops.Product():
             gate, up = (others[name] for name in operation.inputs)
-            if isinstance(gate, ops.Activation) and gate.shape == up.shape:
+            if isinstance(gate, ops.ActivationOperation) and gate.shape == up.shape:
                 return _Caption("gate · up", formula=f"{gate.function}(gate) · up")
             return _Caption("·", formula=f"{gate.id} · {up.id}")
-        case ops.Scale(weights=weights) if weights:
+        case ops.ScaleOperation(weights=weights) if weights:
             return _Caption(f"× {_name(operation)}", _matrix(operation), f"{_name(operation)} · x")
-        case ops.Scale(factor=factor):
+        case ops.ScaleOperation(factor=factor):
             return _Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
         case ops.Shift(number=number):
             return _Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")

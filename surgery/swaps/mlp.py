@@ -275,8 +275,8 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     layers = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
     for layer, mixture in mixtures.items():
-        if mixture.beside:
-            reason = f"the mixture of experts of layer {layer} sets {', '.join(mixture.beside)}"
+        if mixture.extras:
+            reason = f"the mixture of experts of layer {layer} sets {', '.join(mixture.extras)}"
             raise SwapRefused(
                 f"{reason}: this swap merges only experts that a plain softmax weighs, without a shared expert"
             )

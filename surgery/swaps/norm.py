@@ -233,7 +233,7 @@ def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
             continue
         question = partial(_steered, router=router, beta=f"{norm}.bias")
         # Only a softmax ignores an equal shift of all scores.
-        plain = isinstance(block.feed_forward, MixtureOfExperts) and not block.feed_forward.beside
+        plain = isinstance(block.feed_forward, MixtureOfExperts) and not block.feed_forward.extras
         if asked.weights.ask(question, True, False) or not (plain or asked.weights.zero(f"{norm}.bias")):
             return router
     return None

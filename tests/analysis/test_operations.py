@@ -64,7 +64,7 @@ class ScaledNorm(Norm, Component, frozen=True):
         return {"weight": Weight((1,), "gain", 1.0)}
 
     def operations(self, path: str, source: str, shape: ops.Sizes) -> ops.Program:
-        return self.normed(path, source, shape, "x / ‖x‖", kind="ScaleNorm", lies="kernel", statistics=2)
+        return self.normed(path, source, shape, "x / ‖x‖", kind="ScaleNorm", normalised_in="kernel", statistics=2)
 
 
 class LinearRecurrence(Mixer, Component, frozen=True):
@@ -84,10 +84,10 @@ class LinearRecurrence(Mixer, Component, frozen=True):
         inner: ops.Sizes = (*shape[:-1], self.width)
         end = f"{path}.o_proj"
         gate = ops.linear(self, "a_proj", path, source, inner, "attention")
-        decay = ops.Activation(
-            id=f"{path}.decay", inputs=(gate.id,), shape=inner, row="attention", function="sigmoid", held=end
+        decay = ops.ActivationOperation(
+            id=f"{path}.decay", inputs=(gate.id,), shape=inner, row="attention", function="sigmoid", live_until=end
         )
-        value = ops.linear(self, "v_proj", path, source, inner, "attention", held=end)
+        value = ops.linear(self, "v_proj", path, source, inner, "attention", live_until=end)
         scan = ops.Scan(
             id=f"{path}.state",
             inputs=(decay.id, value.id),
@@ -273,7 +273,10 @@ class Capped(Attention, frozen=True):
             else:
                 found.append(each)
         out = found[-1]
-        return (*found, ops.Scale(id=f"{path}.scaled", inputs=(out.id,), shape=shape, row="attention", factor=0.5))
+        return (
+            *found,
+            ops.ScaleOperation(id=f"{path}.scaled", inputs=(out.id,), shape=shape, row="attention", factor=0.5),
+        )
 
 
 def test_caps_and_scales_are_ready() -> None:
@@ -297,7 +300,9 @@ def reads_stream(program: ops.Program) -> set[str]:
     found = set()
     for each in program:
         same = isinstance(each, ops.Stream) or (isinstance(each, ops.Add) and each.residual is not None)
-        if same or (isinstance(each, ops.NormOperation | ops.Gather | ops.Scale) and each.inputs[0] in streams):
+        if same or (
+            isinstance(each, ops.NormOperation | ops.Gather | ops.ScaleOperation) and each.inputs[0] in streams
+        ):
             streams.add(each.id)
         elif isinstance(each, ops.Linear) and each.inputs[0] in streams:
             found.add(each.id)
@@ -310,7 +315,7 @@ def writes_stream(program: ops.Program) -> set[str]:
     branches = {name for each in sums for name in each.inputs if name != each.residual}
     found = set()
     for each in reversed(program):
-        if each.id in branches and isinstance(each, ops.NormOperation | ops.Scale | ops.Combine):
+        if each.id in branches and isinstance(each, ops.NormOperation | ops.ScaleOperation | ops.Combine):
             branches.update(each.inputs)
         elif each.id in branches and isinstance(each, ops.Linear):
             found.add(each.id)

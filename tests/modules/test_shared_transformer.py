@@ -108,7 +108,7 @@ def test_a_layer_by_itself_says_what_it_lacks() -> None:
         BlockModule(SPEC.blocks[4])(x, context)
     with pytest.raises(MissingComponent, match="stores the input of the first layer"):
         BlockModule(SPEC.blocks[1])(x, context)
-    assert SPEC.beside == SharedTransformer.slot
+    assert SPEC.extra_inputs == SharedTransformer.slot
 
 
 @pytest.mark.parametrize(

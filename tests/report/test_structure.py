@@ -117,7 +117,7 @@ class Following:
         if made:
             return made[0] if node.inputs == (FIRST,) else made[0][:, :, layer]
         mixers: Any = [block.attention for block in self.graph.spec.blocks]
-        alike = [i for i in range(layer) if mixers[i].remembered == mixers[layer].remembered]
+        alike = [i for i in range(layer) if mixers[i].kv_signature == mixers[layer].kv_signature]
         made = max(i for i in alike if mixers[i].kv_from != "earlier")
         return self.cached[f"blocks.{made}.{node.id.removesuffix('earlier')}cached"]
 

@@ -9,7 +9,7 @@ import msgspec
 from gptkit.components import Biasing, Component, Mixer, Norm
 from gptkit.components.base import Positive, Size, Weight, divided
 from gptkit.components.norms import Gain
-from gptkit.components.operations import Activation, Program, Scan, Sizes, linear
+from gptkit.components.operations import ActivationOperation, Program, Scan, Sizes, linear
 
 __all__ = ["GatedRecurrence", "OneSlope", "ScaleNorm"]
 
@@ -30,7 +30,7 @@ class ScaleNorm(Norm, Component, frozen=True):
         return {"weight": Weight((1,), "gain", self.size**0.5)}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        return self.normed(path, source, shape, "x / ‖x‖", kind="ScaleNorm", lies="input")
+        return self.normed(path, source, shape, "x / ‖x‖", kind="ScaleNorm", normalised_in="input")
 
 
 class GatedRecurrence(Mixer, Component, frozen=True):
@@ -59,7 +59,7 @@ class GatedRecurrence(Mixer, Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         inner: Sizes = ("B", "T", self.width)
         gate = linear(self, "gate_proj", path, source, inner, "recurrence")
-        opened = Activation(f"{path}.gate", (gate.id,), inner, "recurrence", function="sigmoid")
+        opened = ActivationOperation(f"{path}.gate", (gate.id,), inner, "recurrence", function="sigmoid")
         value = linear(self, "in_proj", path, source, inner, "recurrence")
         words = {"title": "gated recurrence", "formula": "h ← a ⊙ h + (1 − a) ⊙ u"}
         scan = Scan(f"{path}.state", (opened.id, value.id), inner, "recurrence", state=(self.width,), **words)

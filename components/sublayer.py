@@ -1,0 +1,95 @@
+"""A sub-layer: a mixer with its norms and multipliers. No torch."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from ..errors import ConfigError
+from .base import Component, Mixer, Positive
+from .norms import Norm
+from .streams import LowRankResidual
+from .words import Words
+
+__all__ = ["SubLayer"]
+
+_PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
+"""The norms of a sub-layer, and the words for their placements."""
+
+
+class SubLayer(Component, frozen=True):
+    """A mixer and its norms: y = mixer(norm(x)), x = sum_norm(x + multiplier · output_norm(y)).
+
+    A norm that is None is left out. Pre-norm has only `norm`, a sandwich (Gemma 2) has `norm` and `output_norm`,
+    OLMo 2 has `output_norm`, and post-norm (Vaswani et al. 2017) has `sum_norm`.
+    """
+
+    described = ("mixer", *_PLACES, "input_multiplier")
+    forgotten: ClassVar[dict[str, str]] = {
+        "norm": "norms before sub-layers left out",
+        "output_norm": "norms of sub-layers' outputs left out",
+        "sum_norm": "norms of sums left out",
+        "multiplier": "branches not scaled",
+        "low_rank": "residual of low rank left out",
+        "onto": "what goes elsewhere added to the stream",
+        "input_multiplier": "inputs of branches not scaled",
+        "beside": "mixers side by side run in series",
+    }
+
+    mixer: Mixer
+    """What the sub-layer computes."""
+    norm: Norm | None = None
+    """The norm of the mixer's input."""
+    low_rank: LowRankResidual | None = None
+    """With r, the new x is (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n)."""
+    output_norm: Norm | None = None
+    """The norm of the mixer's output, before it is added to the stream."""
+    sum_norm: Norm | None = None
+    """The norm of the stream after the addition."""
+    multiplier: Positive = 1.0
+    """The factor of the output before it is added to the stream (Granite)."""
+    onto: Literal["stream", "others", "next"] = "stream"
+    """Where the output is added. "others", in a layer with `altup`: to all streams except the first, and the sub-layer
+    reads the active one of the corrected streams (Gemma 3n). "next": only to the input of the next sub-layer's norm,
+    and the stream stays unchanged (Zamba)."""
+    input_multiplier: Positive = 1.0
+    """The factor of the mixer's input, after the norm."""
+    beside: bool = False
+    """Whether the sub-layer reads the same input as the previous one, and their outputs are added to the stream
+    together (Falcon-H1)."""
+
+    def __post_init__(self) -> None:
+        if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
+            raise ConfigError(
+                "a sub-layer with a low-rank residual (low_rank) needs a norm before it, and cannot have a "
+                "norm after the residual sum (sum_norm)"
+            )
+        if self.beside and (self.norm is not None or self.sum_norm is not None):
+            raise ConfigError(
+                "a sub-layer that runs in parallel with the previous one (beside: true) uses the previous "
+                "one's norm and residual sum, so it cannot have norm or sum_norm"
+            )
+
+    def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
+        """Return the sub-layer with `change` applied to its parts, then to itself. `path` is the block's path."""
+        names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
+        paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
+        return change(self._mapped(change, paths), path)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the fields by their names in a block: "attention_norm", "attention", …"""
+        slot = self.mixer.slot
+        named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
+        others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
+        named |= {name: getattr(self, name) for name in others}
+        return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
+
+    def words(self) -> dict[str, Words]:
+        return {"block": Words("", {})}
+
+    @property
+    def pre_norm(self) -> bool:
+        """Whether there is a norm of the input, and neither a norm of the sum nor a low-rank residual."""
+        return self.norm is not None and self.low_rank is None and self.sum_norm is None
+
+    def places(self) -> list[str]:
+        """Return the placements of the norms: "pre", "output", "post"."""
+        return [place for name, place in _PLACES.items() if getattr(self, name) is not None]
