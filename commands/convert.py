@@ -78,7 +78,7 @@ def _random(
     from ..converter.outline import outline
     from ..converter.publish import Staging
     from ..converter.safetensors import DTYPES
-    from ..modules.initialise import TOLD, finite_logits, require_memory, write_random
+    from ..modules.initialise import INITIALISATION, finite_logits, require_memory, write_random
     from ..modules.load import load_random
     from ..report.checkpoints import RandomModel
 
@@ -107,7 +107,7 @@ def _random(
         finite = finite_logits(module)
     where = None if written is None else str(written.folder)
     nbytes = 0 if written is None else written.nbytes
-    return RandomModel(model, tree, HF_NAMES[stored], seed, TOLD, finite, where, nbytes, tuple(notes))
+    return RandomModel(model, tree, HF_NAMES[stored], seed, INITIALISATION, finite, where, nbytes, tuple(notes))
 
 
 @command("gptkit convert gpt2 --to local", "gptkit convert gpt2-local gpt2-again --to hf")

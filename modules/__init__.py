@@ -1,4 +1,4 @@
-"""The shared module set, in torch."""
+"""The torch modules of all components."""
 
 from .cache import Cache
 from .decoder import Decoder

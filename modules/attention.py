@@ -17,12 +17,12 @@ from ..analysis.activations import Kernel
 from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import CACHE_LINE, LayerCache
 from .context import Context
-from .layers import FusedLinears, LinearModule, capped, clipped, kept_wide
+from .layers import FusedLinears, LinearModule, at_least_float32, capped, clipped
 from .registry import build_module, computes, module_of
 
 
 class Mixing:
-    """Compute softmax(q·kᵀ · scale + mask)·v. How q, k and v are projected does not matter here."""
+    """Attention without its projections: softmax(q·kᵀ · scale + mask)·v."""
 
     def __init__(self, spec: Attention, kernel: Kernel) -> None:
         self.spec = spec
@@ -39,9 +39,9 @@ class Mixing:
             self.scale = 1.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
-        """q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,) -> (B, T, H·e)."""
+        """Attend with q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,). Return (B, T, H·e)."""
         if self.kernel == "sdpa" or self.spec.scores == "input":
-            q = q.to(k.dtype)  # which positions may have left wider
+            q = q.to(k.dtype)  # the rotation may have returned q in a wider dtype
         if self.early:
             q = q * self.spec.scale
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
@@ -162,7 +162,7 @@ class AttentionModule(nn.Module):
         sinks = None if self.sinks is None else self.sinks.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if sinks is not None and self.sinks is not None and self.spec.sunk == "in float32":
-            self.sinks = nn.Parameter(kept_wide(fn)(sinks), self.sinks.requires_grad)
+            self.sinks = nn.Parameter(at_least_float32(fn)(sinks), self.sinks.requires_grad)
         return self
 
     @staticmethod
@@ -188,21 +188,21 @@ class AttentionModule(nn.Module):
         projected: Sequence[Tensor]
         if self.gate_fused is not None and self.gate_proj is not None:
             q, gate = self.gate_fused((linears[0], self.gate_proj), x)
-            projected = (q, *(each(x) for each in linears[1:]))
+            projected = (q, *(linear(x) for linear in linears[1:]))
             del q
         else:
-            projected = self.fused(linears, x, clip) if self.fused else [clipped(each(x), clip) for each in linears]
-        parts = {name: each.reshape(heads) for name, each in zip(spec.projected, projected, strict=True)}
+            projected = self.fused(linears, x, clip) if self.fused else [clipped(linear(x), clip) for linear in linears]
+        parts = {name: part.reshape(heads) for name, part in zip(spec.projected, projected, strict=True)}
         if spec.kv_from == "keys":
             parts["v"] = parts["k"]
         if spec.key_multiplier != 1:
             parts["k"] = parts["k"] * spec.key_multiplier
         parts = self._normed(parts, "qkv" if spec.norm_order == "before" else "v")  # (B, T, H, hd)
         if spec.clip_normed:
-            parts = {name: clipped(each, spec.clip) for name, each in parts.items()}
+            parts = {name: clipped(part, spec.clip) for name, part in parts.items()}
         if spec.kv_expansion == "projection" and cache is None:
             parts |= {name: parts[name].repeat_interleave(spec.group, dim=2) for name in "kv"}
-        parts = {name: each.transpose(1, 2) for name, each in parts.items()}  # (B, H, T, hd)
+        parts = {name: part.transpose(1, 2) for name, part in parts.items()}  # (B, H, T, hd)
         if isinstance(spec.position, Turning):
             tables, own = context.tables(spec.position), "k" in parts
             q, k = parts.pop("q"), parts.pop("k", None)
@@ -214,7 +214,7 @@ class AttentionModule(nn.Module):
         if spec.temperature is not None:
             parts["q"] = context.tempered(spec.temperature, parts["q"])
         own = spec.kv_from != "earlier"
-        k, v = self._kept(parts.pop("k"), parts.pop("v"), cache) if own else context.earlier(spec)
+        k, v = self._with_cached(parts.pop("k"), parts.pop("v"), cache) if own else context.earlier(spec)
         if own and spec.kv_signature in context.shared:
             context.shared[spec.kv_signature] = k, v
         mixed = self.mix(parts["q"], k, v, context, self.sinks)
@@ -227,7 +227,7 @@ class AttentionModule(nn.Module):
         out: Tensor = self.o_proj(mixed)
         return out
 
-    def _kept(self, k: Tensor, v: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+    def _with_cached(self, k: Tensor, v: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """Return the keys and values (B, KV, S, hd) of all tokens that may be attended to, and update the cache."""
         spec = self.spec
         if cache is None:
@@ -266,7 +266,7 @@ class _LatentAttentionModule(nn.Module):
         self.down = FusedLinears() if fused and self.k_rope_proj is not None else None
         # Values keep the strides of the fused product, in which products sum by whole cache lines.
         self.up = FusedLinears(spec.heads, CACHE_LINE) if fused and self.k_up_proj is not None else None
-        # This is called when every head has its own key and value, with positions applied.
+        # `mix` is called when every head has its own key and value, with positions applied.
         position = spec.position if isinstance(spec.position, Biasing) else None
         sizes = {"heads": spec.heads, "kv_heads": spec.heads, "head_dim": spec.query_dim, "scale": spec.scale}
         mixed: Any = {"hidden_size": hidden, **sizes, "position": position, "window": spec.window}
@@ -304,7 +304,7 @@ class _LatentAttentionModule(nn.Module):
             # (B, S, rank), with the strides of transformers' cache, also for a single row.
             latent = torch.unflatten(latents.reshape(-1), 0, (batch, -1, spec.kv_rank))
         shared = rope.transpose(1, 2).flatten(2)[:, None].expand(-1, heads, -1, -1)  # (B, H, S, R·dim)
-        *own, v = self._up(latent)  # each (B, H, S, …)
+        *own, v = self._up(latent)  # all (B, H, S, …)
         k = torch.cat((*own, shared), dim=-1)
         out: Tensor = self.o_proj(self.mix(q, k, v, context))
         return out
@@ -321,14 +321,14 @@ class _LatentAttentionModule(nn.Module):
         if self.k_rope_proj is None:
             return self.kv_down_proj(x), None
         linears = (self.kv_down_proj, self.k_rope_proj)
-        latent, rope = self.down(linears, x) if self.down else [each(x) for each in linears]
+        latent, rope = self.down(linears, x) if self.down else [linear(x) for linear in linears]
         return latent, rope
 
     def _up(self, latent: Tensor) -> list[Tensor]:
         """Return the keys (if there are unrotated ones) and values of a latent (B, S, rank), as (B, H, S, …)."""
-        linears = [each for each in (self.k_up_proj, self.v_up_proj) if each is not None]
-        found = self.up(linears, latent) if self.up else [each(latent) for each in linears]
-        return [each.transpose(1, 2) if each.dim() == 4 else _heads(each, self.spec.heads) for each in found]
+        linears = [linear for linear in (self.k_up_proj, self.v_up_proj) if linear is not None]
+        parts = self.up(linears, latent) if self.up else [linear(latent) for linear in linears]
+        return [part.transpose(1, 2) if part.dim() == 4 else _heads(part, self.spec.heads) for part in parts]
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return rotated vectors (…, dim) with the elements in the family's order."""

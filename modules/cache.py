@@ -19,7 +19,7 @@ starts in its line. Matrix products would then sum in another order than with tr
 
 
 class _Tokens:
-    """A tensor (B, KV, S, head_dim) that grows along S: new tokens are written into free memory while there is some.
+    """A tensor (B, KV, S, head_dim) that grows along S. New tokens are written into free memory while there is some.
 
     The tensor is allocated again if gradients are needed, if rows are not whole cache lines, or if inference mode
     changed, since torch forbids writing to inference tensors outside of that mode.
@@ -59,7 +59,7 @@ class LayerCache:
         self.keys, self.values = _Tokens(), _Tokens()
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all cached and new keys and values. A window keeps only its last window - 1 for the next call."""
+        """Return all cached and new keys and values. With a window, only the last window - 1 stay in the cache."""
         both = self.keys.append(keys), self.values.append(values)
         if self.window is not None:
             self.keys.keep(self.window - 1)
@@ -70,8 +70,11 @@ class LayerCache:
 class Cache:
     """The cache of one decode. Pass the same instance to every call of the model.
 
-    layers: for every block, the cache of its mixers by slot: a `LayerCache` for attention, a `State` for a recurrence.
-    length: the number of tokens seen so far. encoded: the encoder's output, if the model has an encoder.
+    Attributes:
+        layers: for every block, the caches of its mixers by slot: a `LayerCache` for attention, a `State` for a
+            recurrence.
+        length: the number of tokens seen so far.
+        encoded: the encoder's output, if the model has an encoder.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -50,8 +50,16 @@ class _Sight:
 class Context:
     """A forward pass of T new tokens per row (`steps`), after `past` tokens in the cache.
 
-    position_ids: (1 or B, T). attention_mask: (B, past + T), 1 at real tokens, or None without padding. documents:
-    (B, T), the document of every token if a row contains several; tokens attend only to their own document.
+    Args:
+        batch: the number of rows, B.
+        steps: the number of new tokens per row, T.
+        past: the number of tokens in the cache.
+        cached: whether the pass uses a cache.
+        position_ids: (1 or B, T).
+        attention_mask: (B, past + T), 1 at real tokens, or None without padding.
+        dtype: the dtype of the hidden states.
+        documents: (B, T), the document of every token if a row contains several. Tokens attend only to their own
+            document.
     """
 
     def __init__(
@@ -180,24 +188,24 @@ class Context:
         return self._biases[key][1]
 
     def allowed(
-        self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
+        self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
         """Return a mask (B or 1, 1, T, S), True if query t may attend to key s, or None if all may attend to all.
 
         Args:
             window: the number of tokens that a query sees, or None for all.
-            held: the window of the cache, which may be larger.
+            cache_window: the window of the cache, which may be larger.
             chunked: windows are consecutive chunks that start at the first real token, and do not move with the query.
             causal: later keys are hidden. Otherwise a window extends equally far in both directions.
         """
         near = window is None or self.steps < window
         if not causal and near and not self.padded and self.documents is None:
             return None
-        if causal and self.steps == 1 and not self.padded and (window is None or self.keys(held) < window):
+        if causal and self.steps == 1 and not self.padded and (window is None or self.keys(cache_window) < window):
             return None
-        key = (window, held, chunked, causal)
+        key = (window, cache_window, chunked, causal)
         if key not in self._allowed:
-            device, first = self.position_ids.device, self.first_key(held)
+            device, first = self.position_ids.device, self.first_key(cache_window)
             queries = torch.arange(self.past, self.past + self.steps, device=device)[:, None]
             keys = torch.arange(first, self.past + self.steps, device=device)[None, :]
             allowed = keys <= queries if causal else torch.ones_like(keys <= queries)
@@ -222,20 +230,20 @@ class Context:
         return self._allowed[key]
 
     def sdpa_mask(
-        self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
+        self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
         """Return `allowed`, or None if the kernel's `is_causal` has the same effect."""
         if not causal:
-            return self.allowed(window, held, chunked, causal)
+            return self.allowed(window, cache_window, chunked, causal)
         first_pass = self.past == 0 and (window is None or self.steps < window)
         whole = not self.padded and self.documents is None
-        return None if first_pass and whole else self.allowed(window, held, chunked)
+        return None if first_pass and whole else self.allowed(window, cache_window, chunked)
 
     def additive_mask(
-        self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
+        self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
         """Return `allowed` as numbers (B or 1, 1, T, S): 0 where it is True, and the dtype's minimum elsewhere."""
-        allowed, key = self.allowed(window, held, chunked, causal), (window, held, chunked, causal)
+        allowed, key = self.allowed(window, cache_window, chunked, causal), (window, cache_window, chunked, causal)
         if allowed is None:
             return None
         if key not in self._additive:

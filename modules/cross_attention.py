@@ -43,7 +43,7 @@ class CrossAttentionModule(nn.Module):
         if cache is None or cache.keys is None or cache.values is None:
             source = self.source(x, context)
             # Contiguous by head, as in transformers' cache, also without a cache.
-            k, v = (self._heads(each(source)).contiguous() for each in (self.k_proj, self.v_proj))
+            k, v = (self._heads(linear(source)).contiguous() for linear in (self.k_proj, self.v_proj))
             if cache is not None:
                 cache.keys, cache.values = k, v
         else:

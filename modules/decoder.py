@@ -1,6 +1,6 @@
-"""The decoder, or encoder: a ModelSpec as torch modules, named as the shared names are.
+"""The model as torch modules: the embeddings, the blocks and the head of a ModelSpec.
 
-One sitting's read of what every family computes; the parts are in layers, positions, attention and context.
+Parameters have the shared names. The parts of a block are in layers, positions, attention and feed_forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..components import (
 )
 from ..converter.outline import Outline
 from ..errors import UsageError
-from . import attention as _attention  # noqa: F401 - its modules register themselves, as those of the next do
+from . import attention as _attention  # noqa: F401 - its modules register themselves, like those of the next line
 from . import cross_attention, feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context, Encoded
@@ -45,7 +45,7 @@ from .streams import Multiplier
 
 
 class EmbeddingModule(nn.Module):
-    """Token ids (B, T) -> (B, T, hidden)."""
+    """The token embedding: token ids (B, T) -> (B, T, hidden)."""
 
     weight: nn.Parameter
 
@@ -58,7 +58,7 @@ class EmbeddingModule(nn.Module):
         self.norm = build_module(spec.norm) if spec.norm is not None else None
 
     def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
-        """`table` is the one that is read where the tree says that it is shared."""
+        """Look up the tokens in `table`, or in the module's own table if it is None."""
         x = F.embedding(input_ids, self.weight if table is None else table)
         if self.spec.blank is not None:
             x = x.masked_fill((input_ids == self.spec.blank)[..., None], 0)
@@ -70,7 +70,7 @@ class EmbeddingModule(nn.Module):
 
 
 class _LayerEmbeddingModule(nn.Module):
-    """Token ids (B, T) and their embeddings (B, T, hidden) -> (B, T, layers, width)."""
+    """The additional inputs of layers: token ids (B, T) and embeddings (B, T, hidden) -> (B, T, layers, width)."""
 
     def __init__(self, spec: LayerEmbedding) -> None:
         super().__init__()
@@ -89,7 +89,10 @@ class _LayerEmbeddingModule(nn.Module):
 
 
 class PositionsModule(nn.Module):
-    """Position ids (1 or B, T) -> (1 or B, T, hidden), in `dtype` where there is no table that has one."""
+    """The position embedding: position ids (1 or B, T) -> (1 or B, T, hidden).
+
+    Learned positions have the dtype of their table. Computed ones have the dtype that the call asks for.
+    """
 
     def __init__(self, spec: LearnedPositions | SinusoidalPositions) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class PositionsModule(nn.Module):
         return F.embedding(rows, self.weight)
 
     def where_not_given(self, input_ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
-        """The positions (1 or B, T) of token ids (B, T) behind `past` others."""
+        """Return the positions (1 or B, T) of token ids (B, T) after `past` other tokens."""
         steps, device = input_ids.shape[1], input_ids.device
         if self.spec.padding is not None:
             counted = (input_ids != self.spec.padding).long()
@@ -112,12 +115,12 @@ class PositionsModule(nn.Module):
         if self.spec.counts == "tokens" or attention_mask is None:
             return torch.arange(past, past + steps, device=device)[None]
         mask = attention_mask.long()
-        # Padding has the row before the first one's, where there is one.
+        # Padding has the row before that of the first token, if the table has one.
         return (mask.cumsum(dim=1) * mask - 1)[:, past:].clamp(min=-min(self.spec.offset, 1))
 
 
 class _RelativeBiasModule(nn.Module):
-    """The table (buckets, heads) of biases of distances, which attention looks into."""
+    """The table (buckets, heads) of biases by distance, in which attention looks them up."""
 
     def __init__(self, spec: RelativeBias) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class _RelativeBiasModule(nn.Module):
 
 
 class _TokenTypesModule(nn.Module):
-    """Types of tokens (B, T) -> their rows (B, T, hidden)."""
+    """The embedding of token types: types (B, T) -> (B, T, hidden)."""
 
     def __init__(self, spec: TokenTypes) -> None:
         super().__init__()
@@ -139,8 +142,10 @@ class _TokenTypesModule(nn.Module):
 
 
 class Front(nn.Module):
-    """What stands before the layers of a tree: token ids (B, T), position ids (1 or B, T) -> the stream (B, T, hidden),
-    or streams (streams, B, T, hidden), and what layers read beside it, None where they read nothing.
+    """The part of a model before its layers.
+
+    It turns token ids (B, T) and position ids (1 or B, T) into the stream (B, T, hidden), or into several streams
+    (streams, B, T, hidden). It also returns the additional inputs of the layers (B, T, layers, width), or None.
     """
 
     embedding: EmbeddingModule
@@ -157,14 +162,14 @@ class Front(nn.Module):
         attention_mask: Tensor | None = None,
         token_types: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """With an `attention_mask` positions are those of tokens that nobody gives any."""
+        """Return the stream and the additional inputs. With an `attention_mask`, position ids are the default ones."""
         if self.positions is not None and (attention_mask is not None or self.positions.spec.padding is not None):
             position_ids = self.positions.where_not_given(input_ids, attention_mask)
         return _embedded(self, input_ids, position_ids, token_types)
 
 
 def _build_front(module: Any, spec: ModelSpec) -> None:
-    """Give a module what stands before the layers of a tree."""
+    """Add to a module the parts that come before the layers of a tree."""
     module.embedding = EmbeddingModule(spec.embedding)
     module.token_types = None if spec.token_types is None else _TokenTypesModule(spec.token_types)
     module.positions = None if spec.positions is None else PositionsModule(spec.positions)
@@ -176,10 +181,10 @@ def _build_front(module: Any, spec: ModelSpec) -> None:
 def _embedded(
     module: Any, input_ids: Tensor, position_ids: Tensor, token_types: Tensor | None, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """What the first layer reads, and what layers read beside the stream."""
+    """Return the input of the first layer, and the additional inputs of all layers (or None)."""
     x: Tensor = module.embedding(input_ids) if table is None else module.embedding(input_ids, table)
     inputs = None if module.layer_inputs is None else module.layer_inputs(input_ids, x)
-    if module.token_types is not None:  # all are of the first type where nobody says
+    if module.token_types is not None:  # by default all tokens have the first type
         x = x + module.token_types(torch.zeros_like(input_ids) if token_types is None else token_types)
     x = x if module.positions is None else x + module.positions(position_ids, x.dtype)
     x = x if module.first_norm is None else module.first_norm(x)
@@ -206,7 +211,7 @@ class BlockModule(nn.Module):
         self.altup = None if spec.altup is None else build_module(spec.altup)
 
     def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:
-        """x (B, T, hidden), or (streams, B, T, hidden) where there are several."""
+        """Return the stream after the layer. x is (B, T, hidden), or (streams, B, T, hidden) with several streams."""
         if self.altup is not None:
             streams: Tensor = self.altup.predicted(x)
             x = self._in_turn(streams[self.altup.spec.active], context, cache)
@@ -220,18 +225,19 @@ class BlockModule(nn.Module):
         return x if self.scale is None else self.scale(x)
 
     def _in_turn(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
+        """Return the stream after the sub-layers, each of which reads the stream that the one before it wrote."""
         for_next: Tensor | None = None
         for sublayer, *others in self.spec.groups():
             if sublayer.onto == "others":
                 continue
-            taken = x.to(context.dtype) if self.spec.wide else x
+            source = x.to(context.dtype) if self.spec.wide else x
             if for_next is not None:
-                taken, for_next = taken + for_next, None
-            read = taken if sublayer.norm is None else self._part(sublayer, "norm")(taken)
-            del taken
+                source, for_next = source + for_next, None
+            read = source if sublayer.norm is None else self._part(sublayer, "norm")(source)
+            del source
             x = x.to(torch.promote_types(x.dtype, torch.float32)) if self.spec.wide else x
             past = x if self.spec.residual == "stream" else read
-            beside = None if sublayer.low_rank is None else self._part(sublayer, "low_rank")(read)
+            low_rank = None if sublayer.low_rank is None else self._part(sublayer, "low_rank")(read)
             branch = self._branch(sublayer, read, context, cache)
             for other in others:
                 branch = branch + self._branch(other, read, context, cache)
@@ -240,14 +246,17 @@ class BlockModule(nn.Module):
                 del branch
                 continue
             x = past + branch
-            if beside is not None:
-                x = (x + beside) / 2**0.5
+            if low_rank is not None:
+                x = (x + low_rank) / 2**0.5
             if sublayer.sum_norm is not None:
                 x = self._part(sublayer, "sum_norm")(x)
         return x
 
     def _together(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
-        """The stream with the branches' sum, the last one's with those before it, or with one after the other."""
+        """Return the stream after parallel sub-layers, which read the same input.
+
+        `sums` decides the rounding: either the branches are added to the stream one after the other, or their sum is.
+        """
         branches: list[Tensor] = []
         shared = x
         for sublayer in self.spec.sublayers:
@@ -260,8 +269,8 @@ class BlockModule(nn.Module):
 
     def _branch(self, sublayer: SubLayer, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
         slot, factor = sublayer.mixer.slot, sublayer.input_multiplier
-        kept = None if cache is None else cache.get(slot)
-        mixed: Tensor = getattr(self, slot)(x if factor == 1 else x * factor, context, kept)
+        state = None if cache is None else cache.get(slot)
+        mixed: Tensor = getattr(self, slot)(x if factor == 1 else x * factor, context, state)
         if sublayer.output_norm is not None:
             mixed = self._part(sublayer, "output_norm")(mixed)
         return mixed if sublayer.multiplier == 1 else mixed * sublayer.multiplier
@@ -271,7 +280,7 @@ class BlockModule(nn.Module):
 
 
 class HeadTransformModule(nn.Module):
-    """norm(activation(dense(x)))."""
+    """The transform before the head's matrix: norm(activation(dense(x)))."""
 
     def __init__(self, spec: HeadTransform) -> None:
         super().__init__()
@@ -284,7 +293,7 @@ class HeadTransformModule(nn.Module):
 
 
 class PoolerModule(nn.Module):
-    """Hidden states (B, T, hidden) -> a vector of each text (B, hidden), made of its first token's."""
+    """The pooler: hidden states (B, T, hidden) -> one vector per text (B, hidden), computed from its first token."""
 
     def __init__(self, spec: Pooler) -> None:
         super().__init__()
@@ -296,7 +305,10 @@ class PoolerModule(nn.Module):
 
 
 class HeadModule(nn.Module):
-    """Hidden states -> logits, with the embedding's matrix where they are tied; `blank` as of the embedding."""
+    """The head: hidden states (B, T, hidden) -> logits (B, T, vocabulary).
+
+    A tied head uses the matrix of the embedding. `blank` is a token id whose row counts as zeros, as in the embedding.
+    """
 
     def __init__(self, spec: Head, blank: int | None = None) -> None:
         super().__init__()
@@ -349,7 +361,7 @@ class Decoder(nn.Module):
         super().__init__()
         if attention not in ("sdpa", "eager"):
             raise UsageError(f"attention must be 'sdpa' or 'eager', not {attention!r}")
-        # Equal records are one, by which the passes' contexts know them: torch.compile cannot trace their hashes.
+        # Equal records become one object. A Context identifies records by id, since torch.compile cannot trace hashes.
         seen: dict[Component, Component] = {}
         self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
@@ -404,23 +416,9 @@ class Decoder(nn.Module):
             raise UsageError(f"token ids must have the shape (B, T) with T >= 1, not {tuple(input_ids.shape)}")
         batch, steps = input_ids.shape
         past = 0 if cache is None else cache.length
-        if attention_mask is not None and attention_mask.shape != (batch, past + steps):
-            raise UsageError(
-                f"attention_mask must have the shape {(batch, past + steps)}, not {tuple(attention_mask.shape)}",
-                "Give it a column for every token, including the tokens in the cache.",
-            )
-        if documents is not None:
-            if documents.shape != input_ids.shape or cache is not None or attention_mask is not None:
-                raise UsageError(
-                    f"documents has the shape {tuple(documents.shape)}, but the token ids have the shape "
-                    f"{(batch, steps)}",
-                    "Give both the same shape, and use documents without a cache and without an attention_mask.",
-                )
-            position_ids = positions_in(documents) if position_ids is None else position_ids
-        elif position_ids is None and self.positions is not None:
-            position_ids = self.positions.where_not_given(input_ids, attention_mask, past)
-        elif position_ids is None:
-            position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
+        _check_shapes(input_ids, past, attention_mask, documents, cache)
+        if position_ids is None:
+            position_ids = self._positions(input_ids, past, attention_mask, documents)
         if self.positions is not None:
             length = self.positions.spec.length
             if past + steps > length and int(position_ids.max()) >= length:
@@ -451,6 +449,16 @@ class Decoder(nn.Module):
         x = x[:, -1:] if last_only else x
         return x if self.head is None else self.head(x, self.embedding.weight)
 
+    def _positions(
+        self, input_ids: Tensor, past: int, attention_mask: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
+        """Return the default position ids, (1 or B, T)."""
+        if documents is not None:
+            return positions_in(documents)
+        if self.positions is not None:
+            return self.positions.where_not_given(input_ids, attention_mask, past)
+        return torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]
+
     def encode(self, source: Tensor, attention_mask: Tensor | None = None) -> Encoded:
         """Return the encoder's output for a source text, given as token ids (B, U) and a mask (B, U) with 1 for tokens.
 
@@ -464,7 +472,11 @@ class Decoder(nn.Module):
         return Encoded(self.encoder(source, attention_mask, table=table), attention_mask)
 
     def _source(self, encoded: Encoded | None, cache: Cache | None, batch: int) -> Encoded | None:
-        """The source of a pass, which a cache remembers; raises UsageError where there is none, or none is wanted."""
+        """Return the encoder's output for this pass, and remember it in the cache.
+
+        Raises:
+            UsageError: the model needs an encoder's output and there is none, or the model has no encoder.
+        """
         if self.encoder is None:
             if encoded is not None:
                 raise UsageError(
@@ -488,8 +500,27 @@ class Decoder(nn.Module):
         return encoded
 
 
+def _check_shapes(
+    input_ids: Tensor, past: int, attention_mask: Tensor | None, documents: Tensor | None, cache: Cache | None
+) -> None:
+    """Raise UsageError if the mask or the documents do not match the token ids (B, T)."""
+    batch, steps = input_ids.shape
+    if attention_mask is not None and attention_mask.shape != (batch, past + steps):
+        raise UsageError(
+            f"attention_mask must have the shape {(batch, past + steps)}, not {tuple(attention_mask.shape)}",
+            "Give it a column for every token, including the tokens in the cache.",
+        )
+    if documents is None:
+        return
+    if documents.shape != input_ids.shape or cache is not None or attention_mask is not None:
+        raise UsageError(
+            f"documents has the shape {tuple(documents.shape)}, but the token ids have the shape {(batch, steps)}",
+            "Give both the same shape, and use documents without a cache and without an attention_mask.",
+        )
+
+
 def positions_in(documents: Tensor) -> Tensor:
-    """The position (B, T) of each token in its document, of the documents' numbers (B, T)."""
+    """Return the position (B, T) of every token in its document. `documents` (B, T) has the documents' numbers."""
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

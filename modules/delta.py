@@ -10,7 +10,7 @@ from ..components import GatedDeltaNet
 from .context import Context
 from .layers import VECTOR, FusedLinears, LinearModule, activation_of
 from .registry import build_module, computes
-from .scan import State, convolved, made_again, real
+from .scan import State, convolved, real, recomputed
 from .short_convolution import Kernels
 
 _CHUNK = 64
@@ -55,7 +55,7 @@ class _GatedDeltaNetModule(nn.Module):
         else:
             parts = [*self.fused(qkv, x), *(linear(x) for linear in (self.gate_proj, self.beta_proj, self.decay_proj))]
         q, k, v, gate, *numbers = parts
-        return [*(each.flatten(2) for each in (q, k, v)), gate, *(each.flatten(2) for each in numbers)]
+        return [*(part.flatten(2) for part in (q, k, v)), gate, *(part.flatten(2) for part in numbers)]
 
     def _as_reshaped(self, part: Tensor) -> Tensor:
         """Return a part of the fused product with the memory layout that transformers' reshape gives it.
@@ -74,11 +74,11 @@ class _GatedDeltaNetModule(nn.Module):
         kernels = torch.cat([getattr(self, f"{name}_conv").weight for name in "qkv"])
         mixed = convolved(torch.cat((q, k, v), dim=-1).transpose(1, 2), kernels, None, cache, self.activation)
         q, k, v = torch.split(mixed.transpose(1, 2), [spec.keys, spec.keys, spec.values], dim=-1)
-        q, k = (torch.unflatten(each, -1, (-1, spec.key_dim)) for each in (q, k))
+        q, k = (torch.unflatten(part, -1, (-1, spec.key_dim)) for part in (q, k))
         v = torch.unflatten(v, -1, (-1, spec.value_dim))
         before = None if cache is None else cache.state
         read = _token if before is not None and x.shape[1] == 1 else _chunks
-        y, state = made_again(read, q, k, v, beta, decay, self.A_log, self.dt_bias, before)
+        y, state = recomputed(read, q, k, v, beta, decay, self.A_log, self.dt_bias, before)
         if cache is not None:
             cache.state = state
         y = self.norm(y.reshape(-1, spec.value_dim))
@@ -96,18 +96,19 @@ def _wide(
     g = -rates.to(wide).exp() * F.softplus(decay.to(wide) + shift)
     group = v.shape[2] // k.shape[2]
     if group > 1:
-        q, k = (each.repeat_interleave(group, dim=2) for each in (q, k))
+        q, k = (tensor.repeat_interleave(group, dim=2) for tensor in (q, k))
     q, k, v, beta, g = (
-        each.transpose(1, 2).to(wide, memory_format=torch.contiguous_format) for each in (q, k, v, beta.sigmoid(), g)
+        tensor.transpose(1, 2).to(wide, memory_format=torch.contiguous_format)
+        for tensor in (q, k, v, beta.sigmoid(), g)
     )
-    q, k = (each * torch.rsqrt((each * each).sum(dim=-1, keepdim=True) + _EPS) for each in (q, k))
+    q, k = (vector * torch.rsqrt((vector * vector).sum(dim=-1, keepdim=True) + _EPS) for vector in (q, k))
     return q, k, v, beta, g
 
 
 def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return y (B, 1, H, value_dim) of one token and the new state."""
     *given, state = inputs
-    q, k, v, beta, g = (each[:, :, 0] for each in _wide(*given))
+    q, k, v, beta, g = (tensor[:, :, 0] for tensor in _wide(*given))
     q = q / q.shape[-1] ** 0.5
     state = state * g.exp()[..., None, None]
     lacking = (v - (state * k[..., None]).sum(dim=-2)) * beta[..., None]
@@ -126,10 +127,10 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     q = q * q.shape[-1] ** -0.5
     batch, heads, steps, _ = v.shape
     padding = -steps % _CHUNK
-    q, k, v = (F.pad(each, (0, 0, 0, padding)) for each in (q, k, v))
-    beta, g = (F.pad(each, (0, padding)) for each in (beta, g))
+    q, k, v = (F.pad(tensor, (0, 0, 0, padding)) for tensor in (q, k, v))
+    beta, g = (F.pad(tensor, (0, padding)) for tensor in (beta, g))
     v, corrected = v * beta[..., None], k * beta[..., None]
-    q, k, v, corrected = (torch.unflatten(each, 2, (-1, _CHUNK)) for each in (q, k, v, corrected))
+    q, k, v, corrected = (torch.unflatten(tensor, 2, (-1, _CHUNK)) for tensor in (q, k, v, corrected))
     g = torch.unflatten(g, 2, (-1, _CHUNK)).cumsum(dim=3)
     later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decayed = (g[..., :, None] - g[..., None, :]).masked_fill(later, float("-inf")).exp()

@@ -20,13 +20,13 @@ from ..components import (
     Mixer,
     MixtureOfExperts,
 )
-from .layers import ACTIVATIONS, FusedLinears, LinearModule, StackedLinears, WideLinear, activation_of, kept_wide
+from .layers import ACTIVATIONS, FusedLinears, LinearModule, StackedLinears, WideLinear, activation_of, at_least_float32
 from .registry import build_module, computes
 
 
 @computes(FeedForward)
 class _FeedForwardModule(nn.Module):
-    """down(activation(up(x)))."""
+    """A plain feed-forward: down(activation(up(x)))."""
 
     def __init__(self, spec: FeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
@@ -38,23 +38,23 @@ class _FeedForwardModule(nn.Module):
         return self.lowered(self.gated(self.raised(x)))
 
     def raised(self, x: Tensor) -> Tensor:
-        """The units before their activation."""
+        """Return the units before their activation, (…, intermediate)."""
         units: Tensor = self.up_proj(x)
         return units
 
     def gated(self, raised: Tensor) -> Tensor:
-        """The activation of what `raised` gives."""
+        """Apply the activation to the result of `raised`."""
         return self.activation(raised)
 
     def lowered(self, inner: Tensor) -> Tensor:
-        """What comes of that."""
+        """Project the activated units down to the hidden size."""
         out: Tensor = self.down_proj(inner)
         return out
 
 
 @computes(GatedFeedForward)
 class _GatedFeedForwardModule(nn.Module):
-    """down(activation(gate(x)) · up(x))."""
+    """A gated feed-forward: down(activation(gate(x)) · up(x))."""
 
     def __init__(self, spec: GatedFeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
@@ -81,12 +81,12 @@ class _GatedFeedForwardModule(nn.Module):
         return self.lowered(inner)
 
     def lowered(self, inner: Tensor) -> Tensor:
-        """What comes of the product."""
+        """Project the gated units down to the hidden size, after their norm if there is one."""
         out: Tensor = self.down_proj(inner if self.inner_norm is None else self.inner_norm(inner))
         return out
 
     def raised(self, x: Tensor) -> Tensor:
-        """Gate and up side by side, (…, 2·intermediate), of one product."""
+        """Return gate and up, computed as one product and concatenated, (…, 2·intermediate)."""
         assert self.fused is not None
         return torch.cat(self.fused((self.gate_proj, self.up_proj), x), dim=-1)
 
@@ -94,7 +94,7 @@ class _GatedFeedForwardModule(nn.Module):
         return gate if self.gate_multiplier == 1 else gate * self.gate_multiplier
 
     def gated(self, raised: Tensor) -> Tensor:
-        """activation(gate) · up of what `raised` gives."""
+        """Return activation(gate) · up for the result of `raised`."""
         gate, up = raised.chunk(2, dim=-1)
         gate = _sparse(self._scaled(gate), self.sparsity)
         if self.limit is not None:
@@ -103,7 +103,10 @@ class _GatedFeedForwardModule(nn.Module):
 
 
 def _sparse(x: Tensor, share: float | None) -> Tensor:
-    """What of x is above the number below which that share of a row lie where it is normal; x without a share."""
+    """Return max(0, x - q), or x without a share.
+
+    q is the `share`-quantile of a normal distribution with the mean and the deviation of the row.
+    """
     if share is None:
         return x
     deviations = torch.erfinv(2 * torch.tensor(share, device=x.device) - 1) * math.sqrt(2)  # in fp32, as transformers
@@ -113,7 +116,7 @@ def _sparse(x: Tensor, share: float | None) -> Tensor:
 
 @computes(LayerInput)
 class _LayerInputModule(nn.Module):
-    """down(activation(gate(x)) · what the layer reads beside x)."""
+    """The sub-layer for a layer's additional input: down(activation(gate(x)) · layer_input)."""
 
     def __init__(self, spec: LayerInput, kernel: str = "sdpa") -> None:  # noqa: ARG002 - it has one
         super().__init__()
@@ -128,7 +131,7 @@ class _LayerInputModule(nn.Module):
 
 
 class _Choice(nn.Module):
-    """What is added to scores (N, experts) where experts are chosen."""
+    """The bias that is added to the scores (N, experts) when experts are chosen."""
 
     def __init__(self, spec: MixtureOfExperts) -> None:
         super().__init__()
@@ -139,12 +142,12 @@ class _Choice(nn.Module):
         return scores + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Choice:
-        super()._apply(kept_wide(fn) if self.wide else fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(at_least_float32(fn) if self.wide else fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
 class _Factors(nn.Module):
-    """A number of each expert's own, times the weight (N, top_k) that it was chosen with."""
+    """A factor per expert, by which the weights (N, top_k) of the chosen experts are multiplied."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -156,7 +159,7 @@ class _Factors(nn.Module):
 
 @computes(DenseBesideExperts)
 class _DenseBesideExpertsModule(nn.Module):
-    """Both of the same, each behind its norm, added."""
+    """A dense feed-forward and a mixture of experts on the same input. The sum of their normed outputs is returned."""
 
     def __init__(self, spec: DenseBesideExperts, kernel: str = "sdpa") -> None:
         super().__init__()
@@ -174,7 +177,7 @@ class _DenseBesideExpertsModule(nn.Module):
 
 @computes(ExpertLatent)
 class _ExpertLatentModule(nn.Module):
-    """The projections around experts, which the mixture calls."""
+    """The projections into and out of the latent that experts compute in. The mixture calls them."""
 
     def __init__(self, spec: ExpertLatent) -> None:
         super().__init__()
@@ -184,10 +187,11 @@ class _ExpertLatentModule(nn.Module):
 
 @computes(MixtureOfExperts)
 class MixtureOfExpertsModule(nn.Module):
-    """For each token the weighted sum of the experts that its router takes; see `components.MixtureOfExperts`.
+    """A mixture of experts: for every token the weighted sum of the experts that the router chose.
 
-    Tokens are sorted by expert, each expert computes its own at once, and a token's results are summed in the order of
-    their weights, in the routers' dtype: as transformers' default (integrations/moe.py, grouped_mm) rounds.
+    See `components.MixtureOfExperts`. Tokens are sorted by expert, and an expert computes all of its tokens at once. A
+    token's results are summed in the order of their weights, in the router's dtype. transformers' default
+    (integrations/moe.py, grouped_mm) rounds in this way.
     """
 
     def __init__(self, spec: MixtureOfExperts, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
@@ -198,8 +202,8 @@ class MixtureOfExpertsModule(nn.Module):
         self.choice = _Choice(spec) if spec.choice_bias else None
         self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
         self.shared = None if spec.shared is None else build_module(spec.shared)
-        each = spec.expert
-        plain = isinstance(each, GatedFeedForward) and not (each.up_bias or each.down_bias or each.inner_norm)
+        expert = spec.expert
+        plain = isinstance(expert, GatedFeedForward) and not (expert.up_bias or expert.down_bias or expert.inner_norm)
         over_all = spec.summed == "over all" and spec.weighs == "inputs" and plain
         self.into = StackedLinears() if over_all else None
         self.out_of = StackedLinears()
@@ -212,7 +216,7 @@ class MixtureOfExpertsModule(nn.Module):
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(rows)  # each (N, top_k), N = B·T
+        weights, chosen = self.route(rows)  # both (N, top_k), N = B·T
         given = rows if self.expert_norm is None else self.expert_norm(rows)
         if self.latent is None:
             mixed = self.mix(given, weights, chosen)
@@ -221,14 +225,14 @@ class MixtureOfExpertsModule(nn.Module):
         mixed = mixed.reshape(x.shape)
         if self.shared is None:
             return mixed
-        beside = self.shared(x)
+        shared = self.shared(x)
         if self.shared_gate is not None:
-            beside = torch.sigmoid(self.shared_gate(x)) * beside
-        both: Tensor = mixed + beside
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        both: Tensor = mixed + shared
         return both / 2 if self.spec.averaged else both
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and the numbers of the experts of tokens (N, hidden): both (N, top_k)."""
+        """Return the weights and the indices of the experts chosen for tokens (N, hidden), both (N, top_k)."""
         spec = self.spec
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x if self.router_norm is None else self.router_norm(x)
@@ -263,28 +267,31 @@ class MixtureOfExpertsModule(nn.Module):
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
 
     def _one_after_another(self, logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-        """The experts of tokens, each weighed by a softmax over those that are near it: both (N, top_k)."""
+        """Choose experts one after the other, as Phi-3.5-MoE does. Return their weights and indices, both (N, top_k).
+
+        The weight of an expert is its softmax over the remaining experts whose logits are near its own.
+        """
         taken = torch.zeros_like(logits, dtype=torch.bool)
         weights, chosen = [], []
         for _ in range(self.spec.top_k):
             with torch.no_grad():
                 largest, best = logits.masked_fill(taken, float("-inf")).max(dim=-1, keepdim=True)
                 far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * jitter
-                left_out = far | taken
+                excluded = far | taken
                 taken = taken.scatter(-1, best, True)
-            weights.append(torch.softmax(logits.masked_fill(left_out, float("-inf")), dim=-1).gather(-1, best))
+            weights.append(torch.softmax(logits.masked_fill(excluded, float("-inf")), dim=-1).gather(-1, best))
             chosen.append(best)
         return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
     def weighing(self, scores: Tensor) -> Tensor:
-        """What experts are weighed by, of scores (N, experts): these, without what they are chosen by beside."""
+        """Return the weights of experts, given their scores (N, experts) without the bias that is used in choosing."""
         return scores
 
     def _scores(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1) if self.spec.scores == "softmax" else torch.sigmoid(logits)
 
     def _chosen(self, scores: Tensor) -> Tensor:
-        """The numbers of the experts, (N, top_k), of scores (N, experts)."""
+        """Return the indices (N, top_k) of the experts with the highest scores (N, experts)."""
         spec = self.spec
         scores = scores if self.choice is None else self.choice(scores)
         if spec.groups > 1:
@@ -296,7 +303,7 @@ class MixtureOfExpertsModule(nn.Module):
         return scores.topk(spec.top_k, dim=-1, sorted=spec.in_order)[1]
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The experts' outputs for tokens (N, hidden), weighted and summed."""
+        """Return the weighted sum of the experts' outputs for tokens (N, hidden)."""
         if self.spec.summed == "by expert":
             return self._one_by_one(x, weights, chosen)
         if self.into is not None:
@@ -313,7 +320,7 @@ class MixtureOfExpertsModule(nn.Module):
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
 
     def _one_by_one(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The sum, to which one expert after the other adds its own."""
+        """Return the weighted sum, to which one expert after the other adds its outputs."""
         total = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             places, tokens = torch.where((chosen == number).T)
@@ -325,24 +332,26 @@ class MixtureOfExpertsModule(nn.Module):
         return total
 
     def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The sum over all experts, each given all tokens: those that did not choose it as zeros, of which it makes
-        zeros. One product of all of them sums in another order than one of each does.
+        """Return the weighted sum over all experts, computed as batched products in which every expert gets all tokens.
+
+        Tokens that did not choose an expert are zeros, and so is its output for them. A batched product sums in another
+        order than one product per expert.
         """
         weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
         experts: list[Any] = list(self.experts)
         given = x * weighing.t()[..., None]  # (experts, N, hidden)
         assert self.into is not None
-        inner = experts[0].gated(self.into([(each.gate_proj, each.up_proj) for each in experts], given))
-        return self.out_of([(each.down_proj,) for each in experts], inner).sum(dim=0)
+        inner = experts[0].gated(self.into([(expert.gate_proj, expert.up_proj) for expert in experts], given))
+        return self.out_of([(expert.down_proj,) for expert in experts], inner).sum(dim=0)
 
     def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
-        """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""
+        """Return the experts' outputs for tokens that are sorted by expert. Expert i gets the next counts[i] tokens."""
         used: list[Any] = [expert for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for count in counts if count]
         pairs = zip(used, torch.split(taken, sizes), strict=True)
         first = used[0]
         if getattr(first, "fused", first) is None or isinstance(first.activation, nn.Module):
             return torch.cat([expert(tokens) for expert, tokens in pairs])
-        # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
+        # All tokens' activations at once: a single row of one expert would be contiguous, and gelu rounds differently.
         inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))
         return torch.cat([expert.lowered(part) for expert, part in zip(used, torch.split(inner, sizes), strict=True)])

@@ -1,8 +1,7 @@
-"""Token by token: greedy or sampled continuation of a prompt with the key-value cache, or the best that a search with
-several beams finds.
+"""Decoding with the KV cache: greedy, sampled, or by beam search.
 
-Filters, their order, the draw and the search are transformers' own, so that greedy decoding and beams give its ids
-token for token and sampling with the same seed on the same device does too.
+The filters, their order, sampling and the search are those of transformers. Greedy decoding and beam search therefore
+give the same token ids as transformers, and so does sampling with the same seed on the same device.
 """
 
 import math
@@ -25,21 +24,20 @@ _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the logits.
-
-    temperature: the logits are divided by it; 0 takes the most likely token, always (greedy).
-    top_k: keep only the k most likely tokens, and what ties with the last of them.
-    top_p: of those, keep the smallest set whose probabilities reach p (Holtzman et al. 1904.09751), one at least.
-    seed: of the draw; None takes one from the operating system.
+    """The rule by which the next token is chosen from the logits.
 
     Raises:
-        UsageError: a value out of range, or a filter on greedy decoding, where it would do nothing.
+        UsageError: a value is out of range, or greedy decoding is combined with a filter, which would do nothing.
     """
 
     temperature: float = 0.0
+    """The logits are divided by it. 0 always chooses the most likely token (greedy decoding)."""
     top_k: int | None = None
+    """Only the k most likely tokens may be chosen, and tokens that tie with the last of them."""
     top_p: float | None = None
+    """After top_k, only the smallest set of tokens whose probabilities reach p may be chosen (1904.09751)."""
     seed: int | None = None
+    """The seed of the random numbers. None uses one from the operating system."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -63,7 +61,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        """Return whether the most likely token is always chosen."""
         return self.temperature == 0
 
     def filtered(self, logits: Tensor) -> Tensor:
@@ -86,20 +84,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Beams:
-    """A search that keeps the `count` continuations of the largest log-probability at each token, and of those that
-    ended, by an id of `stop` or at the last token, as many of the largest score: their log-probability over their
-    length to the power of `length_penalty`.
+    """Beam search. After every token, the `count` most likely continuations go on.
 
-    It ends where no continuation scores more, were it to end now, than the last of those that ended; with
-    `early_stopping` as soon as there are `count` of these.
+    A continuation ends with a stop id, or at the last token. Its score is its log-probability divided by its length to
+    the power of `length_penalty`. The `count` ended continuations with the best scores are stored. The search ends when
+    no running continuation would enter them if it ended now.
 
     Raises:
-        UsageError: less than two beams, which is no search, or a penalty that is no number.
+        UsageError: there are fewer than two beams, or the penalty is not a finite number.
     """
 
     count: int
     length_penalty: float = 1.0
     early_stopping: bool = False
+    """End the search as soon as `count` continuations have ended."""
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -129,31 +127,32 @@ def generate(
     start: int | None = None,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:
-    """The continuation of a prompt, one new token id at a time, computed as it is asked for.
+    """Yield the token ids that continue a prompt. Every token is computed when it is asked for.
 
-    Ends after `max_new_tokens`; after an id of `stop`, which is given out like any other, as transformers keeps the
-    end-of-sequence token; or when a model with learned positions has filled its table of L: prompt and continuation
-    then count L + 1 ids, for the last is predicted and never read, and `tell` is told. Rotary models know no such end,
-    but past the context that they were trained for they lose the thread, which is told too, once. ALiBi has neither.
+    The continuation ends after `max_new_tokens`, or after an id of `stop`, which is yielded like any other, as in
+    transformers. It also ends when a model with a table of L positions has used all of them. Prompt and continuation
+    then have L + 1 ids, because the last one is predicted but never read. `tell` is called in this case. It is also
+    called once when a rotary model exceeds the context that it was trained for. ALiBi models have no limit.
 
-    A model with an encoder reads the prompt as its source, once, and writes another text, which begins behind `start`.
+    A model with an encoder reads the prompt as its source, once, and writes another text, which begins after `start`.
 
-    No global state is touched: a draw has its own generator, and inference mode is left between tokens.
+    No global state changes: sampling has its own random generator, and inference mode is off between tokens.
 
     Args:
-        model: with its weights loaded; it computes on the device they are on.
+        model: a model with its weights loaded. It computes on their device.
         input_ids: the prompt, T ids, or a tensor (T,) or (1, T).
-        max_new_tokens: 0 or more.
-        sampling: how each is chosen; greedy unless told.
-        beams: a search for the whole continuation instead, which is given out when it has ended.
-        stop: ids after which to end, such as the end-of-sequence ones; any number is allowed.
-        start: the id that a model with an encoder reads before it writes (its decoder_start_token_id).
-        tell: given a line when a limit of the model is met; a UserWarning by default.
+        max_new_tokens: the largest number of tokens to generate, 0 or more.
+        sampling: the rule by which a token is chosen. The default is greedy decoding.
+        beams: a beam search instead. The continuation is yielded when the search has ended.
+        stop: the ids after which generation ends, such as the end-of-sequence token.
+        start: the first id of the decoder of a model with an encoder (its decoder_start_token_id).
+        tell: a function that gets a message when a limit of the model is reached. By default it is a UserWarning.
 
     Raises:
-        UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
-            than the table of positions, a negative max_new_tokens, beams beside sampling, an encoder and no `start`.
-        GptkitError: while running: logits that are NaN.
+        UsageError: before anything is computed: the prompt is empty, is a batch, has ids outside the vocabulary, or is
+            longer than the table of positions; max_new_tokens is negative; beams are combined with sampling; the model
+            has an encoder, but there is no `start`.
+        GptkitError: during generation, the logits are NaN.
     """
     model.spec.predicts("generate")
     prompt = _prompt(model, input_ids)
@@ -182,7 +181,7 @@ def generate(
         raise UsageError(
             "the argument start is only for models with an encoder, and this model has none", "Leave out start."
         )
-    # A generator function runs nothing before its first token; the checks above are done by now.
+    # A generator function runs only when its first token is asked for, so the checks above are not inside one.
     if beams is not None:
         return _searched(model, prompt, source, max_new_tokens, beams, frozenset(stop), tell)
     return _stream(model, prompt, source, max_new_tokens, sampling, frozenset(stop), tell)
@@ -219,12 +218,12 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
 
 def _integers(ids: Sequence[int]) -> list[int]:
     """Return the ids as Python integers. Raises UsageError for a value that is not an integer of 64 bits."""
-    for each in ids:
-        if isinstance(each, bool) or not hasattr(each, "__index__"):
-            raise UsageError(f"{each!r:.60} is not a token id", "Give integers.")
-        if not -(2**63) <= each.__index__() < 2**63:
-            raise UsageError(f"{each} is not a token id", "Give integers from 0 up to the size of the vocabulary.")
-    return [each.__index__() for each in ids]
+    for token in ids:
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise UsageError(f"{token!r:.60} is not a token id", "Give integers.")
+        if not -(2**63) <= token.__index__() < 2**63:
+            raise UsageError(f"{token} is not a token id", "Give integers from 0 up to the size of the vocabulary.")
+    return [token.__index__() for token in ids]
 
 
 def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:
@@ -238,11 +237,11 @@ class _Limits:
     """The limits of a model on the length of a text, and the messages for texts that reach them."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
-        grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)  # with the text
+        rotaries = [rotary for rotary in spec.components() if isinstance(rotary, Rotary)]
+        grows = any(isinstance(rotary.scaling, DynamicScaling) for rotary in rotaries)  # with the text
         self.table, self.context = spec.positions, spec.context_length if rotaries and not grows else None
-        scalings = [each.scaling for each in rotaries if isinstance(each.scaling, LongRopeScaling)]
-        self.renewing = {each.original_context for each in scalings if each.renewed}
+        scalings = [rotary.scaling for rotary in rotaries if isinstance(rotary.scaling, LongRopeScaling)]
+        self.renewing = {scaling.original_context for scaling in scalings if scaling.renewed}
 
     def full(self, read: int) -> str:
         """Return a message if `read` tokens are more than the model has positions, else an empty string."""
@@ -270,7 +269,7 @@ def _stream(
     stop: frozenset[int],
     tell: Callable[[str], None],
 ) -> Iterator[int]:
-    """The loop: feed what is new, choose, give out."""
+    """Yield tokens greedily or by sampling: feed the new tokens, choose the next, yield it."""
     cache, spec, generator = _begun(model, source), model.spec, None
     if not sampling.greedy:
         generator = torch.Generator(device=prompt.device)
@@ -300,7 +299,7 @@ def _stream(
 
 
 def _no_numbers(step: int) -> GptkitError:
-    """The error for logits that are NaN, to be raised by the caller."""
+    """Return the error for logits that are NaN. The caller raises it."""
     return GptkitError(
         f"the model's logits for new token {step + 1} are NaN",
         "The weights may be damaged, or activations may be too large for float16. Try the dtype float32.",
@@ -316,28 +315,29 @@ def _searched(
     stop: frozenset[int],
     tell: Callable[[str], None],
 ) -> Iterator[int]:
-    """The best continuation, when it is asked for."""
+    """Yield the best continuation of a beam search, which runs when the first token is asked for."""
     if max_new_tokens:
-        found, lines = _search(model, prompt, source, max_new_tokens, beams, stop)
+        continuation, lines = _search(model, prompt, source, max_new_tokens, beams, stop)
         for line in lines:
             tell(line)
-        yield from found
+        yield from continuation
 
 
 @torch.inference_mode()
 def _search(
     model: Decoder, prompt: Tensor, source: Tensor | None, max_new_tokens: int, beams: Beams, stop: frozenset[int]
 ) -> tuple[list[int], list[str]]:
-    """The best continuation, and what is to be told. As transformers' _beam_search, whose tensors have the same shapes:
-    what ties is chosen in one order.
+    """Return the best continuation and the messages about limits of the model.
+
+    The tensors have the same shapes as in transformers' _beam_search, so that ties are resolved in the same order.
     """
     limits, lines = _Limits(model.spec), list[str]()
     count, length, cache = beams.count, prompt.shape[1], _begun(model, source, beams.count)
     candidates = max(2, 1 + len(stop)) * count
     running = ids = prompt.repeat(count, 1)  # (count, tokens)
     scores = torch.full((1, count), _NEVER, device=prompt.device)
-    ended = scores.clone()  # the scores of those that ended, in their order
-    scores[:, 0] = 0.0  # all are alike: let the first alone go on
+    ended = scores.clone()  # the scores of the best ended continuations, in descending order
+    scores[:, 0] = 0.0  # all beams are equal at first, so only the first one goes on
     texts: list[list[int]] = [[]] * count
     done = torch.zeros(1, count, dtype=torch.bool, device=prompt.device)
     improving = True
@@ -348,23 +348,23 @@ def _search(
         logits = model(ids, cache=cache, last_only=True)[:, -1].float()
         if bool(logits.isnan().any()):
             raise _no_numbers(step)
-        found = (logits.log_softmax(dim=-1) + scores[0, :, None]).reshape(1, -1)
-        best, places = found.topk(candidates)
+        totals = (logits.log_softmax(dim=-1) + scores[0, :, None]).reshape(1, -1)
+        best, places = totals.topk(candidates)
         rows, tokens = places[0] // logits.shape[-1], places[0] % logits.shape[-1]
         full = "" if step + 1 == max_new_tokens else limits.full(length + step + 1)
         lines.append(full)
         last = step + 1 == max_new_tokens or bool(full)
         ends = torch.tensor([[last or token in stop for token in tokens.tolist()]], device=prompt.device)
-        # Those that end here, if they are among the first, in one order with those that ended before.
+        # Sort the continuations that end here, if they are among the first `count`, with those that ended before.
         new = best / (step + 1) ** beams.length_penalty
         new = new + float(bool(done.all()) and beams.early_stopping) * _NEVER + float(not improving) * _NEVER
         ending = ends & (torch.arange(candidates, device=prompt.device) < count)
         new = new + ~ending * _NEVER
-        ended, kept = torch.cat((ended, new), dim=1).topk(count)
+        ended, best_ended = torch.cat((ended, new), dim=1).topk(count)
         longer = torch.cat((running[rows, length:], tokens[:, None]), dim=1).tolist()
-        texts = [(texts + longer)[each] for each in kept[0].tolist()]
-        done = torch.cat((done, ending), dim=1).gather(1, kept)
-        # Those that go on.
+        texts = [(texts + longer)[index] for index in best_ended[0].tolist()]
+        done = torch.cat((done, ending), dim=1).gather(1, best_ended)
+        # Choose the continuations that go on.
         going = best + ends.float() * _NEVER
         chosen = going.topk(count)[1]
         scores, rows, tokens = going.gather(1, chosen), rows[chosen[0]], tokens[chosen[0]]
@@ -378,14 +378,14 @@ def _search(
     return texts[0], [line for line in lines if line]
 
 
-# Step by step, because around a `yield` the mode would hold in the caller's code too.
+# A function for one step, because around a `yield` inference mode would also apply to the caller's code.
 @torch.inference_mode()
 def _next(model: Decoder, ids: Tensor, cache: Cache, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """Feed ids (1, T) and choose the token after them: (1, 1), or -1 where the logits are NaN."""
+    """Feed ids (1, T), and return the token chosen after them, (1, 1), or -1 if the logits are NaN."""
     logits = model(ids, cache=cache, last_only=True)[:, -1].float()  # (1, vocabulary)
     if generator is None:
         chosen = logits.argmax(dim=-1, keepdim=True)
-        # argmax prefers a NaN to anything, so one look at what it took is enough.
+        # argmax prefers NaN to any number, so it suffices to look at the chosen logit.
         return torch.where(logits.gather(-1, chosen).isnan(), -1, chosen)
     if bool(logits.isnan().any()):
         return torch.full((1, 1), -1)

@@ -30,7 +30,7 @@ from ..version import __version__
 from .decoder import Decoder
 
 DEVIATION = 0.02
-TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
+INITIALISATION = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
 """The initialisation in words."""
 
 _PROBED = 16  # the number of tokens in the forward pass that checks for finite logits
@@ -122,17 +122,19 @@ def finite_logits(model: Decoder) -> bool:
 
 @dataclass(frozen=True)
 class _Written:
-    """A folder with random weights. nbytes: the size of its weight files."""
+    """A folder with random weights."""
 
     folder: Path
     nbytes: int
+    """The size of the weight files."""
 
 
 def drawn_from(tree: Outline, seed: int, dtype: str) -> Outline:
-    """Return the outline of a tree with random weights: its origin, how the weights were drawn, and the folder of its
-    tokenizer, if it has one. `dtype` is a dtype name of safetensors.
+    """Return the outline of a tree with random weights. Its history says how they were drawn.
+
+    The outline has the tree's tokenizer, if there is one. `dtype` is a dtype name of safetensors.
     """
-    record = {"random": TOLD, "seed": seed, "dtype": HF_NAMES[dtype], "gptkit": __version__}
+    record = {"random": INITIALISATION, "seed": seed, "dtype": HF_NAMES[dtype], "gptkit": __version__}
     # The weights are not those of the original model, so only its family and config are recorded.
     origin = replace(tree.origin, reference=None, revision=None, files={}, history=(*tree.origin.history, record))
     folder = tree.path if tree.path is not None and tree.path.is_dir() and token_files(tree.path) else None
@@ -148,18 +150,20 @@ def write_random(
     force: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> _Written:
-    """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size; `progress` is
-    called with the bytes of each.
+    """Write a tree with random weights in gptkit's own format.
+
+    Tensors are written one at a time, so a model of any size fits in memory. `progress` is called with the number of
+    bytes of every tensor.
 
     Raises:
-        UsageError: `out` exists, or its parent does not; an unknown dtype; a negative seed.
-        GptkitError: the disk is too small or a write fails; nothing is published.
+        UsageError: `out` exists, its parent does not, the dtype is unknown, or the seed is negative.
+        GptkitError: the disk is too small or a write fails. Nothing is published.
     """
     stored = parse_dtype(dtype)
-    made = drawn_from(tree, seed, stored)
-    spec, record = made.spec, made.origin.history[-1]
+    drawn = drawn_from(tree, seed, stored)
+    spec, record = drawn.spec, drawn.origin.history[-1]
     dtypes = dict.fromkeys((parameter.name for parameter in spec.parameters()), stored)
-    plan = plan_output(spec, made.origin, "local", dtypes, stored, made.path)
+    plan = plan_output(spec, drawn.origin, "local", dtypes, stored, drawn.path)
     with Staging(Path(out), force) as staging:
         files = execute(plan, initialised(spec, seed, stored), staging, progress)
         staging.commit({"gptkit": __version__, "format": "local", "random": record}, files=files)

@@ -14,7 +14,7 @@ from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
 VECTOR = 16
-"""Bytes. If rows do not start at multiples of it, a product may sum them in another order (odd heads in fp32)."""
+"""A number of bytes. If rows do not start at its multiples, products may sum in another order (odd heads in fp32)."""
 
 
 class LinearModule(nn.Module):
@@ -34,7 +34,7 @@ class LinearModule(nn.Module):
         return multiply(x, self.weight, self.bias, self.arithmetic)
 
 
-def kept_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Wrap a function for `nn.Module._apply`, so that parameters stay in fp32 if it would make them narrower."""
 
     def wide(parameter: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class WideLinear(LinearModule):
         return super().forward(x.to(self.weight.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideLinear:
-        super()._apply(kept_wide(fn), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -72,18 +72,20 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithme
 
 
 class FusedLinears:
-    """Several `LinearModule`s on one input as one matrix product, with their parameters as they are.
+    """Several `LinearModule`s that are applied to one input as one matrix product.
 
     The parameters become views of one matrix. It is built again when parameters were replaced (another dtype or device,
     new weights), and in-place changes are visible in it. With gradients and in train mode, the matrix is concatenated
     in every call: the gradient of a view would not reach the parameter, and optimisers keep references to its memory.
-    If a linear is not plain any more (replaced by an adapter, or hooked), all linears are called one by one. A compiled
-    model without gradients calls them one by one, too.
+    If a linear was replaced by an adapter or has hooks, all linears are called one by one. A compiled model without
+    gradients calls them one by one, too.
 
-    groups: the number of groups in which the family orders the rows: the rows of the first group of every linear, then
-    those of the second, and so on. line: a number of bytes. The order of rows only changes bits if a group's result is
-    not a multiple of it. Only then (in few models) is the matrix built in this order, in every call, because
-    parameters cannot be views of it. Otherwise the linears are concatenated one after the other.
+    Args:
+        groups: the number of groups in which the family orders the rows: first the rows of the first group of every
+            linear, then those of the second, and so on.
+        line: a number of bytes. The order of rows only changes bits if the size of a group's result is not a multiple
+            of it. Only then (in few models) is the matrix built in this order, in every call, because parameters cannot
+            be views of it. Otherwise the linears are concatenated one after the other.
     """
 
     def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
@@ -106,7 +108,7 @@ class FusedLinears:
         if wanted or plain[0].training:
             weight, bias = self._concatenated(plain)
         elif torch.compiler.is_compiling():  # a compiled graph cannot check memory addresses
-            return tuple(clipped(each(x), limit) for each in linears)
+            return tuple(clipped(linear(x), limit) for linear in linears)
         else:
             biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
             if not (_are_rows([linear.weight for linear in plain], self.weight) and _are_rows(biases, self.bias)):
@@ -147,7 +149,7 @@ class FusedLinears:
 
 
 class StackedLinears:
-    """Linears without biases, one or more for each of several inputs, computed as one batched product.
+    """Linears without biases, one or more per input, that are computed for several inputs as one batched product.
 
     As in `FusedLinears`, the parameters become views of one tensor [inputs, in, out] if no gradient is needed.
     """
@@ -157,11 +159,11 @@ class StackedLinears:
 
     def __call__(self, linears: Sequence[Sequence[nn.Module]], x: Tensor) -> Tensor:
         """Map x (inputs, N, in) to the concatenated outputs (inputs, N, out) of the linears of every input."""
-        rows = [[each.weight for each in row if type(each) is LinearModule] for row in linears]
-        hooked = (each._forward_hooks or each._forward_pre_hooks for row in linears for each in row)
+        rows = [[linear.weight for linear in row if type(linear) is LinearModule] for row in linears]
+        hooked = (linear._forward_hooks or linear._forward_pre_hooks for row in linears for linear in row)
         if sum(map(len, rows)) < sum(map(len, linears)) or any(hooked):
-            each_alone = zip(linears, x, strict=True)
-            return torch.stack([torch.cat([each(given) for each in row], dim=-1) for row, given in each_alone])
+            pairs = zip(linears, x, strict=True)
+            return torch.stack([torch.cat([linear(row_input) for linear in row], dim=-1) for row, row_input in pairs])
         wanted = torch.is_grad_enabled() and any(weight.requires_grad for row in rows for weight in row)
         if wanted or torch.compiler.is_compiling():
             return torch.bmm(x, self._stacked(rows))
@@ -200,7 +202,7 @@ def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
 
 
 class _GroupWeight(nn.Module):
-    """A holder for the weight of one group of a norm."""
+    """A module that has only the weight of one group of a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -227,7 +229,7 @@ class LayerNormModule(nn.Module):
             return self._written_out(x, factor)
         if spec.cast == "float32 kernel":
             wide = torch.promote_types(x.dtype, torch.float32)
-            parts = (each if each is None else each.to(wide) for each in (factor, self.bias))
+            parts = (tensor if tensor is None else tensor.to(wide) for tensor in (factor, self.bias))
             return self._kernel(x.to(wide), *parts).to(x.dtype)
         return self._kernel(x, factor, self.bias)
 
@@ -238,7 +240,7 @@ class LayerNormModule(nn.Module):
         # transformers has one norm per head, and torch's kernel takes only one weight.
         width = spec.size // spec.groups
         none = (None,) * spec.groups
-        parts = (none if each is None else torch.split(each, width) for each in (factor, bias))
+        parts = (none if tensor is None else torch.split(tensor, width) for tensor in (factor, bias))
         rows = zip(torch.split(x, width, dim=-1), *parts, strict=True)
         return torch.cat([F.layer_norm(row, (width,), gain, shift, spec.eps) for row, gain, shift in rows], dim=-1)
 
@@ -368,8 +370,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class _Xielu(nn.Module):
-    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010). β
-    and eps are not trained.
+    """The activation xIELU (2411.13010). β and eps are not trained.
+
+    It is x² · softplus(α) + βx above 0, and (eˣ - 1 - x) · (β + softplus(α')) + βx below 0.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from .attention import turned
 from .context import Context
 from .layers import LinearModule
 from .registry import build_module, computes
-from .scan import State, made_again, real
+from .scan import State, real, recomputed
 
 _CHUNK = 128
 
@@ -43,10 +43,10 @@ class LinearAttentionModule(nn.Module):
         """
         spec = self.spec
         q, k, v = (
-            torch.unflatten(each(x), -1, (-1, spec.head_dim)) for each in (self.q_proj, self.k_proj, self.v_proj)
+            torch.unflatten(linear(x), -1, (-1, spec.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (each if norm is None else norm(each) for each, norm in ((q, self.q_norm), (k, self.k_norm)))
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k = (vectors if norm is None else norm(vectors) for vectors, norm in ((q, self.q_norm), (k, self.k_norm)))
+        q, k, v = (vectors.transpose(1, 2) for vectors in (q, k, v))
         if isinstance(spec.position, Turning):
             q, k = turned(spec.position, q, k, context.tables(spec.position))
         mask = context.attention_mask if context.padded else None
@@ -55,7 +55,7 @@ class LinearAttentionModule(nn.Module):
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
         before = None if cache is None else cache.state
         read = _token if before is not None and x.shape[1] == 1 else _chunks
-        y, state = made_again(partial(read, self.spec.scale), *self.projected(real(x, context), context), before)
+        y, state = recomputed(partial(read, self.spec.scale), *self.projected(real(x, context), context), before)
         if cache is not None:
             cache.state = state
         out: Tensor = self.o_proj(y.flatten(2))
@@ -122,7 +122,7 @@ def _chunks(scale: float, *given: Any) -> tuple[Tensor, Tensor]:
     q, k, v, g = widened(scale, *projected)
     steps, group = q.shape[2], q.shape[1] // k.shape[1]
     padding = -steps % _CHUNK
-    q, k, v = (F.pad(each, (0, 0, 0, padding)) for each in (q, k, v))
+    q, k, v = (F.pad(tensor, (0, 0, 0, padding)) for tensor in (q, k, v))
     g, outputs = F.pad(g, (0, padding)), []
     for start in range(0, steps, _CHUNK):
         chunk = slice(start, start + _CHUNK)

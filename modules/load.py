@@ -1,4 +1,4 @@
-"""load: a checkpoint as a torch module."""
+"""Loading of checkpoints, or of random weights, as torch modules."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,10 +24,14 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
-    """A torch dtype from itself, its name, or safetensors' of the default; UsageError for one not computed in."""
+    """Return the torch dtype of a dtype or its name. `default` is a safetensors name, used if `dtype` is None.
+
+    Raises:
+        UsageError: gptkit does not compute in this dtype.
+    """
     name = dtype if isinstance(dtype, str) else str(dtype) if dtype is not None else HF_NAMES[default]
-    found: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
-    return found
+    converted: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
+    return converted
 
 
 def load(
@@ -79,7 +83,7 @@ def load(
 def load_checkpoint(
     checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, attention: Kernel = "sdpa", **options: Any
 ) -> Decoder:
-    """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
+    """Load an opened checkpoint, with the options of `load`. Memory is the model's in `dtype` plus one tensor."""
     spec, folder = checkpoint.spec, companions(checkpoint)
     model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
     model.source = Outline(spec, checkpoint.origin, folder, checkpoint.revision, texts=checkpoint.texts)
@@ -96,7 +100,7 @@ def load_random(
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> Decoder:
-    """As `load`, for a tree with random weights; `name` is what errors call it."""
+    """Build a tree with random weights, with the options of `load`. Errors call the tree `name`."""
     from .initialise import initialised, require_memory
 
     wanted = torch_dtype(dtype)
@@ -115,7 +119,7 @@ def build(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Decoder:
-    """A tree as a module in eval mode, filled with all of its tensors: (shared name, array in its carrier, dtype)."""
+    """Build the module of a tree in eval mode, and fill it with tensors: (shared name, array in its carrier, dtype)."""
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, array, stored in tensors:
@@ -133,26 +137,31 @@ def build(
 
 
 def filled(make: Callable[[], _M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> _M:
-    """A part of a tree as a module in eval mode, made on the meta device, with its parameters in `dtype`, which `read`
-    has by shared name. `path` is its own name in the tree ("blocks.0"), where its parameters' names are within that.
+    """Build a part of a tree as a module in eval mode, with parameters in `dtype`.
+
+    Args:
+        make: a function that builds the module. It is called on the meta device, without memory for parameters.
+        read: a function that returns a parameter by its shared name.
+        dtype: the dtype of the parameters.
+        path: the name of the part in the tree, such as "blocks.0", if the module's own names are relative to it.
     """
     module, prefix = _empty(make, dtype, "cpu"), f"{path}." if path else ""
     return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))
 
 
 def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.device) -> _M:
-    """A module with memory for its parameters, which hold nothing yet."""
+    """Build a module with memory for its parameters, which are not initialised."""
     with torch.device("meta"):
         module = make().to(dtype)
-    # Not `to_empty`, which imports what torch compiles with: half a second of every command that loads a model.
+    # Not `to_empty`: it imports torch's compiler, which takes half a second in every command that loads a model.
     with_room: _M = module._apply(  # type: ignore[no-untyped-call]
-        lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+        lambda parameter: torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     )
     return with_room
 
 
 def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:
-    """Give a module all of its parameters by name, one after the other, rounded to their dtype."""
+    """Copy all parameters into a module, one by one, and round them to its dtype. Return it in eval mode."""
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, values in tensors:
@@ -162,24 +171,24 @@ def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:
 
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor of its own from an array in its carrier dtype (bf16 as uint16)."""
-    return view_as_torch(np.array(array), dtype)  # the file's pages are read-only, and torch has no such tensors
+    """Return a copy of an array in its carrier dtype (bf16 as uint16), as a tensor."""
+    return view_as_torch(np.array(array), dtype)  # a copy, since a file's pages are read-only and tensors cannot be
 
 
 def tensor_of(tree: Tree, name: str) -> Tensor:
-    """A tensor of a tree by its shared name, to be read only: it may be the file's own memory."""
+    """Return a tensor of a tree by its shared name. Do not write into it: it may share the file's memory."""
     return view_as_torch(*tree.tensor(name))
 
 
 def as_array(tensor: Tensor) -> tuple[np.ndarray, str]:
-    """A tensor's values in their carrier dtype (bf16 as uint16), laid out as they are, and its dtype."""
+    """Return a tensor's values in their carrier dtype (bf16 as uint16), with the same strides, and its dtype."""
     values, dtype = tensor.detach().cpu(), parse_dtype(str(tensor.dtype))
     return (values.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else values.numpy()), dtype
 
 
 def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """The array's own memory as a tensor, to be read only."""
-    if not array.flags.writeable:  # torch has no such tensors, and warns: the same memory without that flag
+    """Return a tensor that shares the array's memory. Do not write into it."""
+    if not array.flags.writeable:  # torch warns about read-only arrays, so pass the same memory without that flag
         interface = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
         array = np.asarray(SimpleNamespace(__array_interface__=interface, kept=array))
     if dtype == "BF16":

@@ -15,7 +15,7 @@ from ..components import Mamba
 from .context import Context
 from .layers import FusedLinears, LinearModule, activation_of
 from .registry import build_module, computes
-from .scan import State, convolved, made_again, real
+from .scan import State, convolved, real, recomputed
 from .short_convolution import Kernels
 
 
@@ -31,7 +31,7 @@ class _MambaModule(nn.Module):
         sizes = spec.chosen.values()
         self.dt_in_proj, self.b_proj, self.c_proj = (LinearModule(spec.inner, size, False) for size in sizes)
         norms = (spec.dt_norm, spec.b_norm, spec.c_norm)
-        self.dt_norm, self.b_norm, self.c_norm = (None if each is None else build_module(each) for each in norms)
+        self.dt_norm, self.b_norm, self.c_norm = (None if norm is None else build_module(norm) for norm in norms)
         self.dt_proj = LinearModule(spec.rank, spec.inner, True)
         self.read, self.chosen = FusedLinears(), FusedLinears()
         self.activation = activation_of(spec.activation)
@@ -49,13 +49,13 @@ class _MambaModule(nn.Module):
         mixed = convolved(inputs.transpose(1, 2), self.x_conv.weight, self.x_conv.bias, cache, self.activation)
         u = real(mixed.transpose(1, 2), context)  # for one sequence this is a view, for several a copy
         chosen = self.chosen((self.dt_in_proj, self.b_proj, self.c_proj), u.flatten(0, 1))
-        parts = [torch.unflatten(each, 0, u.shape[:2]) for each in chosen]
+        parts = [torch.unflatten(part, 0, u.shape[:2]) for part in chosen]
         norms = (self.dt_norm, self.b_norm, self.c_norm)
         dt, b, c = (part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True))
         steps = self.dt_proj.weight @ dt.transpose(1, 2)  # (B, inner, T)
         before = None if cache is None else cache.state
         read = _token if before is not None and x.shape[1] == 1 else _tokens
-        y, state = made_again(read, u.transpose(1, 2), steps, b, c, self.A_log, self.D, self.dt_proj.bias, before)
+        y, state = recomputed(read, u.transpose(1, 2), steps, b, c, self.A_log, self.D, self.dt_proj.bias, before)
         if cache is not None:
             cache.state = state
         out: Tensor = self.o_proj((y * F.silu(gate.transpose(1, 2))).transpose(1, 2).to(x.dtype))

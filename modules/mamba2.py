@@ -14,7 +14,7 @@ from ..components import Mamba2
 from .context import Context
 from .layers import FusedLinears, LinearModule, activation_of
 from .registry import build_module, computes
-from .scan import State, convolved, made_again, real
+from .scan import State, convolved, real, recomputed
 from .short_convolution import Kernels
 
 _MIXED = ("x", "b", "c")
@@ -47,20 +47,20 @@ class _Mamba2Module(nn.Module):
         projected = self.fused([getattr(self, f"{name}_proj") for name in spec.widths], real(x, context))
         if spec.scaled:  # concatenated again, since torch rounds the last elements of a row differently
             factors = zip(projected, spec.multipliers, strict=True)
-            whole = torch.cat([each * each.new_tensor(factor) for each, factor in factors], dim=-1)
+            whole = torch.cat([part * part.new_tensor(factor) for part, factor in factors], dim=-1)
             projected = torch.split(whole, [*spec.widths.values()], dim=-1)
             del whole
         gate, *parts, dt = projected
         convolutions = [getattr(self, f"{name}_conv") for name in _MIXED]
-        kernels = torch.cat([each.weight for each in convolutions])
-        biases = torch.cat([each.bias for each in convolutions]) if spec.conv_bias else None
+        kernels = torch.cat([convolution.weight for convolution in convolutions])
+        biases = torch.cat([convolution.bias for convolution in convolutions]) if spec.conv_bias else None
         mixed = convolved(torch.cat(parts, dim=-1).transpose(1, 2), kernels, biases, cache, self.activation)
         u, b, c = torch.split(real(mixed.transpose(1, 2), context), [spec.inner, spec.states, spec.states], dim=-1)
         u = torch.unflatten(u, -1, (spec.heads, -1))
-        b, c = (torch.unflatten(each, -1, (spec.groups, -1)) for each in (b, c))
+        b, c = (torch.unflatten(part, -1, (spec.groups, -1)) for part in (b, c))
         before = None if cache is None else cache.state
         read = _token if before is not None and x.shape[1] == 1 else self._chunks
-        y, state = made_again(read, u, b, c, dt, self.A_log, self.D, self.dt_bias, before)
+        y, state = recomputed(read, u, b, c, dt, self.A_log, self.D, self.dt_bias, before)
         if cache is not None:
             cache.state = state
         out: Tensor = self.o_proj(self._gated(y.flatten(2), gate).to(x.dtype))
@@ -85,7 +85,7 @@ class _Mamba2Module(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         dt = torch.clamp(F.softplus(dt + shift.to(dt.dtype)), min=spec.least, max=spec.most)
         x = x.to(wide)
-        b, c = (each.to(wide).repeat_interleave(heads // b.shape[2], dim=2) for each in (b, c))
+        b, c = (tensor.to(wide).repeat_interleave(heads // b.shape[2], dim=2) for tensor in (b, c))
         padding = -steps % spec.chunk
 
         def chunks(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _Mamba2Module(nn.Module):
 
         skipped = skip[..., None] * F.pad(x, (0, 0, 0, 0, 0, padding))
         decay = -rates.to(wide).exp() * dt.to(wide)
-        x, decay, b, c = (chunks(each) for each in (x * dt[..., None].to(wide), decay, b, c))
+        x, decay, b, c = (chunks(tensor) for tensor in (x * dt[..., None].to(wide), decay, b, c))
         decay = decay.permute(0, 3, 1, 2)
         so_far = decay.cumsum(dim=-1)
         scores = torch.einsum("bclhn,bcshn->bclsh", c, b) * _sums(decay).exp().permute(0, 2, 3, 4, 1)
@@ -131,7 +131,7 @@ def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
     dt = dt.transpose(1, 2).expand(-1, -1, width)
     dt = F.softplus(dt + shift[:, None].expand(-1, width).to(dt.dtype))[..., None]
     decay = -rates.to(wide).exp()[:, None, None].expand(-1, width, b.shape[-1])
-    b, c = (each[:, 0, :, None].expand(-1, -1, group, -1).reshape(batch, heads, -1) for each in (b, c))
+    b, c = (tensor[:, 0, :, None].expand(-1, -1, group, -1).reshape(batch, heads, -1) for tensor in (b, c))
     state = state * (dt.to(wide) * decay).exp() + dt * b[:, :, None] * x[..., None]
     y = torch.bmm(state.to(c.dtype).flatten(0, 1), c.flatten(0, 1)[..., None]).view(batch, heads, width)
     return (y + x * skip[:, None].expand(-1, width)).to(y.dtype)[:, None], state

@@ -1,7 +1,7 @@
-"""Positions: rotary tables and their application, ALiBi biases, biases of distances.
+"""Positions: rotary tables and rotation, sinusoids, ALiBi biases, and biases by distance.
 
-Rotary frequencies follow transformers modeling_rope_utils.py to the bit in fp32 (the order of operations included);
-in an fp64 model they are computed in fp64.
+In fp32, rotary frequencies have the same bits as in transformers' modeling_rope_utils.py, and operations have the same
+order. In an fp64 model, frequencies are computed in fp64.
 """
 
 import math
@@ -28,24 +28,24 @@ from .registry import computes
 
 
 class RotaryTables(NamedTuple):
-    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
-    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`, `lie`: see `components.Rotary`.
-    `complex`: cos + i·sin, (1 or B, 1, T, dim / 2), where neighbours turn as complex numbers.
-    """
+    """The tables by which queries and keys are rotated. `adjacent`, `joined` and `lie`: see `components.Rotary`."""
 
     cos: Tensor
+    """(1 or B, 1, T, dim), in the model's dtype, or wider if `components.Rotary.rounding` says so."""
     sin: Tensor
+    """Like cos. It is negative for the first element of a pair, where rotation subtracts."""
     adjacent: bool
     joined: bool
     lie: Literal["by head", "by token"] = "by head"
     complex: Tensor | None = None
+    """cos + i·sin, (1 or B, 1, T, dim / 2), if adjacent elements are rotated as complex numbers."""
 
 
 def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
-    """The tables for positions (1 or B, T)."""
+    """Return the tables for positions (1 or B, T)."""
     wide = torch.promote_types(dtype, torch.float32)
     by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
-    length = int(position_ids.max()) + 1 if by_length else 1  # not looked at, which a device would be waited for
+    length = int(position_ids.max()) + 1 if by_length else 1  # only if needed, since reading it waits for the device
     inv_freq = _frequencies_on(position_ids.device, rotary, length, wide)
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     angles = -angles if rotary.direction == "backward" else angles
@@ -66,7 +66,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens, where a scaling looks at that."""
+    """Return one angular frequency per pair, (dim/2,). `length` is the number of tokens, which some scalings use."""
     dim, base, scaling, divisor = rotary.dim, rotary.base, rotary.scaling, rotary.exponent
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / divisor
     match scaling:
@@ -126,7 +126,7 @@ def _llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:
 
 def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """The pair that turns `rotations` times within the original context."""
+        """Return the (fractional) index of the pair that turns `rotations` times within the original context."""
         return (dim * math.log(scaling.original_context / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
@@ -141,21 +141,20 @@ def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> 
 
 
 def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
-    """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
+    """Rotate the first dim elements of every head of x (B, H, T, head_dim)."""
     cos, sin, adjacent, joined, lie, turns = tables
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
     if turns is not None:
         pairs = torch.unflatten(turned.to(cos.dtype), -1, (-1, 2))
-        if any(
-            step % 2 for step in (pairs.storage_offset(), *pairs.stride()[:-1])
-        ):  # a view of complex numbers has none
+        # A view of complex numbers needs even strides and an even offset.
+        if any(step % 2 for step in (pairs.storage_offset(), *pairs.stride()[:-1])):
             pairs = pairs.clone(memory_format=torch.contiguous_format)
         turned = torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(x.dtype)
         return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
-    # Each element's partner.
+    # The other element of every element's pair.
     other = torch.unflatten(turned, -1, (-1, 2)).flip(-1).flatten(-2) if adjacent else turned.roll(dim // 2, dims=-1)
-    if cos.dtype == x.dtype:  # in place on what was made here: the same roundings, without two more tensors
+    if cos.dtype == x.dtype:  # in place on the copies from above: the same rounding, but two tensors fewer
         turned = (turned * cos).add_(other.mul_(sin))
     else:
         turned = (turned * cos).add_(other * sin).to(x.dtype)
@@ -169,7 +168,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
 
 @computes(Rotary)
 class RotaryTurn:
-    """What `Rotary` does: tables, made once for all layers of a pass, and how they turn queries and keys."""
+    """The computation of `Rotary`: tables, which all layers of a pass share, and the rotation of queries and keys."""
 
     tables = staticmethod(rotary_tables)
     turn = staticmethod(apply_rotary)
@@ -177,26 +176,27 @@ class RotaryTurn:
 
 
 def sinusoids(spec: SinusoidalPositions, positions: Tensor) -> Tensor:
-    """Sines and cosines of positions (…) -> (…, size), in fp32 as transformers makes its tables."""
+    """Return sines and cosines of positions (…) as (…, size), in fp32 like transformers' tables."""
     half, device = spec.size // 2, positions.device
-    if spec.ends == "both":  # as XGLM's
+    if spec.ends == "both":  # as in XGLM
         steps = torch.arange(half, dtype=torch.int64, device=device).float()
         angles = positions.float()[..., None] * torch.exp(steps * -(math.log(10000) / (half - 1)))
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
-    if spec.made == "float64":  # as Marian's, which numpy makes
+    if spec.made == "float64":  # as in Marian, whose table is computed by numpy
         rates = torch.pow(10000.0, torch.arange(0, spec.size, 2, dtype=torch.float64, device=device) / spec.size)
         angles = positions.double()[..., None] / rates
         return torch.cat((angles.sin(), angles.cos()), dim=-1).float()
-    # As CTRL's, every rate twice: torch's kernels round by where in a vector a number lies.
+    # As in CTRL, with every rate twice: torch rounds a number differently at another place of a vector.
     steps = torch.arange(spec.size, dtype=torch.int64, device=device).float()
     angles = positions.float()[..., None] * (1 / torch.pow(10000, (2 * (steps // 2)) / spec.size))
     return torch.cat((angles[..., 0::2].sin(), angles[..., 1::2].cos()), dim=-1)
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """One slope a head (heads,), fp32: 2^(-8i/n) for a power of two n, and the odd ones of 2n for the rest.
+    """Return one slope per head (heads,) in fp32.
 
-    The order is the paper's and transformers' (`_get_alibi_slopes`); MPT sorts them otherwise.
+    For a power of two n, slope i is 2^(-8i/n). Other numbers of heads add every second slope of 2n. The order is that
+    of the paper and of transformers' `_get_alibi_slopes`. MPT has another order.
     """
 
     def powers(base_heads: int, exponents: range) -> Tensor:
@@ -211,10 +211,10 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias (B, heads, 1, S) that keys add to their scores; `key_mask` (B, S) is 1 where a token is real.
+    """Return the bias (B, heads, 1, S) that is added to the scores of keys. `key_mask` (B, S) is 1 at real tokens.
 
-    The position counts real tokens from the left, so padding does not shift it; a constant for a row is as good as
-    none to the softmax.
+    Positions count real tokens from the left, so padding does not shift them. This equals a bias by distance, because a
+    constant per row does not change the softmax.
     """
     slopes = alibi_slopes(heads, key_mask.device)
     if alibi.apart:  # as transformers' build_mpt_alibi_tensor
@@ -234,11 +234,11 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
 
 @computes(Buckets)
 class _BucketBias:
-    """What `Buckets` does: the bias of scores, looked up in a table (buckets, heads)."""
+    """The computation of `Buckets`: the bias of scores is looked up in a table (buckets, heads)."""
 
     @staticmethod
     def looked_up(spec: Buckets, table: Tensor, past: int, steps: int) -> Tensor:
-        """The bias (1, heads, T, S) of `steps` tokens behind `past` others, as transformers' T5 makes it."""
+        """Return the bias (1, heads, T, S) of `steps` tokens after `past` others, as transformers' T5 computes it."""
         keys = torch.arange(past + steps, device=table.device)
         off = keys[None, :] - keys[past:, None]
         count, first = spec.buckets, torch.zeros_like(off)
@@ -255,6 +255,6 @@ class _BucketBias:
 
 @computes(ALiBi)
 class _AlibiBias:
-    """What `ALiBi` does: the bias of scores."""
+    """The computation of `ALiBi`: the bias of scores."""
 
     bias = staticmethod(alibi_bias)

@@ -8,20 +8,23 @@ from ..components import Component
 from ..errors import MissingComponent
 
 _MODULES: dict[type[Component], type[Any]] = {}
-_Made = TypeVar("_Made", bound=type[Any])
+_Module = TypeVar("_Module", bound=type[Any])
 
 
-def computes(kind: type[Component]) -> Callable[[_Made], _Made]:
+def computes(kind: type[Component]) -> Callable[[_Module], _Module]:
     """Register the decorated class as the module for a kind of component.
 
-    A norm's and a mixer's is a module, which is made of the record: a norm of it alone, for x; a mixer of it and a
-    kernel, for x, a `Context` and a cache. What keeps something of earlier tokens has a static `cache(record)`.
-    Positions that turn have the static `tables(record, position_ids, dtype)` and `turn(x, tables)`, and where queries
-    and keys are turned apart `both(record, q, k, tables)`; those that bias have `bias(record, heads, key_mask, dtype)`,
-    which gives (B, heads, 1, S).
+    The class has these constructors and methods:
+
+    - a norm is a module `Class(record)`, called with x;
+    - a mixer is a module `Class(record, kernel)`, called with x, a `Context` and a cache. If it needs earlier tokens,
+      it has a static method `cache(record)`, which returns an empty cache;
+    - positions that rotate (`Turning`) have the static methods `tables(record, position_ids, dtype)` and
+      `turn(x, tables)`, and if queries and keys are rotated differently, `both(record, q, k, tables)`;
+    - positions that bias scores (`Biasing`) have `bias(record, heads, key_mask, dtype)` -> (B, heads, 1, S).
     """
 
-    def registered(module: _Made) -> _Made:
+    def registered(module: _Module) -> _Module:
         _MODULES[kind] = module
         return module
 
@@ -32,13 +35,13 @@ def module_of(node: Component) -> Any:
     """Return the module class for a component. Raises MissingComponent if its kind has none."""
     if type(node) not in _MODULES and node.computed_in:
         import_module(node.computed_in)
-    found = _MODULES.get(type(node))
-    if found is None:
+    module = _MODULES.get(type(node))
+    if module is None:
         raise MissingComponent(
             f"gptkit has no PyTorch module for the component {type(node).__name__}: a plugin with this "
             "component must register one"
         )
-    return found
+    return module
 
 
 def build_module(node: Any, *options: Any) -> Any:

@@ -16,7 +16,7 @@ from ..components import RGLRU
 from .context import Context
 from .layers import LinearModule, activation_of
 from .registry import computes
-from .scan import State, made_again, real
+from .scan import State, real, recomputed
 from .short_convolution import Kernels
 
 _STEEPEST = 1000.0
@@ -59,10 +59,10 @@ class _RGLRUModule(nn.Module):
         gate = self.activation(self.gate_proj(x))
         u = self._convolved(real(self.x_proj(x), context).transpose(1, 2), cache).transpose(1, 2)
         by_head = u.reshape(-1, self.spec.heads, self.spec.channels).permute(1, 0, 2)
-        inputs, decays = (each(by_head).view(u.shape) for each in (self.input_gate, self.decay_gate))
+        inputs, decays = (gate_linear(by_head).view(u.shape) for gate_linear in (self.input_gate, self.decay_gate))
         before = None if cache is None else cache.state
         scan = partial(_scan, begins=_begins(context), mask=_mask(context))
-        y, state = made_again(scan, u, inputs, decays, self.decay, before)
+        y, state = recomputed(scan, u, inputs, decays, self.decay, before)
         if cache is not None:
             cache.state = state
         out: Tensor = self.o_proj(y * gate)

@@ -14,7 +14,7 @@ from ..components import ChannelMixing, TimeMixing
 from .context import Context
 from .layers import ACTIVATIONS, LinearModule
 from .registry import computes
-from .scan import State, made_again, real
+from .scan import State, real, recomputed
 
 _NEVER = -1e38
 """The exponent of a token that has no weight."""
@@ -51,7 +51,7 @@ class _TimeMixingModule(nn.Module):
 
     @staticmethod
     def cache(spec: TimeMixing) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
@@ -63,7 +63,7 @@ class _TimeMixingModule(nn.Module):
         if context.padded and context.attention_mask is not None:
             k = k.masked_fill(context.attention_mask[:, -x.shape[1] :, None] == 0, _NEVER)
         earlier = None if cache is None else cache.state
-        mean, state = made_again(_mean, k, v, self.decay, self.bonus, earlier)
+        mean, state = recomputed(_mean, k, v, self.decay, self.bonus, earlier)
         if cache is not None:
             cache.state = state
         out: Tensor = self.o_proj(r * mean)
@@ -105,7 +105,7 @@ class _ChannelMixingModule(nn.Module):
 
     @staticmethod
     def cache(spec: ChannelMixing) -> State:  # noqa: ARG004
-        """What a decode keeps of earlier tokens."""
+        """Return an empty cache for decoding."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)

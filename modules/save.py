@@ -1,4 +1,4 @@
-"""save: a model in memory as a checkpoint folder, with where it came from."""
+"""Saving of a model in memory as a checkpoint folder, with its history."""
 
 import warnings
 from dataclasses import replace
@@ -26,7 +26,7 @@ from ..version import __version__
 from .decoder import Decoder
 from .load import as_array
 
-_TOLD = "from memory: its weights as a program left them, trained or edited"
+_FROM_MEMORY = "from memory: its weights as a program left them, trained or edited"
 _SHOWN = 4
 
 
@@ -86,7 +86,7 @@ def save(
 
 
 def require_form(model: Decoder, as_: str, dtype: torch.dtype | str | None = None) -> None:
-    """Raise what `save` would raise for the tree and the values of a model in this format, and write nothing."""
+    """Raise the errors that `save` would raise for a model in this format, without writing anything."""
     _planned(model, target(as_, FOLDERS), dtype)
 
 
@@ -97,21 +97,21 @@ def _planned(
     max_shard_bytes: int | None = None,
     record: dict[str, Any] | None = None,
 ) -> tuple[Checkpoint, Target, FolderPlan]:
-    """What is written of a model, as what, and how."""
+    """Return the model as a checkpoint, the exact target, and the plan of the folder."""
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     source, to = adapted(_in_memory(model, stored, record), to)
     return source, to, plan_conversion(source, to, stored, max_shard_bytes)
 
 
 def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] | None = None) -> Checkpoint:
-    """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
+    """Return a checkpoint of the module's parameters, to be stored as `dtype` (torch's name). Raise as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(
             f"gptkit.save needs a model that gptkit.load returned, not a {type(model).__name__}",
             "Unwrap it first: model.module of a parallel model, model._orig_mod of a compiled model.",
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    declared = {each.name: each.shape for each in model.spec.parameters()}
+    declared = {parameter.name: parameter.shape for parameter in model.spec.parameters()}
     wrong = [f"{name} is missing" for name in declared if name not in parameters]
     wrong += [f"{name} is not part of it" for name in parameters if name not in declared]
     wrong += [
@@ -119,7 +119,7 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
         for name, shape in declared.items()
         if name in parameters and tuple(parameters[name].shape) != shape
     ]
-    wrong += [f"{name} has no values (meta device)" for name, each in parameters.items() if each.is_meta]
+    wrong += [f"{name} has no values (meta device)" for name, parameter in parameters.items() if parameter.is_meta]
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InvalidInput(
@@ -128,12 +128,14 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
         )
     stored = {}
     for name in declared:
-        each = parameters[name]
-        stored[name] = Stored(None, parse_dtype(str(each.dtype)), tuple(each.shape), decode=partial(_values, each))
+        parameter = parameters[name]
+        stored[name] = Stored(
+            None, parse_dtype(str(parameter.dtype)), tuple(parameter.shape), decode=partial(_values, parameter)
+        )
     weights = Weights(stored)
-    compute = widest([each.dtype for each in stored.values()])
+    compute = widest([tensor.dtype for tensor in stored.values()])
     source = model.source or Outline(model.spec, Origin())
-    record = {**(about or {"saved": _TOLD}), "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
+    record = {**(about or {"saved": _FROM_MEMORY}), "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
     return Checkpoint(
         reference=source.origin.reference or "the model in memory",
         path=Path(),
@@ -150,15 +152,15 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
 
 
 def _values(parameter: Tensor, _data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A parameter in its carrier dtype (bf16 as uint16)."""
+    """Return a parameter in its carrier dtype (bf16 as uint16)."""
     return as_array(parameter.contiguous())[0]
 
 
 def _tokenizer(folder: Path | None) -> dict[str, bytes]:
-    """The files that travel with the weights, by name."""
+    """Return the contents of the tokenizer and other companion files, by name."""
     if folder is None:
         return {}
-    if not folder.is_dir():  # since the model was loaded; its weights are worth more than that
+    if not folder.is_dir():  # deleted since the model was loaded; saving the weights is more important
         warnings.warn(f"{folder} no longer exists, so the model is saved without its tokenizer", stacklevel=4)
         return {}
-    return {each.name: each.read_bytes() for each in companions_in(folder)}
+    return {path.name: path.read_bytes() for path in companions_in(folder)}

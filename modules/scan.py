@@ -12,15 +12,11 @@ from .context import Context
 
 
 class State:
-    """The cache of a recurrence.
-
-    inputs: the last inputs of its convolution, (B, channels, kernel). state: the recurrent state. Both are None before
-    the first token.
-    """
+    """The cache of a recurrence. Both attributes are None before the first token."""
 
     def __init__(self) -> None:
-        self.inputs: Tensor | None = None
-        self.state: Tensor | None = None
+        self.inputs: Tensor | None = None  # the last inputs of its convolution, (B, channels, kernel)
+        self.state: Tensor | None = None  # the recurrent state
 
 
 def real(x: Tensor, context: Context) -> Tensor:
@@ -66,13 +62,13 @@ def convolved(
     return (out if activation is None else activation(out))[..., -steps:]
 
 
-def made_again(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+def recomputed(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return a function's results without storing intermediate tensors. The backward pass computes them again."""
-    results: tuple[Tensor, Tensor] = _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, Tensor] = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return results
 
 
-class _Again(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None) -> Any:
         ctx.function = function

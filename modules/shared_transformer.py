@@ -62,7 +62,7 @@ class _SharedTransformerModule(nn.Module):
 
     def _raised(self, fused: FusedLinears, linears: tuple[Any, Any], x: Tensor) -> Tensor:
         """Return the concatenated outputs of two linears."""
-        return torch.cat(fused(linears, x) if self.spec.fused else [each(x) for each in linears], dim=-1)
+        return torch.cat(fused(linears, x) if self.spec.fused else [linear(x) for linear in linears], dim=-1)
 
     def _attended(self, lender: Any, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Return the outputs of all heads, (B, T, H·d), for the normed input x."""
@@ -71,7 +71,7 @@ class _SharedTransformerModule(nn.Module):
         for name in "qkv":
             projected = getattr(lender, f"{name}_proj")(x)
             if spec.attention_rank is not None:
-                down, up = (getattr(self, f"{name}_adapter_{each}") for each in ("down", "up"))
+                down, up = (getattr(self, f"{name}_adapter_{side}") for side in ("down", "up"))
                 projected = projected + up(down(x))
             parts.append(projected.view(heads).transpose(1, 2))  # (B, H, T, hd)
         q, k, v = parts

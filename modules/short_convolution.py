@@ -39,8 +39,8 @@ class _ShortConvolutionModule(nn.Module):
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
-        before, behind, x = self.fused((self.before_proj, self.behind_proj, self.in_proj), real(x, context))
-        gated = (before * x).transpose(1, 2)  # (B, channels, T)
+        gate_before, gate_after, x = self.fused((self.before_proj, self.behind_proj, self.in_proj), real(x, context))
+        gated = (gate_before * x).transpose(1, 2)  # (B, channels, T)
         mixed = convolved(gated, self.convolved.weight, self.convolved.bias, cache)
-        out: Tensor = self.o_proj(behind * mixed.transpose(1, 2))
+        out: Tensor = self.o_proj(gate_after * mixed.transpose(1, 2))
         return out

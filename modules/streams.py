@@ -93,7 +93,7 @@ class _AlternatingUpdatesModule(nn.Module):
 
 @computes(LowRankResidual)
 class _LowRankResidualModule(nn.Module):
-    """x + norm(right(left(x)))."""
+    """A low-rank residual: x + norm(right(left(x)))."""
 
     def __init__(self, spec: LowRankResidual) -> None:
         super().__init__()

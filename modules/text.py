@@ -1,4 +1,4 @@
-"""generate: text from a checkpoint, or from a model in memory."""
+"""Generation of text by a checkpoint, or by a model in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from .generate import Beams, Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
-_WARNED = partial(warn, stacklevel=4)  # a limit of the model as a warning of the code that asks for the next piece
+_WARNED = partial(warn, stacklevel=4)  # a warning that points to the code that asks for the next piece
 
 
 def generate(
@@ -102,24 +102,24 @@ def generate(
         ids = _prompt_ids(checkpoint.reference, checkpoint.spec, tokenizer, prompt)
         folder, texts = checkpoint.folder, checkpoint.texts
         stop = eos_ids(folder, None, texts) if tokenizer is None else tokenizer.eos_ids
-        if not stop and checkpoint.format != "hf":  # by the config.json that it once had
+        if not stop and checkpoint.format != "hf":  # from the config.json of the checkpoint it was converted from
             stop = _stated_eos(checkpoint.origin)
         decoder = load_checkpoint(checkpoint, dtype, attention)
         start = start_id(folder, checkpoint.origin.config, texts)
     start = None if decoder.encoder is None else start
     chosen: Any = {"sampling": sampling, "beams": search, "stop": stop if stop_at_eos else ()}
-    found = generate_tokens(decoder, ids, max_new_tokens, start=start, tell=tell, **chosen)
-    return _pieces(found, tokenizer, ids if decoder.encoder is None else [] if start is None else [start])
+    tokens = generate_tokens(decoder, ids, max_new_tokens, start=start, tell=tell, **chosen)
+    return _pieces(tokens, tokenizer, ids if decoder.encoder is None else [] if start is None else [start])
 
 
 def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt for a tree, called `name`; UsageError for a text that no tokenizer here reads."""
+    """Return the token ids of a prompt. Raises UsageError, which calls the model `name`, if a tokenizer is missing."""
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:
         raise UsageError(f"{name} has no tokenizer", "Give token ids instead of a text: --ids '1 5 9'")
     ids = tokenizer.encode(prompt)
-    if outside := [each for each in ids if each >= spec.vocab_size]:
+    if outside := [token for token in ids if token >= spec.vocab_size]:
         raise outside_vocabulary(outside, spec.vocab_size, "Check that the tokenizer belongs to this model.")
     return ids
 
@@ -127,7 +127,7 @@ def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt:
 def _stated_eos(origin: Origin) -> Sequence[int]:
     value = (origin.config or {}).get("eos_token_id")
     values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
+    return [token for token in values if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _pieces(ids: Iterator[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _pieces(ids: Iterator[int], tokenizer: Tokenizer | None, prompt: Sequence[in
         for token in ids:
             yield f"{token} "
         return
-    # The decoder sees the prompt first, so that the continuation keeps the space it begins with.
+    # The decoder reads the prompt first, so that a space at the beginning of the continuation is not lost.
     stream = StreamDecoder(tokenizer, skip_special_tokens=True, prompt=prompt)
     for token in ids:
         yield stream.push(token)
