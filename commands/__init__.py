@@ -1,1 +1,1 @@
-"""The commands, a file a kind. Each parses, calls a function of the package, and prints; see `gptkit.cli`."""
+"""The commands, one file per command or group. They parse arguments, call the library and print; see `gptkit.cli`."""

@@ -1,4 +1,4 @@
-"""ablate and fit-scaling: variants of a model under one budget, and the law that runs of several sizes follow."""
+"""The commands ablate, which trains variants of a model with one budget, and fit-scaling, which fits a scaling law."""
 
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,6 @@ def fit_scaling(
     from ..report.scaling import scaling_page, scaling_report
     from ..training.scaling import fit_scaling as run
 
-    found = run(runs, flops=flops or (), drawn=draws, seed=seed)
-    answer(json, found.as_json, lambda: scaling_report(found), quiet)
-    drawn.write(lambda: scaling_page(found), quiet or json)
+    law = run(runs, flops=flops or (), drawn=draws, seed=seed)
+    answer(json, law.as_json, lambda: scaling_report(law), quiet)
+    drawn.write(lambda: scaling_page(law), quiet or json)

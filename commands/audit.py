@@ -1,4 +1,4 @@
-"""audit: what is wrong with a checkpoint."""
+"""The command audit, which reports what is wrong with a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,10 @@ def audit(
 
     with progress_bar("reading", quiet or json or sarif or not values) as advance:
         how: Any = {"source": source, "loader": loader, "values": values, "progress": advance, **opening}
-        found = audits.audit(model, **how) if fix is None else audits.fix(model, fix, force=force, **how)
+        report = audits.audit(model, **how) if fix is None else audits.fix(model, fix, force=force, **how)
     if sarif:
-        print_json(found.as_sarif())
+        print_json(report.as_sarif())
     else:
-        answer(json, found.as_json, lambda: audit_report(found, everything), quiet, crop=False)
-    if not found.clean:
+        answer(json, report.as_json, lambda: audit_report(report, everything), quiet, crop=False)
+    if not report.clean:
         raise typer.Exit(3)

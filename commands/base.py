@@ -1,4 +1,4 @@
-"""What all commands share: the app, its arguments and options, and how errors become lines and exit codes."""
+"""The parts that commands share: the app, arguments and options, and the conversion of errors to exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..report.pages import Page
     from ..surgery.shapes import Reshaped
 
-# What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
+# The class of typer's errors for wrong calls. typer exports only a subclass, and has moved the others between versions.
 _WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 _PANELS = {
     "Look": ("params", "compare", "show", "diff", "audit", "presets", "families", "recommend"),
@@ -42,11 +42,11 @@ _PANELS = {
 _ORDER = [name for names in _PANELS.values() for name in names]
 _HIDDEN = {"inspect"}  # another name of `load`
 _WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
-"""What other tools have as commands, and how it is called here."""
+"""Commands that other tools have, and the call that does the same here."""
 
 
 def _mistake(call: Any) -> str:
-    """Say in one line what is wrong with a call, with gptkit's own suggestion: click's are any word a little alike."""
+    """Return one line on what is wrong with a call. The suggestion is gptkit's: click suggests almost any word."""
     message = re.sub(r" *(\(Did you mean .*\)|Did you mean .*\?)$", "", str(call.format_message()).strip())
     message = message[:1].lower() + message[1:].rstrip(".")
     unknown = re.fullmatch(r"no such (option|command):? '(-{0,2}(.+))'", message)
@@ -54,55 +54,62 @@ def _mistake(call: Any) -> str:
         return message
     of, (kind, word, name) = call.ctx.command, unknown.groups()
     if kind == "command":
-        known = {} if word in _WORDS else {each: each for each in of.list_commands(call.ctx)}
+        known = {} if word in _WORDS else {command: command for command in of.list_commands(call.ctx)}
     else:
-        options = (option for each in of.get_params(call.ctx) for option in (*each.opts, *each.secondary_opts))
+        options = (
+            option for parameter in of.get_params(call.ctx) for option in (*parameter.opts, *parameter.secondary_opts)
+        )
         known = {option.lstrip("-"): option for option in options if option.startswith("--")}
     near = meant(name, known)
     return message if near is None else f"{message}. Did you mean {known[near]!r}?"
 
 
-def _once(command: Any, ctx: Any, args: Sequence[str]) -> None:
-    """Refuse an option that is given twice though it takes one value: which of the two was meant is not known.
+def _refuse_repeated(command: Any, ctx: Any, args: Sequence[str]) -> None:
+    """Refuse an option that takes one value but is given twice, since either value may be the intended one.
 
-    Options that may be repeated are those that click gathers in a list (`multiple`) or counts.
+    Options that click collects in a list (`multiple`) or counts may be repeated.
     """
     _, _, order = command.make_parser(ctx).parse_args(list(args))
-    single = [each for each in order if each.param_type_name == "option" and not each.multiple and not each.count]
-    names = [each.name for each in single]
-    twice = next((each for each in single if names.count(each.name) > 1), None)
+    single = [
+        parameter
+        for parameter in order
+        if parameter.param_type_name == "option" and not parameter.multiple and not parameter.count
+    ]
+    names = [parameter.name for parameter in single]
+    twice = next((parameter for parameter in single if names.count(parameter.name) > 1), None)
     if twice is not None:
         ctx.fail(f"option {twice.get_error_hint(ctx)} was given {names.count(twice.name)} times, but takes one value")
 
 
 class Command(typer.core.TyperCommand):
-    """A command that refuses an option given twice, unless the option gathers its values."""
+    """A command that refuses options that are given twice, except repeatable ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # the shell completes what is not finished
-            _once(self, ctx, args)
+        if not ctx.resilient_parsing:  # for completion in the shell, the call is not finished yet
+            _refuse_repeated(self, ctx, args)
         return super().parse_args(ctx, args)
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
+    """The group of all commands. It reports a wrong call in two lines of gptkit's own, instead of click's page."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
-            _once(self, ctx, args)
+            _refuse_repeated(self, ctx, args)
         return list(super().parse_args(ctx, args))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=_ORDER.index)
 
-    def way_on(self, call: Any, given: Sequence[str]) -> str:
-        """What to do after a wrong call of `given`."""
+    def next_step(self, call: Any, given: Sequence[str]) -> str:
+        """Return the advice after a wrong call. `given` is the call's words."""
         first = next((word for word in given if not word.startswith("-")), "")
         if first in _WORDS:
             return f"Use {_WORDS[first]} instead."
         if call.ctx is not None:
             return f"Run {call.ctx.command_path} -h for help."
-        # The parser of options does not say whose it is, and the group itself has none that take a value.
+        # The error has no context if the parser of options raised it. The group has no options with a value, so the
+        # first word is the command.
         return f"Run gptkit {first} -h for help." if first in self.commands else "Run gptkit -h for help."
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +128,8 @@ class _Commands(typer.core.TyperGroup):
             call: Any = error
             given = kwargs.get("args", args[0] if args else None) or sys.argv[1:]
             message = _mistake(call)
-            if message:  # none where there was no argument at all: the help was printed
-                complain(f"{message}\n{self.way_on(call, given)}")
+            if message:  # empty if the call had no arguments; then the help was printed
+                complain(f"{message}\n{self.next_step(call, given)}")
             code = call.exit_code
         except typer.Abort:
             complain("interrupted")
@@ -132,14 +139,14 @@ class _Commands(typer.core.TyperGroup):
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Say in a line why stdout takes nothing more; a reader that has gone (head, less) has had what it wanted."""
+    """Report errors of writing to stdout in one line. A closed pipe (head, less) is no error and ends quietly."""
     try:
         yield
     except BrokenPipeError:
         give_up_stdout()
         raise typer.Exit(0) from None
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # which rich, that prints the help, answers itself
+        if isinstance(ended.__context__, BrokenPipeError):  # rich, which prints the help, exits by itself
             raise typer.Exit(0) from None
         raise
     except OSError as error:
@@ -149,7 +156,7 @@ def _writing() -> Iterator[None]:
 
 
 def _examples(*lines: str) -> str:
-    """The end of a command's help: calls to try, a line each."""
+    """Return the end of a command's help: examples, one per line."""
     return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)])
 
 
@@ -169,7 +176,7 @@ _Completion = Callable[[str], list[str]] | None
 def option(
     form: str, words: str, panel: str | None = None, *, default: Any = None, complete: _Completion = None, **more: Any
 ) -> Any:
-    """An option as its help shows it: "--kv TOKENS", or "TOKENS" alone where its name is the parameter's."""
+    """Return an option. `form` is its form in the help: "--kv TOKENS", or "TOKENS" if the parameter has its name."""
     parts = form.split(" ")
     names = [part for part in parts if part.startswith("-")]
     metavar = " ".join(part for part in parts if part not in names) or None
@@ -179,12 +186,12 @@ def option(
 
 
 def flag(form: str, words: str, panel: str | None = None, **more: Any) -> Any:
-    """An option that is off unless it is given."""
+    """Return an option without a value, which is off by default."""
     return option(form, words, panel, default=False, **more)
 
 
 def argument(metavar: str, words: str, default: Any = ..., complete: Any = None) -> Any:
-    """An argument, required where no default is given."""
+    """Return an argument. It is required if it has no default."""
     return typer.Argument(default, metavar=metavar, help=words, autocompletion=complete)
 
 
@@ -212,22 +219,26 @@ WORKERS = option("N", "The number of threads, such as 4. The default is one per 
 
 @dataclass(frozen=True)
 class _OptionGroup:
-    """Options that a command takes as one value: by name their types and what they are, and what makes the value."""
+    """Options that a command receives as one value."""
 
     options: Mapping[str, tuple[Any, Any]]
+    """By name: the type of the option, and the option."""
     make: Callable[..., Any] = dict
+    """The function that makes the value from the options."""
 
 
 @dataclass(frozen=True)
 class _PictureFiles:
-    """--html, --png and --svg: the files that a command is to draw; false where there is none. figure: which one of the
-    page a picture is of. They are written and told after the work; that they can be is looked at before it.
+    """The files of --html, --png and --svg, which a command draws. It is false if there are none.
+
+    Whether the files can be written is checked before the command's work.
     """
 
     html: Path | None
     png: Path | None
     svg: Path | None
     figure: str | None = None
+    """Words of the title of the figure that is drawn as PNG or SVG."""
 
     def __post_init__(self) -> None:
         if self.figure is not None and self.png is None and self.svg is None:
@@ -241,7 +252,7 @@ class _PictureFiles:
         return any(path is not None for path in (self.html, self.png, self.svg))
 
     def write(self, page: Callable[[], Page], quiet: bool) -> None:
-        """Write what was asked for, if anything, and say where: below the output of a command that a person reads."""
+        """Write the files, if there are any, and print their names below the output of the command."""
         if not self:
             return
         from ..report.pictures import write
@@ -291,34 +302,34 @@ HeatMap = Annotated[
     _pictures("Write the report to this HTML file, with a heat map of the differences by layer and component."),
 ]
 ForTree = Annotated[dict[str, Any], _OptionGroup(_TREE)]
-"""How a reference's tree is looked up: keyword arguments of `outline`."""
+"""The options for looking up a model's tree: keyword arguments of `outline`."""
 ForWeights = Annotated[dict[str, Any], _OptionGroup({**_TREE, "allow_extra": (bool, _EXTRA)})]
-"""How a checkpoint is opened: keyword arguments of `open_checkpoint`."""
+"""The options for opening a checkpoint: keyword arguments of `open_checkpoint`."""
 
 
-def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, _OptionGroup]]:
-    """A command's signature with each option for itself, and what is taken together."""
-    signature, together = inspect.signature(function, eval_str=True), {}
+def _separate_options(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, _OptionGroup]]:
+    """Return a command's signature with all options of its groups as parameters, and the groups by parameter name."""
+    signature, groups = inspect.signature(function, eval_str=True), {}
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:  # what a command has looked up by itself
+        if parameter.kind is parameter.VAR_KEYWORD:  # options that the command class adds, as that of swap does
             continue
         (group,) = getattr(parameter.annotation, "__metadata__", (None,))
         if not isinstance(group, _OptionGroup):
             parameters.append(parameter)
             continue
-        together[parameter.name] = group
+        groups[parameter.name] = group
         for name, (kind, default) in group.options.items():
             parameters.append(inspect.Parameter(name, parameter.kind, default=default, annotation=kind))
-    return signature.replace(parameters=parameters), together
+    return signature.replace(parameters=parameters), groups
 
 
 _PACKAGES = {"yaml": "pyyaml"}
-"""Packages that are installed under another name than they are imported by."""
+"""Packages whose name for pip differs from the name of their module."""
 
 
 def _not_imported(error: ImportError) -> str | None:
-    """Say which package is lacking, or is there and cannot be imported; None where it is a module of gptkit's own."""
+    """Return a message on a missing or broken package, or None if the module is one of gptkit's own."""
     module = (error.name or "").partition(".")[0]
     if module == __package__.partition(".")[0]:
         return None
@@ -335,29 +346,29 @@ def _not_imported(error: ImportError) -> str | None:
 
 
 def _guarded(function: _F) -> _F:
-    """Turn gptkit's errors into a line or two on stderr and exit codes; options come as what they make together."""
-    signature, together = _apart(function)
+    """Wrap a command: its errors become lines on stderr and exit codes, and groups of options become their values."""
+    signature, groups = _separate_options(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("quiet"):
-            # Read by the hub's library when it is imported, which is not yet; without a terminal it is quiet by itself.
+            # The hub's library reads this when it is imported, which is later. Without a terminal it is always quiet.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
-            for name, group in together.items():
+            for name, group in groups.items():
                 kwargs[name] = group.make(**{key: kwargs.pop(key) for key in group.options})
             function(*args, **kwargs)
-            sys.stdout.flush()  # here, where a reader that has gone is known what to do about
+            sys.stdout.flush()  # here, so that `_writing` handles a closed pipe
         except Elsewhere as error:
             raise typer.Exit(error.code) from None
         except GptkitError as error:
             fail(str(error), error.exit_code)
         except KeyboardInterrupt as error:
-            # A note says what is kept, where something is.
+            # A note says which files are kept, if any.
             lines = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
             fail(lines, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
         except OSError:
-            raise  # to `_writing`
+            raise  # `_writing` handles it
         except MemoryError:
             fail(
                 "not enough memory on this machine\nClose other programs, or use a smaller model, context or batch.", 1
@@ -371,9 +382,9 @@ def _guarded(function: _F) -> _F:
                     "batch.",
                     1,
                 )
-            lacking = _not_imported(error) if isinstance(error, ImportError) else None
+            missing = _not_imported(error) if isinstance(error, ImportError) else None
             bug = f"{type(error).__name__}: {error}\nThis is a bug in gptkit. Set GPTKIT_DEBUG=1 to see the traceback."
-            fail(lacking or bug, 1)
+            fail(missing or bug, 1)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
@@ -383,7 +394,7 @@ _NO_MEMORY = ("annot allocate memory", "failed to map segment", "cannot create s
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
-    """Return whether an error comes from a lack of memory, as that of a library does that could not be loaded."""
+    """Return whether an error comes from a lack of memory, for example while a library was loaded."""
     if error is None:
         return False
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
@@ -392,7 +403,7 @@ def _lacks_memory(error: BaseException | None) -> bool:
 
 
 def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[_F], _F]:
-    """Return a decorator that adds a command to the app, with calls to try at the end of its help, and `_guarded`."""
+    """Return a decorator that adds a command to the app, `_guarded` and with examples at the end of its help."""
 
     def add(function: _F) -> _F:
         called = name or function.__name__.replace("_", "-")
@@ -419,21 +430,21 @@ def root(
         "Import this Python module or file, which registers model families, swaps or formats of your own. Repeatable.",
     ),
 ) -> None:
-    """The group itself imports plugins, and does nothing else."""
+    """Import plugins. The group itself does nothing else."""
     load_plugins(plugin or ())
 
 
 def reshaped(
     models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, opening: Mapping[str, Any]
 ) -> Iterator[tuple[ModelCount, Reshaped, str]]:
-    """Each model, what --swap and --recipe would make of it, and the family that has that ("" for none)."""
+    """Yield every model, its form after --swap and --recipe, and the family that can express that ("" for none)."""
     from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
 
     steps = steps_from(swaps or [], recipe)
     for model in models:
-        made = swapped(model.spec, steps, model.family or None, model.name, files=model.folder, **opening)
-        yield model, made, expressed(made.spec)[0] or ""
+        result = swapped(model.spec, steps, model.family or None, model.name, files=model.folder, **opening)
+        yield model, result, expressed(result.spec)[0] or ""
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -442,8 +453,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(option: str, text: str | None, of_a_card: bool = False) -> int | None:
-    """Return the bytes of "2GB", "500 MB", "1.5GiB" or "1000000"; raises UsageError. The memory `of_a_card` needs a
-    unit, and is counted in powers of two: a card that is sold with 24 GB has 24 GiB.
+    """Return the number of bytes of "2GB", "500 MB", "1.5GiB" or "1000000".
+
+    The memory `of_a_card` needs a unit, and is counted in powers of two: a GPU that is sold with 24 GB has 24 GiB.
+
+    Raises:
+        UsageError: the text is not a size.
     """
     if text is None:
         return None
@@ -466,7 +481,7 @@ _ROWS: tuple[_By, ...] = get_args(_By)
 
 
 def by_option(panel: str | None = None) -> Any:
-    """--by."""
+    """Return the option --by."""
     form = "--by component | layer | tensor"
     return option(
         form,
@@ -478,7 +493,11 @@ def by_option(panel: str | None = None) -> Any:
 
 
 def rows_by(text: str) -> _By:
-    """What --by names: component, layer or tensor, or a plural; raises UsageError."""
+    """Return the kind of rows that --by names: component, layer or tensor. Plurals are accepted.
+
+    Raises:
+        UsageError: the text is none of these.
+    """
     for known in _ROWS:
         if text in (known, f"{known}s"):
             return known
@@ -486,11 +505,15 @@ def rows_by(text: str) -> _By:
     raise UsageError(f"--by must be component, layer or tensor, not {text!r:.40}", f"Plurals work too: {plurals}.")
 
 
-_COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072
+_COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # powers of two, as in names of contexts: "128k" means 131,072 tokens
 
 
 def tokens(option: str, text: str) -> int:
-    """A number of tokens: 8192, 8_192, 8k (8,192), 1M (1,048,576), 1e3; raises UsageError."""
+    """Return the number of tokens of "8192", "8_192", "8k" (8,192), "1M" (1,048,576) or "1e3".
+
+    Raises:
+        UsageError: the text is not a number of tokens.
+    """
     form = r"\s*(\d(?:_?\d){0,14})(\.\d{1,9})?(?:e\+?(\d{1,2}))?\s*([km]?)\s*"
     match = re.fullmatch(form, text, re.ASCII | re.IGNORECASE)
     number = 0

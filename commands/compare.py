@@ -1,4 +1,4 @@
-"""compare: what differs between models, from their configs alone."""
+"""The command compare, which compares models by their configs."""
 
 import sys
 
@@ -59,9 +59,9 @@ def compare(
         from ..surgery.options import guarantee_in_words
 
         pairs = []
-        for model, made, family in reshaped(counts, swap, recipe, opening):
-            notes = (f"{', '.join(map(str, made.steps))}: {guarantee_in_words(made.guarantee)}", *made.notes)
-            pairs += [model, ModelCount(f"{model.name} swapped", family, made.spec, notes=notes)]
+        for model, result, family in reshaped(counts, swap, recipe, opening):
+            notes = (f"{', '.join(map(str, result.steps))}: {guarantee_in_words(result.guarantee)}", *result.notes)
+            pairs += [model, ModelCount(f"{model.name} swapped", family, result.spec, notes=notes)]
         counts = pairs
     table = comparison(counts, asked)
     rows = table.shown(everything=everything, only_differences=only_differences)

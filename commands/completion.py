@@ -1,4 +1,4 @@
-"""What the shell offers: presets, samples, paths, and the values that an option knows. No network, nothing heavy."""
+"""Completion in the shell: presets, samples, paths and values of options, without network and slow imports."""
 
 import io
 import os
@@ -15,27 +15,27 @@ _MODEL_FILES = (".safetensors", ".gguf", ".json", ".bin", ".pt")
 
 
 def complete_model(incomplete: str) -> list[tuple[str, str]]:
-    """(what to write, what it is) for each model whose name begins so: a person's own files first."""
+    """Return pairs (completion, description) for all models whose name begins with the text, local files first."""
     from ..architectures.presets import presets
     from ..converter.resolve import SAMPLES
 
     wanted = incomplete.lower()
     models = [*_paths(incomplete)]
     models += [(f"sample:{name}", "comes with gptkit") for name in SAMPLES if f"sample:{name}".startswith(wanted)]
-    for preset in presets().values():  # one spelling a preset: the first that fits
+    for preset in presets().values():  # one spelling per preset: the first that matches
         fitting = [spelling for spelling in preset.known_as if spelling.lower().startswith(wanted)]
         models += [(spelling, preset.repo or "no published weights") for spelling in fitting[:1]]
     return models
 
 
 def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Folders and model files that begin so; hidden ones where the name begins with a dot."""
+    """Yield folders and model files whose path begins with the text. Hidden ones only match a name with a dot."""
     folder, _, begun = incomplete.rpartition("/")
     shown = f"{folder}/" if "/" in incomplete else ""
     try:
         entries = sorted(os.scandir(Path(os.path.expanduser(shown or "."))), key=lambda entry: entry.name)  # noqa: PTH111
     except OSError:
-        return  # no such folder: nothing to offer
+        return  # there is no such folder
     for entry in entries:
         hidden = entry.name.startswith(".") and not begun.startswith(".")
         if entry.name.startswith(begun) and not hidden and entry.name.isprintable():
@@ -46,7 +46,7 @@ def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
 
 
 def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What completes an option that takes one of some values; a function is only asked when the shell asks."""
+    """Return the completion of an option with a fixed set of values. If `values` is a function, it is called late."""
 
     def complete(incomplete: str) -> list[str]:
         known = values() if callable(values) else values
@@ -56,12 +56,12 @@ def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str
 
 
 def forms(metavar: str) -> tuple[str, ...]:
-    """The values in a metavar like "mha | mqa | gqa:N": those without a number or name to fill in."""
+    """Return the complete values of a metavar such as "mha | mqa | gqa:N". Those with a placeholder are left out."""
     return tuple(form for form in metavar.split(" | ") if re.fullmatch(r"[a-z][a-z0-9_:-]*", form))
 
 
 def complete_target(incomplete: str) -> list[str]:
-    """What `--to` takes."""
+    """Return the values of `--to` that begin with the text."""
     from ..architectures import ARCHITECTURES
     from ..converter.targets import targets
 
@@ -71,9 +71,10 @@ def complete_target(incomplete: str) -> list[str]:
 
 @contextmanager
 def bash_words() -> Iterator[None]:
-    """Put together what bash takes apart, and give it the rest of the word that it replaces. To bash a colon and an
-    equals sign are words of their own: sample:g arrives as sample, : and g, and what is answered is put in the place of
-    g alone.
+    """Join the words that bash splits, and shorten the completions to the part that bash replaces.
+
+    For bash, a colon and an equals sign are separate words: sample:g arrives as sample, : and g, and bash puts the
+    completion in the place of g only.
     """
     raw, place = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
     if os.environ.get("_GPTKIT_COMPLETE") != "complete_bash" or not place.isdecimal():
@@ -89,10 +90,10 @@ def bash_words() -> Iterator[None]:
             whole.append(word)
     os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = "\n".join(whole), str(len(whole) - 1)
     last = whole[-1].partition("=")[2] if whole[-1].startswith("-") else whole[-1]  # answers are without --option=
-    there = last[: max(map(last.rfind, _SIGNS)) + 1] if len(whole) < len(words) else ""
+    prefix = last[: max(map(last.rfind, _SIGNS)) + 1] if len(whole) < len(words) else ""
     answer = io.StringIO()
     try:
         with redirect_stdout(answer):
             yield
     finally:
-        sys.stdout.write("".join(line.removeprefix(there) for line in answer.getvalue().splitlines(keepends=True)))
+        sys.stdout.write("".join(line.removeprefix(prefix) for line in answer.getvalue().splitlines(keepends=True)))

@@ -1,4 +1,4 @@
-"""load, convert and check: checkpoints as they lie on disk."""
+"""The commands load, convert, extract and check, for checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def load(
 def _random(
     model: str, dtype: str | None, seed: int, out: Path | None, force: bool, opening: dict[str, Any], quiet: bool
 ) -> RandomModel:
-    """Draw the weights, into a folder where one is named, and run a forward pass where they fit into memory."""
+    """Draw random weights, write them to the folder `out` if given, and run a forward pass if memory suffices."""
     from ..analysis.parameters import count
     from ..converter.dtypes import HF_NAMES, parse_dtype
     from ..converter.outline import outline

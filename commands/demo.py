@@ -1,4 +1,4 @@
-"""demo: a tour on the samples."""
+"""The command demo, a tour on the samples."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""diff: two checkpoints, tensor by tensor."""
+"""The command diff, which compares two checkpoints tensor by tensor."""
 
 import os
 
@@ -49,7 +49,7 @@ def diff(
     Use diff to see where and by how much two checkpoints differ; verify to see whether they compute the same logits;
     audit to find errors in one checkpoint.
     """
-    for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
+    for library in ("OPENBLAS", "MKL"):  # numpy, imported later, reads these; gptkit has its own threads
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     rows = base.rows_by(by)
     from ..parity.diff import diff as run

@@ -1,4 +1,4 @@
-"""draft: a definition of a family that gptkit does not have."""
+"""The command draft, which drafts the definition of an unknown family."""
 
 from pathlib import Path
 
@@ -30,10 +30,10 @@ def draft(
     from ..drafting.draft import lines
 
     with status("drafting", quiet or json) as tell:
-        found = run(model, out, without=without or (), progress=tell, **opening)
+        result = run(model, out, without=without or (), progress=tell, **opening)
     if json:
-        print_json({"schema_version": 1, **found.as_json()})
+        print_json({"schema_version": 1, **result.as_json()})
     else:
-        say([part for line in lines(found) for part in wrapped(line, 80)], quiet)
-    if not found.passed:
+        say([part for line in lines(result) for part in wrapped(line, 80)], quiet)
+    if not result.passed:
         raise typer.Exit(3)

@@ -1,4 +1,4 @@
-"""eval: perplexity on texts, by position and past the context, and beside another model."""
+"""The command eval, which measures perplexity: by position, past the context, and compared with another model."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def evaluate(
     if attention not in ("sdpa", "eager"):
         raise UsageError(f"--attention must be sdpa or eager, not {attention!r:.40}")
     lengths = {"context": context, "stride": stride}
-    windows: Any = {name: None if each is None else tokens(f"--{name}", each) for name, each in lengths.items()}
+    windows: Any = {name: None if length is None else tokens(f"--{name}", length) for name, length in lengths.items()}
     computing: Any = {"dtype": dtype, "attention": attention, "device": device, **opening}
     with status("measuring", quiet or json) as tell:
-        found = run(
+        evaluation = run(
             model,
             data,
             against=against,
@@ -99,5 +99,5 @@ def evaluate(
             **computing,
             progress=tell,
         )
-    answer(json, found.as_json, lambda: evaluation_report(found), quiet)
-    drawn.write(lambda: evaluation_page(found), quiet or json)
+    answer(json, evaluation.as_json, lambda: evaluation_report(evaluation), quiet)
+    drawn.write(lambda: evaluation_page(evaluation), quiet or json)

@@ -1,4 +1,4 @@
-"""generate: text from a checkpoint."""
+"""The command generate, which generates text with a checkpoint."""
 
 import sys
 from itertools import chain
@@ -75,6 +75,40 @@ def generate(
         )
     if attention not in ("sdpa", "eager"):
         raise UsageError(f"--attention must be sdpa or eager, not {attention!r}")
+    _check_choice(temperature, top_k, top_p, beams, length_penalty, early_stopping)
+    prompt = _read_prompt(text, ids)
+    messages: list[str] = []
+    opened = open_checkpoint(model, **opening)
+    suit(opened.spec)
+    sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    computing: Any = {"dtype": dtype, "attention": attention, "tell": messages.append}
+    if beams is not None:
+        penalty = 1.0 if length_penalty is None else length_penalty
+        sampling |= {"beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}
+    pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
+    terminal = sys.stdout.isatty()
+    try:
+        printed = [prompt] if isinstance(prompt, str) and opened.spec.encoder is None and not quiet else []
+        for piece in chain(printed, pieces):
+            # A model's text may contain control characters. A program gets all of them, a terminal only printable ones.
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if terminal else piece
+            sys.stdout.write(shown)  # not typer.echo, which removes text that looks like a colour code
+            sys.stdout.flush()
+    finally:
+        typer.echo()  # also after an interruption, so that its message begins a new line
+        for line in () if quiet else messages:
+            complain(line)
+
+
+def _check_choice(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    beams: int | None,
+    length_penalty: float | None,
+    early_stopping: bool,
+) -> None:
+    """Raise UsageError if options of sampling and of beam search have no effect, or contradict each other."""
     if temperature == 0 and (top_k is not None or top_p is not None):
         name = "--top-k" if top_k is not None else "--top-p"
         raise UsageError(
@@ -88,32 +122,14 @@ def generate(
             "beam search does not sample, so --beams excludes --temperature, --top-k and --top-p",
             "Leave those options out.",
         )
-    prompt = _read_prompt(text, ids)
-    limits: list[str] = []
-    opened = open_checkpoint(model, **opening)
-    suit(opened.spec)
-    sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    computing: Any = {"dtype": dtype, "attention": attention, "tell": limits.append}
-    if beams is not None:
-        penalty = 1.0 if length_penalty is None else length_penalty
-        sampling |= {"beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}
-    pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
-    watched = sys.stdout.isatty()
-    try:
-        before = [prompt] if isinstance(prompt, str) and opened.spec.encoder is None and not quiet else []
-        for piece in chain(before, pieces):
-            # What a model says is somebody else's text. A program gets all of it, a terminal what it can show.
-            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
-            sys.stdout.write(shown)  # not typer.echo, which drops what looks like a colour
-            sys.stdout.flush()
-    finally:
-        typer.echo()  # after an interruption too: what is said about it gets a line of its own
-        for line in () if quiet else limits:
-            complain(line)
 
 
 def _read_prompt(text: str | None, ids: str | None) -> str | list[int]:
-    """TEXT, or standard input for -, or the numbers of --ids ('1 5 9' or '1,5,9'); raises UsageError."""
+    """Return the prompt: TEXT, or standard input if TEXT is a dash, or the token ids of --ids ('1 5 9' or '1,5,9').
+
+    Raises:
+        UsageError: --ids are not integers, or standard input is not UTF-8.
+    """
     if ids is not None:
         try:
             return [int(part) for part in ids.replace(",", " ").split()]

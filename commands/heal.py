@@ -1,4 +1,4 @@
-"""heal: a changed model trained to answer as its original."""
+"""The command heal, which trains a changed model to make the same predictions as its original."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from ..errors import UsageError
 from ..terminal import answer, progress_bar
 from .base import JSON, QUIET, ForTree, argument, command, flag, option
 from .completion import complete_model, one_of
-from .train import BATCH, DATA, DEVICE, HELD_OUT, amounts, told_once
+from .train import BATCH, DATA, DEVICE, HELD_OUT, amounts, reported_once
 
 _HOW = "How to train"
 
@@ -175,7 +175,7 @@ def heal(
     where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force, "to": to}
     silent = quiet or json or not leads()
     watched = Healing(silent)
-    with told_once(), progress_bar("tokenizing", silent) as advance:
+    with reported_once(), progress_bar("tokenizing", silent) as advance:
         done = run(
             changed, teacher, data, out, **options, **how, **where, **opening,
             on_start=watched.start, tell=watched.step, progress=advance,

@@ -1,13 +1,19 @@
-"""params, presets and families: what a model's config alone tells, and of which models."""
+"""The commands params, presets and families, which need only configs."""
+
+from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..terminal import answer, console, print_json, say
 from . import base
 from .base import JSON, MODELS, QUIET, ForTree, Pictures, argument, command, flag, option
 from .completion import FLOATS, one_of
+
+if TYPE_CHECKING:
+    from ..analysis.figures import Scenario
 
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
@@ -112,8 +118,7 @@ _CSV = flag(
     "gptkit params gpt2 --explain",
     "gptkit params llama-2-7b --swap attention=gqa:4 --kv 4096",
 )
-# Complex: one branch for each table that --memory, --costs and the others ask for.
-def params(  # noqa: C901
+def params(
     models: list[str] = MODELS,
     by: str = base.by_option(WEIGHTS),
     by_layer: bool = flag("--by-layer", "", hidden=True),
@@ -151,12 +156,6 @@ def params(  # noqa: C901
     nbytes = base.parse_size("--gpu", gpu, of_a_card=True)
     asked = Scenario(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp, fsdp)
     rows = base.rows_by("layer" if by_layer else by)
-    # Options that would do nothing are refused before any work.
-    number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
-    if number is not None and (flops or memory):
-        raise UsageError(
-            f"{number} is not a model; --flops and --memory take no value", f"Give the context as --context {number}."
-        )
     if json and csv:
         raise UsageError("--json and --csv cannot be combined", "Give only one of them.")
     if csv and stored:
@@ -166,29 +165,14 @@ def params(  # noqa: C901
             f"--csv prints only one table: the parameters by {rows}, or the costs",
             "Run the command once with --by and once with the options for costs.",
         )
-    where = "--flops, --memory, --gpu, --tp or --pp"
-    if fsdp != 1 and not memory:
-        raise UsageError("--fsdp works only with --memory", "Add --memory.")
-    if context is not None and not asked.at_context:
-        raise UsageError(
-            f"--context works only with {where}", "For --kv, give the contexts as its value: --kv 4096,8192."
-        )
-    if batch != 1 and not (asked.kv or asked.at_context):
-        raise UsageError(
-            f"--batch works only with --kv, {where}",
-            "Leave out --batch: the number of parameters does not depend on it.",
-        )
-    if kv_dtype is not None and not (asked.kv or memory or asked.gpu or asked.spread):
-        raise UsageError(
-            "--kv-dtype works only with --kv, --memory, --gpu, --tp or --pp", "--dtype sets the dtype of the weights."
-        )
+    _refuse_options_without_effect(models, asked)
     counts: list[ModelCount] = count_params(*models, stored=stored, **opening)
     swapped = bool(swap or recipe)
     if swapped:
         pairs = []
-        for model, made, family in base.reshaped(counts, swap, recipe, opening):
-            name = f"{model.name} {' '.join(map(str, made.steps))}"
-            pairs += [model, ModelCount(name, family, made.spec, swap={"of": model.name, **made.as_json()})]
+        for model, result, family in base.reshaped(counts, swap, recipe, opening):
+            name = f"{model.name} {' '.join(map(str, result.steps))}"
+            pairs += [model, ModelCount(name, family, result.spec, swap={"of": model.name, **result.as_json()})]
         counts = pairs
     counts = with_figures(counts, asked)
     if json:
@@ -211,6 +195,31 @@ def params(  # noqa: C901
         from ..report.counts_page import counts_page
 
         drawn.write(lambda: counts_page(counts, asked), quiet or json or csv)
+
+
+def _refuse_options_without_effect(models: list[str], asked: Scenario) -> None:
+    """Raise UsageError for options that change nothing in the figures that are asked for."""
+    number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
+    if number is not None and (asked.flops or asked.memory):
+        raise UsageError(
+            f"{number} is not a model; --flops and --memory take no value", f"Give the context as --context {number}."
+        )
+    where = "--flops, --memory, --gpu, --tp or --pp"
+    if asked.fsdp != 1 and not asked.memory:
+        raise UsageError("--fsdp works only with --memory", "Add --memory.")
+    if asked.context is not None and not asked.at_context:
+        raise UsageError(
+            f"--context works only with {where}", "For --kv, give the contexts as its value: --kv 4096,8192."
+        )
+    if asked.batch != 1 and not (asked.kv or asked.at_context):
+        raise UsageError(
+            f"--batch works only with --kv, {where}",
+            "Leave out --batch: the number of parameters does not depend on it.",
+        )
+    if asked.kv_dtype is not None and not (asked.kv or asked.memory or asked.gpu or asked.spread):
+        raise UsageError(
+            "--kv-dtype works only with --kv, --memory, --gpu, --tp or --pp", "--dtype sets the dtype of the weights."
+        )
 
 
 @command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (one name per line, for a script)")
@@ -266,10 +275,10 @@ def families(
     """List the model families that gptkit supports."""
     from ..report.families import families_json, families_table
 
-    found = families_json([word.lower() for word in words or ()], everything=everything)
-    if not found["families"] and not found["others"]:
+    listed = families_json([word.lower() for word in words or ()], everything=everything)
+    if not listed["families"] and not listed["others"]:
         raise UsageError(
             f"no family has {' and '.join(map(repr, words or ())):.80} in its name",
             "Run gptkit families to list all families.",
         )
-    answer(json, lambda: found, lambda: families_table(found), quiet)
+    answer(json, lambda: listed, lambda: families_table(listed), quiet)

@@ -1,4 +1,4 @@
-"""recommend: components for a goal and a number of parameters."""
+"""The command recommend, which proposes components for a goal and a number of parameters."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from .completion import one_of
 
 
 def _known_goals() -> Iterable[str]:
-    """For the shell."""
+    """Return the goals, for completion in the shell."""
     from ..analysis.recommend import GOALS
 
     return GOALS
@@ -70,7 +70,7 @@ def recommend(
     answer(json, result.as_json, lambda: recommendation_table(result), quiet)
     file = quote(str(out or f"{goal}.json"))
     lines = ["", "Next:", f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"]
-    if out is None:  # the call as it was made, with --out
+    if out is None:  # the same call, with --out
         call = ["gptkit recommend --goal", goal, "--params", quote(params)]
         call += [f"--vocab {vocab}"] if vocab is not None else []
         call += [f"--context {quote(context)}"] if context else []

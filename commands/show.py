@@ -1,4 +1,4 @@
-"""show: how a model is built, its tree and the path of the data through one of its layers."""
+"""The command show, which draws a model's tree and the path of the data through one of its layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def show(
 
 
 def _source(model: ModelCount, quiet: bool) -> None:
-    """Where it comes from, for a person."""
+    """Print where the model comes from, and notes about it."""
     from ..report.checkpoints import source_lines
 
     if model.revision or model.notes:

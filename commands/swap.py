@@ -1,4 +1,4 @@
-"""swap and swaps: components exchanged, and which can be."""
+"""The commands swap, which changes components of a model, and swaps, which lists the possible changes."""
 
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,14 @@ from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, comm
 from .completion import forms, one_of
 
 _HOW, _GENERAL = "How to swap", "General"
-"""Headings in the help of `swap`, before and after the swaps themselves."""
+"""Headings in the help of `swap`, before and after those of the swaps."""
 
 
 class _SwapCommand(Command):
-    """`swap`: its own options, and one for every option of a swap that is registered, plugins' too. They are looked up
-    when somebody swaps or asks for help; other commands do not wait for them. What was given arrives in `**asked`: the
-    values of an option in the order in which they were given, and how often a flag was.
+    """The command `swap` with one more option for every option of a registered swap, also of plugins.
+
+    The swaps are looked up only for `swap` and its help, so other commands do not wait for them. The values arrive in
+    `**asked`: a list in the order of the command line for an option, and a number of times for a flag.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -29,16 +30,16 @@ class _SwapCommand(Command):
         general = [param for param in options if getattr(param, "rich_help_panel", None) != _HOW]
         for param in general:
             param.rich_help_panel = _GENERAL
-        found = [param for param in own if param not in general]
-        for each in all_options():
+        options = [param for param in own if param not in general]
+        for swap_option in all_options():
             fields: dict[str, Any] = {"count": True, "metavar": " "}  # instead of its type
-            if not each.flag:
-                values = one_of(forms(each.metavar))
+            if not swap_option.flag:
+                values = one_of(forms(swap_option.metavar))
                 complete = partial(lambda values, ctx, args, incomplete: values(incomplete), values)
-                fields = {"type": str, "multiple": True, "metavar": each.metavar, "autocompletion": complete}
-            fields |= {"help": each.help, "rich_help_panel": each.group}
-            found.append(TyperOption(param_decls=[each.name, each.spelled], **fields))
-        return found + general
+                fields = {"type": str, "multiple": True, "metavar": swap_option.metavar, "autocompletion": complete}
+            fields |= {"help": swap_option.help, "rich_help_panel": swap_option.group}
+            options.append(TyperOption(param_decls=[swap_option.name, swap_option.spelled], **fields))
+        return options + general
 
 
 _RECIPE = option(
@@ -196,7 +197,7 @@ def swaps(
     if model is None:
         from ..surgery.registry import all_options, all_swaps
 
-        groups = {each.name: each.group for each in all_options()}
+        groups = {swap_option.name: swap_option.group for swap_option in all_options()}
         return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups), quiet)
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing

@@ -1,4 +1,4 @@
-"""tokenize: texts as a folder of tokens, once, for everything that trains or measures on them."""
+"""The command tokenize, which converts texts to a folder of tokens for training and evaluation."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""train: a model from random weights, or a checkpoint further."""
+"""The command train, which trains random weights or continues from a checkpoint."""
 
 import re
 from collections.abc import Iterator
@@ -16,28 +16,30 @@ _UNITS = {"s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _seconds(name: str, text: str) -> float:
-    """Seconds of "90", "90s", "10m", "1.5h"; raises UsageError."""
+    """Return the number of seconds of "90", "90s", "10m" or "1.5h". Raises UsageError for other text."""
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([smhd]?)\s*", text, re.ASCII)
-    found = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if found <= 0:
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if seconds <= 0:
         raise UsageError(f"{name} {text!r:.40} is not a time", f"For example: {name} 90s, {name} 10m or {name} 1.5h")
-    return found
+    return seconds
 
 
 def amounts(
     budget: str | None, time: str | None, batch: str | None, context: str | None, held_out: str
 ) -> dict[str, Any]:
-    """Tokens, seconds and shares as options say them; raises UsageError."""
+    """Parse the options that are numbers of tokens, times or shares. Raises UsageError if one is malformed."""
     counts = {"tokens": budget, "batch": batch, "context": context}
-    found: dict[str, Any] = {name: None if text is None else tokens(f"--{name}", text) for name, text in counts.items()}
-    found["seconds"] = None if time is None else _seconds("--time", time)
+    values: dict[str, Any] = {
+        name: None if text is None else tokens(f"--{name}", text) for name, text in counts.items()
+    }
+    values["seconds"] = None if time is None else _seconds("--time", time)
     share = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", held_out, re.ASCII | re.IGNORECASE)
-    return {**found, "held_out": float(held_out) if share else held_out}
+    return {**values, "held_out": float(held_out) if share else held_out}
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
-    """What fails in several processes is told by the first of them alone."""
+def reported_once() -> Iterator[None]:
+    """Report an error that all processes of a distributed run raise only once, by the first process."""
     from ..converter.distributed import leads
 
     try:
@@ -194,6 +196,6 @@ def train(
     options |= opening
     quiet = quiet or not leads()
     watching = Watched(quiet, metrics if leads() else None, tensorboard if leads() else None)
-    with told_once(), progress_bar("tokenizing", quiet) as advance, watching as watched:
+    with reported_once(), progress_bar("tokenizing", quiet) as advance, watching as watched:
         done = run(model, data, out, **options, on_start=watched.start, tell=watched.step, progress=advance)
     say(result_lines(done), quiet)

@@ -1,4 +1,4 @@
-"""verify: logits held against transformers."""
+"""The command verify, which compares logits with transformers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def verify(
         )
 
     def measured_text(source: Checkpoint) -> tuple[int, ...] | None:
-        """The end of a text, or of the bundled play for the samples."""
+        """Return the tokens at the end of --text, or for samples of the bundled play."""
         from ..surgery.fits.calibration import read_text
 
         if text is None and not (source.origin.reference or "").startswith("sample:"):
