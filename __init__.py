@@ -1,29 +1,29 @@
 """gptkit: take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.
 
-Every command is also a function. A function imports its dependencies when it is first used, so that counting parameters
-never waits for torch.
+The commands of the command line are also functions of this package:
 
-    load(model)                  return a torch module: input_ids (B, T) -> logits (B, T, vocabulary)
-    open_checkpoint(model)       return the tree and the places of its tensors, without reading weights
-    convert(model, out, to)      convert to gptkit's own format ("local") or to Hugging Face files ("hf")
-    swap(model, out, norm)       exchange a component, and measure the guarantee
-    params(model)                count the parameters per component, from a config alone
-    compare(model, other)        compare the components and costs of models
-    diff(a, b)                   compare two checkpoints, tensor by tensor
-    audit(new, source)           find the faults of a checkpoint of any family
-    recommend(goal, params)      recommend components for a goal and a size, with costs and papers
-    verify(model, other)         compare logits with transformers
-    generate(model, text)        generate text with a checkpoint or a model in memory, piece by piece
-    tokenize(files, out)         write texts as a folder of tokens, for training
-    train(model, data, out)      train from random weights, or continue a checkpoint
-    heal(changed, teacher, data, out)  train a changed model to predict what its original predicts
-    ablate(plan, out)            train or heal variants of a model, all with the same budget
-    fit_scaling(runs)            fit a scaling law to runs, and predict the best run for a budget
-    evaluate(model, data)        measure perplexity, bits per byte and accuracy on texts, by position
-    save(model, folder, as_)     write a model in memory as a checkpoint folder
-    progress(what)               show the progress of another function, also in a notebook
+    params(model)                Count the parameters of a model by component, from its config, without weights.
+    compare(model, other)        Compare the components and costs of several models, from their configs.
+    recommend(goal, params)      Propose an architecture for a goal and a number of parameters.
+    load(model)                  Load a checkpoint as a torch module: input_ids (B, T) -> logits (B, T, vocabulary).
+    generate(model, text)        Generate text with a checkpoint or a loaded model. Yields pieces of text.
+    save(model, folder, as_)     Save a model in memory, for example after training or editing, as a checkpoint.
+    open_checkpoint(model)       Open a checkpoint without reading weights: its components, and where its tensors are.
+    convert(model, out, to)      Convert a checkpoint to gptkit's own format ("local"), Hugging Face files ("hf"), GGUF.
+    swap(model, out, norm)       Replace components of a model, and measure how much its logits change.
+    diff(a, b)                   Compare two checkpoints tensor by tensor.
+    audit(new, source)           Report what is wrong with a checkpoint of any family.
+    verify(model, other)         Compare the logits of a checkpoint with those of transformers.
+    tokenize(files, out)         Convert texts to a folder of tokens for training.
+    train(model, data, out)      Train a model from random weights, or continue from a checkpoint.
+    heal(changed, teacher, data, out)   Train a changed model to make the same predictions as its original.
+    ablate(plan, out)            Train several variants of a model with the same budget, and compare them.
+    fit_scaling(runs)            Fit a scaling law to runs of several sizes, and predict the best size for a budget.
+    evaluate(model, data)        Measure perplexity, bits per byte and accuracy on texts.
+    progress(what)               Return a progress line for one of these functions, for a terminal or a notebook.
 
-All errors are subclasses of `gptkit.errors.GptkitError`.
+A function imports its libraries when it is first used, so counting parameters does not wait for torch. All errors that
+gptkit raises are subclasses of `gptkit.errors.GptkitError`.
 """
 
 from __future__ import annotations

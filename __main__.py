@@ -1,4 +1,4 @@
-"""`python -m gptkit`, and the `gptkit` command: `main`."""
+"""The entry point of `gptkit` and `python -m gptkit`."""
 
 import sys
 
@@ -15,7 +15,7 @@ from .process import (
 
 
 def main() -> None:
-    """Run the command line, which is imported where signals are answered already."""
+    """Run the command line. It is imported after signal handlers are set, so that Ctrl-C works during imports."""
     open_streams()
     leave_no_cache()
     answer_signals()

@@ -1,6 +1,6 @@
-"""The command line: `app`, to which every file in `commands/` adds its own, and `main`, which runs it.
+"""The command line: `app`, to which the modules in `commands/` add their commands, and `main`, which runs it.
 
-Imports of torch, transformers and rich wait inside the commands, so that --help and params answer at once.
+Commands import torch, transformers and rich inside their functions, so that --help and params answer at once.
 """
 
 import io
@@ -32,12 +32,12 @@ _COMMANDS = (
     *(params, compare, diff, audit, draft, show, recommend, convert, swap, verify, generate),
     *(tokenize, train, heal, ablate, evaluate, demo),
 )
-"""The modules, each of which adds its commands to `app` when it is imported."""
+"""The modules of commands. A module adds its commands to `app` when it is imported."""
 
 
 def main() -> None:
     """Run the command that the process was started with."""
-    answer_signals()  # they are already, but where somebody calls this without `__main__`
+    answer_signals()  # `__main__` does this earlier, but `main` can also be called without it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack a character

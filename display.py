@@ -1,4 +1,4 @@
-"""How values show themselves: in a notebook, and as JSON."""
+"""Base classes of results: their display in a notebook, and their JSON."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 
 class Shown:
-    """A value that a notebook shows as the table which the command prints.
+    """A value that a notebook shows as the table that the command prints.
 
-    Values stand far below what draws tables (`report.notebook`): the package, which stands above both, hands the
-    function down when it is imported, as it is before any of its modules.
+    This module may not import `report.notebook`, which draws tables. So the package sets `_repr_html_` when it is
+    imported.
     """
 
     __slots__ = ()
@@ -19,10 +19,10 @@ class Shown:
 
 
 class Record:
-    """A dataclass that tells its plain JSON values.
+    """A dataclass with a JSON form.
 
-    `JSON` names them in order, as "name" or "name=attribute"; dots lead into objects on the left, and into other
-    records on the right. Without it there are all of the fields.
+    `JSON` lists the names of the values in order, as "name" or "name=attribute". Dots in a name create nested objects,
+    and dots in an attribute follow other records. Without `JSON`, the values are all fields.
     """
 
     __slots__ = ()
@@ -30,7 +30,7 @@ class Record:
     JSON: ClassVar[str] = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are whole numbers where nothing else is said."""
+        """Return the result as plain JSON values."""
         values: dict[str, Any] = {}
         for entry in self.JSON.split() or [field.name for field in fields(self)]:  # type: ignore[arg-type]
             name, _, path = entry.partition("=")
@@ -43,9 +43,9 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Convert records in a value to plain JSON values."""
     if isinstance(value, Record):
         return value.as_json()
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 def shown(value: Any, most: int = 60) -> str:
     """Return the first `most` characters of a value's repr, for a message.
 
-    Every value that comes from a file goes through this function. YAML's aliases and pickles make one small list stand
-    in another many times: such a value is walked only as far as it is shown. Nor does a value fail here whose repr
-    fails, because it is nested too deeply or is an integer of thousands of digits.
+    Messages show values from files only through this function. With YAML aliases or pickles, a small file can contain
+    the same list a huge number of times, so the value is visited only as far as it is shown. Values whose repr fails,
+    because they are nested too deeply or are integers of thousands of digits, are safe too.
     """
     text = ""
     for piece in _pieces(value, most):
@@ -58,10 +58,10 @@ def meant(word: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # here, because most commands never need it
 
     words = list(known)
-    begun = sorted((each for each in words if len(word) > 2 and each.startswith(word)), key=len)
-    if begun and all(each.startswith(begun[0]) for each in begun):
+    begun = sorted((candidate for candidate in words if len(word) > 2 and candidate.startswith(word)), key=len)
+    if begun and all(candidate.startswith(begun[0]) for candidate in begun):
         return begun[0]
-    # Three letters in four must agree: at difflib's own 0.6, "prune" is taken for "untie".
+    # 0.75, because difflib's default of 0.6 suggests "untie" for "prune".
     return next(iter(get_close_matches(word[:60], words, 1, 0.75)), None)
 
 

@@ -59,7 +59,7 @@ def _leave(number: int, _: FrameType | None = None) -> NoReturn:
 
 
 def leave_at_signals() -> None:
-    """Let signals end the process at once from now on, when nothing is left to clean up."""
+    """Let signals end the process at once from now on, because there is nothing more to clean up."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) not in (signal.SIG_IGN, None):

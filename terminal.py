@@ -1,4 +1,4 @@
-"""What the command line writes, nothing in it that a terminal would obey. rich waits until it is needed."""
+"""Output of the command line, without control characters from files. rich is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Say why on stderr and exit. The traceback only with GPTKIT_DEBUG=1."""
+    """Print a message on stderr, with GPTKIT_DEBUG=1 also the traceback, and exit."""
     if os.environ.get("GPTKIT_DEBUG") == "1":
         traceback.print_exc()
     complain(message)
@@ -28,16 +28,16 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def complain(message: str) -> None:
-    """Lines on stderr: the first behind our name, what is below it set in."""
+    """Print lines on stderr. The first begins with "gptkit:", and the others are indented."""
     first, _, rest = message.partition("\n")
     lines = [f"gptkit: {printable(first)}", *(f"  {printable(line)}" for line in rest.split("\n") if line)]
-    if sys.stderr.isatty():  # not for a program, which looks for a line
+    if sys.stderr.isatty():  # programs get whole lines, which they can search
         lines = [part for line in lines for part in wrapped(line, shutil.get_terminal_size().columns)]
     typer.echo("\n".join(lines), err=True)
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """A line in as many as fit the width, between words; a word that is wider, a path, stays whole."""
+    """Break a line between words into lines of at most `width` characters. Longer words, such as paths, stay whole."""
     if len(line) <= width:
         return [line]
     whole = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
@@ -45,17 +45,17 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def printable(line: str) -> str:
-    """A line without control characters: a name out of a file may hold anything, terminal commands included."""
+    """Escape the control characters in a line. A name from a file may contain any, also commands for the terminal."""
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def print_json(obj: Any) -> None:
-    """One JSON value on stdout, indented and in plain ASCII, for programs rather than people: never coloured."""
+    """Print a JSON value on stdout, indented, in ASCII and never coloured."""
     sys.stdout.write(json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
 def answer(as_json: bool, data: Callable[[], Any], report: Callable[[], Any], quiet: bool = False, **how: Any) -> None:
-    """Print a command's result: its JSON values, or else what a person reads, who did not ask for quiet."""
+    """Print a command's result: as JSON, or else as a report unless `quiet`."""
     if as_json:
         print_json(data())
     elif not quiet:
@@ -63,17 +63,19 @@ def answer(as_json: bool, data: Callable[[], Any], report: Callable[[], Any], qu
 
 
 def give_up_stdout() -> None:
-    """Nothing more can be written there; what is still buffered would fail again at exit."""
+    """Redirect stdout to /dev/null after an error, since buffered output would fail again at exit."""
     with suppress(OSError):
         sys.stdout.flush()
         return
-    with suppress(OSError):  # no file at all, in a notebook or a test
+    with suppress(OSError):  # in a notebook or a test, stdout may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console(markup: bool = False) -> Console:
-    """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal; without control characters
-    but its own, and with NO_COLOR without those. `markup` only for words that are all gptkit's.
+    """Return a console for standard output, without control characters except its own colours (none with NO_COLOR).
+
+    Its width is that of the terminal or COLUMNS, or 80 if stdout is not a terminal. Use `markup` only for text that
+    comes from gptkit alone.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -84,7 +86,7 @@ def console(markup: bool = False) -> Console:
 
         def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
             for text, style, control in super().render(*args, **kwargs):
-                # One for one, for the widths are settled.
+                # One character for one, because the widths of columns are already computed.
                 yield Segment("".join(c if c.isprintable() or c == "\n" else "?" for c in text), style, control)
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
@@ -94,7 +96,7 @@ def console(markup: bool = False) -> Console:
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr where a person is looking; takes (bytes done now, bytes in all, 0 where nobody knows)."""
+    """Show a progress bar if stderr is a terminal. Yield a function of (bytes done now, total or 0 if unknown)."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -106,7 +108,7 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
     task = bar.add_task(what, total=None)
 
     def advance(done: int, total: int) -> None:
-        bar.start()  # not before: downloads have bars of their own, and two at a time overwrite each other
+        bar.start()  # not earlier: downloads have their own bars, and two bars would overwrite each other
         bar.update(task, advance=done, total=total or None)
 
     try:
@@ -116,14 +118,14 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
 
 
 def say(lines: list[str], quiet: bool) -> None:
-    """Lines on standard output, never cut or wrapped: they name files."""
+    """Print lines on standard output. They are never cut or wrapped, since they contain file names."""
     if not quiet:
         typer.echo("\n".join(map(printable, lines)))
 
 
 @contextmanager
 def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is going on, where a person is looking."""
+    """Show a status line if stderr is a terminal. Yield a function that changes its text."""
     if quiet or not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -132,7 +134,7 @@ def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
     live = Console(stderr=True).status(what)
 
     def tell(text: str) -> None:
-        live.start()  # not before, as for the bar
+        live.start()  # not earlier, as in `progress_bar`
         live.update(f"{what}: {text}")
 
     try:

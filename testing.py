@@ -1,12 +1,12 @@
-"""The four proofs of a family, for its own tests: they hold a plugin's family as they hold ours.
+"""The four tests of a family's definition, for gptkit's own families and for those of plugins.
 
-1. `fields_are_accounted_for`: every field of the reference's config is read, irrelevant with a reason, or refused;
-2. `elements_land_once`: every checkpoint element lands in exactly one place, and comes back;
+1. `fields_are_accounted_for`: every field of the reference's config is read, refused, or irrelevant with a reason;
+2. `elements_land_once`: every element of a checkpoint is used exactly once, and the way back restores it;
 3. `names_and_shapes_agree`: the tree, gptkit's modules and the reference have the same names and shapes;
-4. `logits_agree`: on random parameters they are the reference's, to the last bit.
+4. `logits_agree`: with random parameters, the logits equal the reference's to the last bit.
 
-Each raises AssertionError where it does not hold. A reference is a torch module whose parameters have the checkpoint's
-names, and which returns what has `logits`; that of a family which names its own (`Architecture.model`) is `reference`.
+They raise AssertionError if the definition is wrong. A reference is a torch module whose parameters have the names of
+the checkpoint, and whose result has `logits`. `reference` builds the one that a family defines (`Architecture.model`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,7 +57,7 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
     both = refused.keys() & (read | irrelevant.keys())
     assert not both, f"the family refuses these fields, but also reads them or declares them irrelevant: {sorted(both)}"
     reasons = [*irrelevant.values(), *(reason for _, reason in refused.values())]
-    short = [each for each in reasons if len(each.split()) < 2 and each not in ("generation", "tokenizer")]
+    short = [reason for reason in reasons if len(reason.split()) < 2 and reason not in ("generation", "tokenizer")]
     assert not short, f"these reasons are shorter than two words: {short}"
 
 

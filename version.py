@@ -1,3 +1,3 @@
-"""gptkit's version, which stands on the ground floor: pyproject.toml reads it without importing anything."""
+"""The version of gptkit. It has its own file so that pyproject.toml can read it without importing anything."""
 
 __version__ = "0.1.0"
