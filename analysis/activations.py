@@ -80,14 +80,14 @@ class Pass:
         return max(self.size, FLOAT)
 
 
-def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
-    """Return the bytes saved for the backward pass of a model and its loss, by component.
+def saved_for_backward(spec: ModelSpec, run: Pass) -> dict[str, int]:
+    """Return the bytes that autograd saves for the backward pass of a model and its loss, by component.
 
     "attention" includes rotary tables, and "scores" the masks that kernels read. "embedding" is the ids of the rows
     that were read. "loss" is the logarithms of all probabilities in fp32, and the targets.
 
     Raises:
-        MissingComponent: a tree with an encoder.
+        MissingComponent: the tree has an encoder.
     """
     spec.one_stack("estimating the memory of training")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
@@ -100,10 +100,11 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     return _in_order(by_row)
 
 
-def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
-    """Return the same where a layer saves only its input, and is computed again (Chen et al. 1604.06174).
+def saved_with_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
+    """Return the bytes that are saved with checkpointing, by component (Chen et al. 1604.06174).
 
-    One layer at a time is computed again, so "layer" is the largest layer's bytes. Raises the same errors as `kept`.
+    A layer saves only its input, and is computed again in the backward pass. One layer at a time is computed again, so
+    "layer" is the bytes of the largest layer. Raises the same errors as `saved_for_backward`.
     """
     spec.one_stack("estimating the memory of training")
     wide = sum(block.wide for block in spec.blocks[:-1])  # a block's result is the next block's input
@@ -193,7 +194,7 @@ class MixingActivations(msgspec.Struct, frozen=True):
         return (run.tokens**2 if self.alibi is None else self.pairs(run)) * run.size
 
     def key_heads(self, heads: int, run: Pass) -> int:
-        """Return how many of `heads` key or value heads are saved: these, or their copies for all query heads."""
+        """Return the number of saved key or value heads: `heads`, or their copies for all query heads."""
         fused = self.way(run.kernel) == "fused"
         if heads == 1 and (fused or run.batch == 1):
             return 1  # a view repeats it for every query head
@@ -225,12 +226,12 @@ def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[st
 
 
 class _SavedStorage(msgspec.Struct, eq=False):
-    """A block of memory of which tensors are views."""
+    """A block of memory. Several tensors may be views of it."""
 
     size: int  # in bytes
     row: str
     saved: dict[str, tuple[str, int]] = {}  # row and bytes of the views that are saved, by their ids
-    counted_elsewhere: bool = False  # another block's total has it
+    counted_elsewhere: bool = False  # the total of another block includes it
 
 
 class _View(msgspec.Struct, eq=False):
@@ -349,14 +350,14 @@ class SavedForBackward:
     def _sparse(self, operation: ops.Sparse, result: _View) -> None:
         self._save(self._input(operation))
         self._save(result)
-        self.by_row[operation.row] += result.size // int(operation.shape[-1])  # each row's deviation
+        self.by_row[operation.row] += result.size // int(operation.shape[-1])  # the deviation of every row
 
     def _temper(self, operation: ops.Temper, _: _View) -> None:
         size = self.run.size if operation.temperature.counts == "positions" else FLOAT
         self.by_row[operation.row] += self.run.tokens * size
 
     def _looked_up(self, operation: ops.Embed | ops.Positions, _: _View) -> None:
-        """Save the numbers of the rows that were read, once where several tables read the same."""
+        """Save the numbers of the rows that were read, only once if several tables read the same rows."""
         if isinstance(operation, ops.Positions) and not operation.weights:
             return
         ids = [self.views[name].id for name in operation.inputs]
@@ -440,7 +441,7 @@ class SavedForBackward:
         if operation.wide == "kept":
             result.storage.size = result.size = numbers * run.wide
         self.by_row[operation.row] += (cost.saved - cost.input) * size
-        if operation.weights:  # a mask of the elements above 0, and a number computed from each learnt one
+        if operation.weights:  # a mask of the elements above 0, and a number computed from every learnt one
             self.by_row[operation.row] += numbers + 2 * run.size
 
     def _choose(self, operation: ops.Choose, _: _View) -> None:

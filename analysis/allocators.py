@@ -41,7 +41,7 @@ class CachedLayer:
 
 
 Layers = Mapping[CachedLayer, int]
-"""The different caches of a model's layers, and how many layers have each."""
+"""The different caches of a model's layers, with the number of layers that have them."""
 
 
 def layers_of(spec: ModelSpec) -> Layers:
@@ -49,23 +49,23 @@ def layers_of(spec: ModelSpec) -> Layers:
     layers: Counter[CachedLayer] = Counter()
     for block, number in Counter(spec.blocks).items():
         works = [work_of(operation) for operation in spec.block_operations(block)]
-        cached = [work for work in works if work.left]
+        cached = [work for work in works if work.per_token]
         window = max((work.window for work in cached if work.window is not None), default=None)
         chunked = window is not None and any(work.chunked for work in works)
         state = sum(work.state for work in works)
         if cached or state:
-            layers[CachedLayer(sum(work.left for work in cached), window, chunked, state)] += number
+            layers[CachedLayer(sum(work.per_token for work in cached), window, chunked, state)] += number
     return layers
 
 
-def in_vllm(layers: Layers, context: int, bytes_each: int, batch: int = 1) -> int | None:
-    """Return the bytes of the blocks for `batch` sequences of `context` tokens, with `bytes_each` bytes a number.
+def in_vllm(layers: Layers, context: int, itemsize: int, batch: int = 1) -> int | None:
+    """Return the bytes of the blocks for `batch` sequences of `context` tokens, with `itemsize` bytes per number.
 
-    None for layers with a state, and for layers whose pages vLLM cannot pad to one size.
+    Return None for layers with a state, and for layers whose pages vLLM cannot pad to one size.
     """
     if any(layer.state for layer in layers):
         return None
-    page = {layer: _BLOCK * layer.per_token * bytes_each for layer in layers}
+    page = {layer: _BLOCK * layer.per_token * itemsize for layer in layers}
     if len({(layer.window, layer.chunked) for layer in layers}) <= 1:
         return batch * sum(number * page[layer] * _blocks(layer, context, _BLOCK) for layer, number in layers.items())
     largest = max(page.values())
@@ -117,7 +117,7 @@ def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
     )
 
 
-def held(layers: Layers, context: int) -> int:
-    """Return how many numbers transformers' cache stores after `context` tokens: for a window, one token less."""
+def cached_numbers(layers: Layers, context: int) -> int:
+    """Return the count of numbers in transformers' cache after `context` tokens. A window has one token less."""
     tokens = {layer: context if layer.window is None else min(context, layer.window - 1) for layer in layers}
     return sum(number * (layer.per_token * tokens[layer] + layer.state) for layer, number in layers.items())

@@ -1,7 +1,7 @@
 """The `compare` command: the differences between models, as a table of aspects and costs. No weights, no torch.
 
-A row is an aspect (see `aspects`) or a cost (see `costs`), with a cell for each model. All costs are at the same
-context and dtype, so that they differ only because the models differ.
+A row is an aspect (see `aspects`) or a cost (see `costs`), with one cell per model. All costs are at the same context
+and dtype, so that they differ only because the models differ.
 """
 
 import json
@@ -41,7 +41,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class AspectRow:
-    """An aspect with a cell for each model, in words and as plain JSON values."""
+    """An aspect with one cell per model, in words and as plain JSON values."""
 
     name: str
     words: tuple[str, ...]
@@ -73,8 +73,8 @@ class Comparison(Shown):
         return f"<comparison of {names}: {differ} of {len(self.rows)} aspects differ>"
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """Return the notes on the table and on each model, in sentences."""
+    def all_notes(self) -> tuple[str, ...]:
+        """Return the notes on the table and on all models, in sentences."""
         return (*self.notes, *(f"{model.name}: {note}" for model in self.models for note in model.notes))
 
     def shown(self, *, everything: bool = False, only_differences: bool = False) -> tuple[AspectRow, ...]:
@@ -84,7 +84,7 @@ class Comparison(Shown):
         return tuple(row for row in self.rows if everything or row.differs or not row.detail)
 
     def costs(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the costs by name, with a figure for each model.
+        """Return the costs by name, with one figure per model.
 
         A figure is None if the model's table of positions is shorter than the context. The active parameters, which one
         token uses, are left out if they are all parameters of every model. Weights and cache are in bytes. FLOPs are of
@@ -111,7 +111,7 @@ class Comparison(Shown):
             "active": figures.active,
             "weight_bytes": model.weights,
             "cache_bytes_a_token": figures.cache_bytes(size),
-            "cache_bytes_at_context": figures.held_bytes(size) if model.sees else None,
+            "cache_bytes_at_context": figures.cache_bytes_at_context(size) if model.sees else None,
             "flops_a_token": figures.total_flops if model.sees else None,
         }
 

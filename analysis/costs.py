@@ -36,30 +36,30 @@ CONTEXT = 2048  # the number of tokens for a tree that states no context
 class Work(msgspec.Struct, frozen=True):
     """The multiplications of one operation in matrix products, and the numbers that it caches."""
 
-    a_token: int = 0  # multiplications for each token
-    a_pair: int = 0  # multiplications for each pair of a token and one that it attends to
+    a_token: int = 0  # multiplications per token
+    a_pair: int = 0  # multiplications per pair of a token and one that it attends to
     window: int | None = None  # the number of tokens that a token attends to; None for all
     chunked: bool = False  # a token attends to its chunk of `window` tokens instead
     causal: bool = True  # a token does not attend to later ones
-    left: int = 0  # cached numbers for each token within the window
+    per_token: int = 0  # cached numbers per token within the window
     state: int = 0  # cached numbers for a sequence of any length
     repeats: int | None = 1  # how many times transformers caches them; None if it has no such cache
     wide: bool = False  # the cache is in fp32 or wider
     chunk: int = 0  # tokens per chunk, if a prefill computes in chunks
-    a_chunk: int = 0  # multiplications for each chunk, in place of `a_token`; a partial chunk counts as one
+    a_chunk: int = 0  # multiplications per chunk, in place of `a_token`; a partial chunk counts as one
     spared: int = 0  # multiplications that the first chunk saves
-    between: int = 0  # multiplications for each pair of chunk states, the initial one included
+    between: int = 0  # multiplications per pair of chunk states, the initial one included
     beyond: int = 0  # tokens computed after the end of a sequence, which is padded to be longer than this
     once: bool = False  # it depends only on an encoder's source, so that further tokens cost nothing
     again: bool = False  # the backward pass computes it again
 
-    def held(self, context: int) -> int:
+    def numbers_after(self, context: int) -> int:
         """Return the cached numbers after `context` tokens. A window has one token less, for the next token."""
-        return self.left * (context if self.window is None else min(context, self.window - 1)) + self.state
+        return self.per_token * (context if self.window is None else min(context, self.window - 1)) + self.state
 
-    def bytes_held(self, context: int, size: int) -> int:
+    def bytes_after(self, context: int, size: int) -> int:
         """Return the cached bytes after `context` tokens, with `size` bytes per number."""
-        return self.held(context) * (max(size, FLOAT) if self.wide else size)
+        return self.numbers_after(context) * (max(size, FLOAT) if self.wide else size)
 
     def of_many(self, tokens: int) -> int:
         """Return the multiplications for `tokens` tokens that are read at once, without pairs."""
@@ -80,8 +80,8 @@ def work_of(operation: ops.AnyOperation) -> Work:
         case ops.Mix(window=window, chunked=chunked, causal=causal):
             return Work(0, operation.numbers(B=1, T=1), window, chunked, causal)
         case ops.CacheOperation(window=window, repeats=repeats, ours=ours):
-            left = operation.numbers(B=1, S=1)
-            return Work(window=window, left=left, repeats=None if ours else repeats, once=operation.once)
+            per_token = operation.numbers(B=1, S=1)
+            return Work(window=window, per_token=per_token, repeats=None if ours else repeats, once=operation.once)
         case ops.Scan(state=state, theirs=theirs):
             numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
             copies = None if theirs is None else theirs // numbers
@@ -96,7 +96,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
         case ops.Pairs():
             return Work(state=operation.numbers(B=1, T=1) // 2)
         case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
-            return Work()  # it moves numbers and multiplies none
+            return Work()  # these operations move numbers and multiply none
         case ops.AltUp(step="predict", shape=(streams, *_, width)):
             return Work(int(streams) ** 2 * int(width))
         case ops.AltUp() | ops.Sparse() | ops.Blend():
@@ -148,18 +148,18 @@ def _products(all_works: _Works) -> Counter[str]:
     return flops
 
 
-def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int:
+def _score_products(operation: ops.AnyOperation, work: Work, context: int) -> int:
     """Return the multiplications of one token with the `context` tokens that it attends to, including itself.
 
-    The other tokens are cached. For a latent, there are two ways to get keys and values, and this counts the cheaper
-    one. They are computed again from each cached latent, as gptkit's modules do. Or the up projection is applied to
-    the query or the output, which is then multiplied by latents (DeepSeek-V2 2405.04434, section 2.1.2).
+    The other tokens are cached. Latent attention can get keys and values in two ways, and this counts the cheaper one:
+    either it computes them again from the cached latents, as gptkit's modules do, or it applies the up projection to
+    the query or the output, and multiplies this by latents (DeepSeek-V2 2405.04434, section 2.1.2).
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
         return work.a_pair * _in_sight(context, work.window, work.chunked, work.causal)
     seen, heads = _in_sight(context, operation.window), int(operation.shape[2])
-    made = work.a_token // operation.inputs_wide
-    return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - made))
+    outputs = work.a_token // operation.inputs_wide
+    return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - outputs))
 
 
 def windows(spec: ModelSpec) -> set[int]:
@@ -168,7 +168,7 @@ def windows(spec: ModelSpec) -> set[int]:
 
 
 def _in_sight(context: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
-    """Return how many of `context` tokens the last one attends to, or the middle one without a causal mask."""
+    """Return the number of tokens, of `context`, that the last token attends to (without a causal mask, the middle)."""
     if window is not None and not causal:
         return min(context, 2 * window - 1)
     if window is not None and chunked:
@@ -207,10 +207,10 @@ class Costs(Record):
     """The FLOPs of the token's forward pass, by component. "scores" includes the weighted sum of values."""
     cached: int
     """The numbers that one token adds to the KV cache, over all layers."""
-    held: int
+    cached_at_context: int
     """The numbers in the cache after `context` tokens, within windows, including recurrent states."""
     wide: int = 0
-    """The part of `held` that is in fp32 or wider."""
+    """The part of `cached_at_context` that is in fp32 or wider."""
 
     @property
     def total_flops(self) -> int:
@@ -227,16 +227,16 @@ class Costs(Record):
     @property
     def figures(self) -> dict[str, int]:
         """Return the figures for comparisons, with the bytes of a bf16 cache."""
-        cache = {"cache_bytes_a_token": self.cache_bytes(), "cache_bytes_at_context": self.held_bytes()}
+        cache = {"cache_bytes_a_token": self.cache_bytes(), "cache_bytes_at_context": self.cache_bytes_at_context()}
         return {"parameters": self.parameters, **cache, "flops_a_token": self.total_flops}
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Return the bytes that one token adds to the cache, with `itemsize` bytes per number (2 for bf16 and fp16)."""
         return self.cached * itemsize
 
-    def held_bytes(self, itemsize: int = 2) -> int:
+    def cache_bytes_at_context(self, itemsize: int = 2) -> int:
         """Return the bytes of the cache after `context` tokens."""
-        return (self.held - self.wide) * itemsize + self.wide * max(itemsize, FLOAT)
+        return (self.cached_at_context - self.wide) * itemsize + self.wide * max(itemsize, FLOAT)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values, all whole numbers."""
@@ -244,7 +244,7 @@ class Costs(Record):
         return {
             **super().as_json(),
             "cache_bytes_a_token": {name: self.cache_bytes(size) for name, size in sizes.items()},
-            "cache_bytes_at_context": {name: self.held_bytes(size) for name, size in sizes.items()},
+            "cache_bytes_at_context": {name: self.cache_bytes_at_context(size) for name, size in sizes.items()},
         }
 
 
@@ -271,14 +271,14 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
     The context may be longer than the table of positions, because trees are compared at one context.
 
     Raises:
-        UsageError: a context below 1, or absurdly long.
+        UsageError: the context is below 1, or absurdly long.
     """
     length = usual_context(spec) if context is None else context
     check_number("tokens", length)
     all_works, counted = works(spec), count(spec)
     flops = _products(all_works)
     flops["scores"] += 2 * sum(
-        _scored_behind(operation, work, length) * number for operation, work, number in all_works
+        _score_products(operation, work, length) * number for operation, work, number in all_works
     )
     return Costs(
         parameters=counted.total,
@@ -286,9 +286,9 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
         embedding=counted.embedding,
         context=length,
         flops=_in_order(flops),
-        cached=sum(work.left * number for _, work, number in all_works if not work.once),
-        held=sum(work.held(length) * number for _, work, number in all_works),
-        wide=sum(work.held(length) * number for _, work, number in all_works if work.wide),
+        cached=sum(work.per_token * number for _, work, number in all_works if not work.once),
+        cached_at_context=sum(work.numbers_after(length) * number for _, work, number in all_works),
+        wide=sum(work.numbers_after(length) * number for _, work, number in all_works if work.wide),
     )
 
 
@@ -315,7 +315,7 @@ class Flops(Record):
     """The FLOPs of dense attention kernels for all pairs of tokens, as torch's FlopCounterMode counts them."""
     needed_scores: int
     """The FLOPs of attention for the pairs that the causal mask and windows need."""
-    made_again: int = 0
+    recomputed: int = 0
     """The FLOPs of recurrences that the backward pass computes again, in chunks of tokens."""
 
     @property
@@ -338,7 +338,7 @@ class Flops(Record):
 class TrainingFlops(Record):
     """The FLOPs of a forward and a backward pass, and the usual estimates of them.
 
-    The backward pass has two products for each product of the forward pass, one for the gradient of each factor.
+    For every product of the forward pass, the backward pass has two products, one for the gradient of either factor.
     """
 
     JSON = (
@@ -368,11 +368,11 @@ class TrainingFlops(Record):
 
     @property
     def dense(self) -> int:
-        return 3 * self.forward.dense + self.forward.made_again
+        return 3 * self.forward.dense + self.forward.recomputed
 
     @property
     def causal(self) -> int:
-        return 3 * self.forward.causal + self.forward.made_again
+        return 3 * self.forward.causal + self.forward.recomputed
 
 
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
@@ -381,7 +381,7 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     For a tree with an encoder, they include the encoder's, for a source of as many tokens.
 
     Raises:
-        UsageError: no tokens or sequences, or more tokens than positions.
+        UsageError: there are no tokens or sequences, or more tokens than positions.
     """
     check_sizes(spec, tokens, batch)
     products: Counter[str] = Counter()
@@ -423,7 +423,7 @@ class CacheSize(Record):
     """The bytes of the KV cache for `batch` sequences of `context` tokens."""
 
     JSON = (
-        "context batch dtype bytes_a_token=a_token bytes=held rolling_buffer_bytes=buffer"
+        "context batch dtype bytes_a_token=a_token bytes=nbytes rolling_buffer_bytes=buffer"
         " bytes_in_transformers=in_transformers bytes_in_vllm=in_vllm bytes_in_llama_cpp=in_llama_cpp"
         " bytes_of_states=states bytes_of_source=of_source"
     )
@@ -433,14 +433,14 @@ class CacheSize(Record):
     dtype: str
     a_token: int
     """The bytes that one more token of one sequence adds, over all layers and without windows."""
-    held: int
+    nbytes: int
     """The bytes between the last token and the next."""
     buffer: int
-    """The bytes of a preallocated cache with rolling windows, which have one token more than in `held`."""
+    """The bytes of a preallocated cache with rolling windows, which have one token more than in `nbytes`."""
     in_transformers: int | None
     """The bytes of transformers' DynamicCache; None if transformers has no cache for a layer.
 
-    They differ from `held` if keys and values are repeated for query heads first (Falcon's new decoder architecture).
+    They differ from `nbytes` if keys and values are first repeated for query heads (Falcon's new decoder architecture).
     """
     in_vllm: int | None = None
     """The bytes that vLLM allocates (`allocators`), if known."""
@@ -458,22 +458,22 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
     `allocators.allocated` adds the bytes that vLLM and llama.cpp allocate.
 
     Raises:
-        UsageError: no tokens or sequences, more tokens than positions, or an unknown dtype.
+        UsageError: there are no tokens or sequences, there are more tokens than positions, or the dtype is unknown.
     """
     check_sizes(spec, context, batch)
     size, pairs = itemsize(dtype), [(work, number) for _, work, number in works(spec)]
-    states = sum(work.bytes_held(0, size) * number for work, number in pairs)
-    held = sum(work.bytes_held(context, size) * number for work, number in pairs)
-    rolling = states + size * sum(work.left * _in_sight(context, work.window) * number for work, number in pairs)
-    repeated = [work.repeats and work.bytes_held(context, size) * number * work.repeats for work, number in pairs]
+    states = sum(work.bytes_after(0, size) * number for work, number in pairs)
+    nbytes = sum(work.bytes_after(context, size) * number for work, number in pairs)
+    rolling = states + size * sum(work.per_token * _in_sight(context, work.window) * number for work, number in pairs)
+    repeated = [work.repeats and work.bytes_after(context, size) * number * work.repeats for work, number in pairs]
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(work.left * number for work, number in pairs if not work.once),
-        held=batch * held,
+        a_token=size * sum(work.per_token * number for work, number in pairs if not work.once),
+        nbytes=batch * nbytes,
         buffer=batch * rolling,
         in_transformers=None if None in repeated else batch * sum(filter(None, repeated)),
         states=batch * states,
-        of_source=batch * sum(work.bytes_held(context, size) * number for work, number in pairs if work.once),
+        of_source=batch * sum(work.bytes_after(context, size) * number for work, number in pairs if work.once),
     )

@@ -1,11 +1,11 @@
-"""Builds a model from components and a number of parameters, with a shape that follows a rule. No torch.
+"""Build a model from components and a number of parameters, with a shape that follows a rule. No torch.
 
-The rule: hidden size over layers is 64 up to 125M parameters and 128 from 6.7B on, on a line of logarithms between, as
-GPT-3's models have it (Brown et al. 2005.14165, table 2.1) and LLaMA's; quality depends on it weakly (Kaplan et al.
-2001.08361). Heads are 64 wide below a hidden size of 2,048 and 128 from there on, so that widths are multiples of
-these, as tensor cores like them. From 24 heads on their number is a multiple of eight, so that eight key-value heads,
-or eight devices, share them out. Below 10M parameters widths between multiples of 64 are tried too, with heads of 32
-or 16.
+The rule sets the hidden size divided by the number of layers: 64 up to 125M parameters, 128 from 6.7B on, and in
+between a logarithmic interpolation. GPT-3's models (Brown et al. 2005.14165, table 2.1) and LLaMA's have such shapes.
+Quality depends on the shape only weakly (Kaplan et al. 2001.08361). The head dimension is 64 below a hidden size of
+2,048, and 128 from there on, since widths that are multiples of these are fast on tensor cores. From 24 heads on, the
+number of heads is a multiple of eight, so that it is divisible by eight key-value heads or eight devices. Below 10M
+parameters, widths between multiples of 64 are tried too, with heads of 32 or 16.
 """
 
 import math
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """Return the key-value heads of GQA: eight, or the most that have at least three query heads each."""
+        """Return the number of key-value heads of GQA: eight, or the most that have at least three query heads."""
         return next(n for n in range(_KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
 
     @property
@@ -90,7 +90,7 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
     """Return the tree of a design in a shape, with `vocab` tokens in its vocabulary and `context` positions.
 
     Raises:
-        ConfigError: invalid sizes.
+        ConfigError: the sizes are invalid.
     """
     norm = (parts.LayerNorm if design.norm == "layernorm" else parts.RMSNorm)(size=shape.hidden, eps=_EPS)
     parallel = design.block == "parallel"
@@ -110,7 +110,7 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Baseline:
-    """GPT-2 in a shape. Its methods exchange some of its components."""
+    """GPT-2 in a given shape. Its methods exchange some of its components."""
 
     shape: Shape
     vocab: int

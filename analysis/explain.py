@@ -91,7 +91,8 @@ class Explained(Record):
 def explain(spec: ModelSpec) -> Explained:
     """Return the formula for a tree's parameters, with a tied head once.
 
-    Raises MissingComponent for a tree with an encoder.
+    Raises:
+        MissingComponent: the tree has an encoder.
     """
     spec.one_stack("the formula for the parameter total")
     before: dict[str, _Sum] = {}  # by component
@@ -174,7 +175,7 @@ def _shapes(
 
 
 def _letters(parts: Iterable[Mapping[str, _Sum]]) -> dict[_Letter, str]:
-    """Return a name for each letter and size, in a fixed order, with a number if a letter has several sizes."""
+    """Return names for the letters, in a fixed order. They contain a number if a letter has several sizes."""
     used = dict.fromkeys(letter for part in parts for sums in part.values() for product in sums for letter in product)
     sizes: dict[str, list[_Letter]] = {}
     for letter in used:

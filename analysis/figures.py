@@ -101,7 +101,7 @@ class CostFigures:
     weights: Mapping[str, int] | None = None
     """The bytes by component. A sum of 4-bit weights is rounded up."""
     cache: tuple[CacheSize | None, ...] = ()
-    """The cache at each context of `Scenario.kv`, or for `memory` at this one."""
+    """The cache at the contexts of `Scenario.kv`, or for `memory` at this one."""
     a_token: int | None = None
     """The bytes that one token adds to the cache, whatever the table of positions."""
     token: Costs | None = None
@@ -119,7 +119,7 @@ class CostFigures:
     fits: Fits | None = None
     """The contexts and batches that fit on a GPU."""
     split: Split | None = None
-    """The memory of each of several GPUs."""
+    """The memory per GPU on several GPUs."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values under the names of the figures that the user wants. Figures are integers."""

@@ -18,18 +18,18 @@ _ITEMSIZE = 2  # bf16
 
 @dataclass(frozen=True)
 class Remark(Record):
-    """A sentence about costs, and its figures. `against`: it contradicts the usual advice, which it names."""
+    """A sentence about costs, and its figures."""
 
     JSON = "about words figures against_advice=against"
 
     about: str
     words: str
     figures: dict[str, float]
-    against: bool = False
+    against: bool = False  # the sentence contradicts the usual advice
 
 
 def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tuple[Remark, ...]:
-    """Return remarks on the components of a design, each exchanged in the baseline, and on the whole design.
+    """Return remarks on the whole design, and on its components, which are exchanged one by one in the baseline.
 
     Args:
         goal: the goal of the design.
@@ -61,7 +61,7 @@ def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tupl
         remarks.append(Remark("block", words, {"parameters": share}))
     if design.window is not None:
         other = base.costs(window=design.window)
-        cache, flops = other.held / usual.held, 1 - other.total_flops / usual.total_flops
+        cache, flops = other.cached_at_context / usual.cached_at_context, 1 - other.total_flops / usual.total_flops
         words = (
             f"A window of {design.window:,} keeps {_share(cache)} of the cache and saves {_share(flops)} of the FLOPs."
         )
@@ -115,7 +115,7 @@ def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Remark:
 
 
 def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Remark:
-    cache = shared.held / usual.held
+    cache = shared.cached_at_context / usual.cached_at_context
     flops, parameters = 1 - shared.total_flops / usual.total_flops, 1 - shared.parameters / usual.parameters
     words = (
         f"{kind.upper()} keeps {_share(cache)} of the cache. It saves {_share(flops)} of the FLOPs and"
@@ -149,7 +149,10 @@ def _whole(costs: Costs, usual: Costs, context: int) -> Iterator[Remark]:
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window limits them."
     )
     yield Remark("FLOPs", words, {"weights": weights, "scores": share})
-    read, cache, usual_cache = _ITEMSIZE * costs.active, *(_SEQUENCES * c.held_bytes(_ITEMSIZE) for c in (costs, usual))
+    read, cache, usual_cache = (
+        _ITEMSIZE * costs.active,
+        *(_SEQUENCES * c.cache_bytes_at_context(_ITEMSIZE) for c in (costs, usual)),
+    )
     times = (_ITEMSIZE * usual.active + usual_cache) / (read + cache)
     against = "as much as GPT-2's design"
     if not 0.95 < times < 1.05:

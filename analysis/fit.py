@@ -25,7 +25,7 @@ _SPREAD = ("bfloat16", "int8", "int4")
 class Fit(Record):
     """The longest context and the largest batch that fit with weights of one dtype. They are 0 if nothing fits."""
 
-    JSON = "weights longest_context=context most_sequences=batch bytes_left=left"
+    JSON = "weights longest_context=context most_sequences=batch bytes_left=free"
 
     dtype: str
     weights: int
@@ -34,7 +34,7 @@ class Fit(Record):
     """The longest context for `Fits.batch` sequences, in tokens."""
     batch: int
     """The largest number of sequences of `Fits.context` tokens."""
-    left: int | None
+    free: int | None
     """The bytes that this batch leaves free on the fullest GPU. None if not even one sequence fits."""
 
 
@@ -48,7 +48,7 @@ class Fits(Record):
     batch: int  # the number of sequences for `Fit.context`
     context: int  # the number of tokens for `Fit.batch`
     own: int | None  # the context that the model states; `Fit.context` is never longer
-    rows: tuple[Fit, ...]  # one for each dtype
+    rows: tuple[Fit, ...]  # one per dtype
 
     @property
     def dtypes(self) -> dict[str, Fit]:
@@ -88,7 +88,7 @@ def fit(
 
     @cache
     def besides_weights(tokens: int, sequences: int) -> tuple[int, ...]:
-        """Return the bytes of cache and activations in each stage."""
+        """Return the bytes of cache and activations by stage."""
         stages = split(spec, tp, pp, computed=computed, cache_dtype=cache_dtype, context=tokens, batch=sequences).stages
         return tuple(stage.cache + stage.activations for stage in stages)
 
@@ -97,7 +97,7 @@ def fit(
     rows = []
     for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else _SPREAD:
         try:
-            weights: tuple[int, ...] = (weighed(spec, name, family).total,)  # on a GPU of each stage
+            weights: tuple[int, ...] = (weighed(spec, name, family).total,)  # on one GPU per stage
         except CannotExpress:
             continue
         if tp * pp > 1:

@@ -46,7 +46,7 @@ def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
 
 
 def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter], int]:
-    """Return a function that gives the bytes of each of a tree's parameters.
+    """Return a function that returns the bytes of a parameter of the tree.
 
     Args:
         spec: the tree.

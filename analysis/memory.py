@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..components import ModelSpec
 from ..display import Record
 from ..errors import UsageError
-from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, ways
+from .activations import FLOAT, Kernel, Pass, saved_for_backward, saved_with_checkpointing, ways
 from .costs import cache_bytes, costs, usual_context, windows
 from .parameters import count
 from .prefill import Logits, peak
@@ -117,13 +117,13 @@ def memory(
     Args:
         spec: the tree.
         dtype: the dtype of the weights, and of activations. These are in bf16 if it has only one byte.
-        context: the number of tokens of each sequence, all read in one forward pass.
+        context: the number of tokens per sequence, all read in one forward pass.
         batch: the number of sequences.
         cache_dtype: the dtype of the cache; by default that of activations.
         logits: "last" for the last token's logits, as generation needs, or "all".
 
     Raises:
-        UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
+        UsageError: there are no tokens or sequences, there are more tokens than positions, or the dtype is unknown.
     """
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
@@ -135,11 +135,11 @@ def memory(
         f"the whole context in one forward pass, logits of {'the last token' if logits == 'last' else 'every token'}",
         *(_WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
     )
-    others = beside_weights(spec, computed, length, batch, cache_dtype, logits)
+    others = cache_and_activations(spec, computed, length, batch, cache_dtype, logits)
     return Memory(length, batch, name, weights, *others, assumed)
 
 
-def beside_weights(
+def cache_and_activations(
     spec: ModelSpec,
     computed: str,
     context: int,
@@ -149,9 +149,9 @@ def beside_weights(
     ends: bool = True,
 ) -> tuple[int, int]:
     """Return the bytes of the cache and of activations; see `memory`, and `prefill.peak` for `ends`."""
-    computed_cache = cache_bytes(spec, context, computed, batch).held  # before the conversion to the cache's dtype
+    computed_cache = cache_bytes(spec, context, computed, batch).nbytes  # before the conversion to the cache's dtype
     most = peak(spec, Pass(context, batch, itemsize(computed)), logits, ends)
-    return cache_bytes(spec, context, cache_dtype or computed, batch).held, most - computed_cache
+    return cache_bytes(spec, context, cache_dtype or computed, batch).nbytes, most - computed_cache
 
 
 def training_memory(
@@ -168,14 +168,14 @@ def training_memory(
     Args:
         spec: the tree.
         dtype: the dtype of weights, gradients and activations. Below fp32, the optimiser has fp32 weights too (mixed
-            precision, Micikevicius et al. 1710.03740; 16 bytes a parameter in ZeRO, 1910.02054, section 3.1).
-        context: the number of tokens of each sequence.
+            precision, Micikevicius et al. 1710.03740; 16 bytes per parameter in ZeRO, 1910.02054, section 3.1).
+        context: the number of tokens per sequence.
         batch: the number of sequences per step and process.
         attention: "sdpa" for fused kernels, which save no scores (2205.14135), or "eager".
         ranks: the number of processes that shard weights, gradients and moments.
 
     Raises:
-        UsageError: the same as in `memory`, or a dtype of one byte.
+        UsageError: as in `memory`, or the dtype has only one byte.
     """
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
@@ -188,7 +188,7 @@ def training_memory(
     wide, run = max(size, FLOAT), Pass(length, batch, size, attention)
     logits = run.rows * spec.vocab_size * (size + 2 * FLOAT)
     # The loss and logits are freed before the first layer is computed again, so only the larger of both counts.
-    checkpointed = {**kept_by_checkpointing(spec, run), "logits": logits}
+    checkpointed = {**saved_with_checkpointing(spec, run), "logits": logits}
     freed = ("layer",) if checkpointed["loss"] + logits >= checkpointed["layer"] else ("loss", "logits")
     share = -(-parameters // ranks)
     return TrainingMemory(
@@ -199,7 +199,7 @@ def training_memory(
         gradients=share * size,
         moments=2 * share * wide,
         master=share * wide if size < wide else 0,
-        by_component={**kept(spec, run), "logits": logits},
+        by_component={**saved_for_backward(spec, run), "logits": logits},
         checkpointed_by_component={name: size for name, size in checkpointed.items() if name not in freed},
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"

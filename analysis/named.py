@@ -39,7 +39,7 @@ class Named(Record):
     source: str  # the origin of the names, in words
     parameters: tuple[Parameter, ...]  # with components and layers from their names; layers count through all stacks
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    cache: tuple[CacheSize, ...] = ()  # the KV cache at the wanted contexts, from config.json (`kept`)
+    cache: tuple[CacheSize, ...] = ()  # the KV cache at the wanted contexts, from config.json (`config_cache`)
 
     unknown: ClassVar[None] = None
     """The value of figures that names do not determine."""

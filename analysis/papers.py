@@ -1,4 +1,4 @@
-"""The papers behind components: authors and arXiv number, as they are cited."""
+"""The papers on components, with the authors and the arXiv number by which they are cited."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ..display import Record
 
 @dataclass(frozen=True)
 class Paper(Record):
-    """A paper: who wrote it, its number on arXiv, and what it is called."""
+    """A paper: its authors, its arXiv number and its title."""
 
     authors: str
     arxiv: str

@@ -1,6 +1,6 @@
-"""The memory of each GPU for a model that is split over several, computed from shapes alone. No torch, no weights.
+"""The memory per GPU for a model that is split over several, computed from shapes alone. No torch, no weights.
 
-Tensor parallelism is that of Megatron-LM (Shoeybi et al. 1909.08053, section 3). Each of `tp` GPUs has a share of every
+Tensor parallelism is that of Megatron-LM (Shoeybi et al. 1909.08053, section 3). One of `tp` GPUs has a share of every
 layer's heads and feed-forward units: q, k, v, gate and up are split by rows, o and down by columns. Embedding and head
 are split by the vocabulary, which is padded. Norms, routers, learned positions, and the biases of o and down are on all
 GPUs. Key-value heads are split; if there are fewer than GPUs, several GPUs have the same head.
@@ -23,12 +23,12 @@ from ..components import operations as ops
 from ..display import Record
 from ..errors import UsageError
 from .formats import sizer
-from .memory import beside_weights
+from .memory import cache_and_activations
 
 
 @dataclass(frozen=True)
 class Stage(Record):
-    """The bytes on each GPU of one pipeline stage."""
+    """The bytes per GPU of one pipeline stage."""
 
     JSON = "layers weights=weight weights_by_component=weights cache activations total"
 
@@ -97,7 +97,7 @@ def split(
     context: int,
     batch: int = 1,
 ) -> Split:
-    """Return the memory of each GPU for running a tree on `batch` sequences of `context` tokens.
+    """Return the memory per GPU for running a tree on `batch` sequences of `context` tokens.
 
     Args:
         spec: the tree.
@@ -106,7 +106,7 @@ def split(
         dtype: the dtype of the weights, which `formats.sizer` must support for any tree.
         computed: the dtype of activations.
         cache_dtype: the dtype of the cache; by default that of activations.
-        context: the number of tokens of each sequence, all read in one forward pass.
+        context: the number of tokens per sequence, all read in one forward pass.
         batch: the number of sequences.
 
     Raises:
@@ -144,7 +144,7 @@ def split(
         blocks = one.blocks[first : first + per_stage]
         if (blocks, last) not in alike:
             tree = msgspec.structs.replace(one, blocks=blocks)
-            alike[blocks, last] = beside_weights(tree, computed, context, batch, cache_dtype, ends=last)
+            alike[blocks, last] = cache_and_activations(tree, computed, context, batch, cache_dtype, ends=last)
         cache, activations = alike[blocks, last]
         stages.append(Stage((first, first + per_stage - 1), dict(by_component), cache, activations))
     return Split(tp, pp, context, batch, dtype, tuple(stages), tuple(_notes(spec, one, tp, pp)))

@@ -82,7 +82,7 @@ class ParameterCount(TensorCount, Shown):
 
 
 def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> ParameterCount:
-    """Count the parameters of a tree, or another quantity of each, such as bytes, that `size` returns.
+    """Count the parameters of a tree, or sum another quantity that `size` returns for a parameter, such as bytes.
 
     Equal layers may differ in `size`. Without it, they are counted once and multiplied.
     """
@@ -118,9 +118,9 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
 
 
 def buffers(spec: ModelSpec, architecture: "Architecture | None") -> int:
-    """Return how many of a tree's numbers transformers stores as buffers, which it does not count as parameters.
+    """Return the count of a tree's numbers that transformers stores as buffers, and does not count as parameters.
 
-    0 without an architecture, because only a family's tensors describe transformers' modules.
+    It is 0 without an architecture, because only a family's tensors describe transformers' modules.
     """
     names = {name for leaf in (architecture.leaves if architecture else ()) if leaf.buffer for name in leaf.names}
     if not names:

@@ -1,6 +1,6 @@
-"""The `params` command: counts a model's parameters from its name or config, without weights or torch.
+"""The `params` command: count a model's parameters from its name or config, without weights or torch.
 
-Presets need no network. StoredTensors dtypes and bytes come from the headers of the weight files, a few kilobytes per
+Presets need no network. Stored dtypes and bytes come from the headers of the weight files, a few kilobytes per
 repository.
 """
 
@@ -59,7 +59,7 @@ class StoredTensors(Record):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def by_dtype(self) -> dict[str, tuple[int, int, int]]:
-        """Return the number of tensors, parameters and bytes of each dtype, the one with most bytes first."""
+        """Return the numbers of tensors, parameters and bytes by dtype, the dtype with most bytes first."""
         sums: dict[str, tuple[int, int, int]] = {}
         for tensor in self.tensors:
             tensors, parameters, nbytes = sums.get(tensor.dtype, (0, 0, 0))
@@ -110,14 +110,14 @@ class ModelCount(Shown):
 
     @cached_property
     def count(self) -> ParameterCount:
-        """The parameters by component and layer. Raises UsageError if the family is unknown: `named` has the counts."""
+        """Return the parameters by component and layer. Raises UsageError if the family is unknown; see `named`."""
         return count(self.spec)
 
     @cached_property
     def buffers(self) -> int:
-        """The number of these parameters that transformers stores as buffers and does not count.
+        """Return the number of these parameters that transformers stores as buffers and does not count.
 
-        An example are the router biases of DeepSeek-V3. 0 for a model without a family.
+        An example are the router biases of DeepSeek-V3. It is 0 for a model without a family.
         """
         return 0 if self.tree is None else buffers(self.tree, ARCHITECTURES.get(self.family))
 
@@ -168,13 +168,13 @@ def params(
     asked: Scenario | None = None,
     allow_pickle: bool = False,
 ) -> Counts:
-    """Count the parameters of each model, with tied weights once.
+    """Count the parameters of models, with tied weights once.
 
     The tensors of a model of an unknown family are counted by name.
 
     Args:
         models: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
-        offline: use local files and the hub's cache only.
+        offline: use only local files and the hub's cache.
         stored: also report the contents of the weight files, from their headers. They must match the config, unless it
             declares them quantised. For a preset, the files are those of its repository. No weights are downloaded.
         asked: also report the models' costs, all at one context.
@@ -286,7 +286,7 @@ def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Ou
 
 def _with_cache(model: ModelCount, asked: Scenario) -> ModelCount:
     """Return a model of an unknown family with its KV cache, if the user asked for it. Raises UnknownFamily."""
-    from .kept import cache_of_layers, layers_of_config
+    from .config_cache import cache_of_layers, layers_of_config
 
     if model.named is None or not asked.kv:
         return model

@@ -27,7 +27,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     them. Without `ends`, only the layers count: the logits are computed elsewhere.
 
     Raises:
-        MissingComponent: a tree with an encoder.
+        MissingComponent: the tree has an encoder.
     """
     spec.one_stack("estimating the memory of a prefill")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
@@ -269,7 +269,7 @@ _RULES: dict[type, _Rule] = {
     ops.Scan: PrefillMemory._scan,
     ops.Stream: PrefillMemory._stream,
 }
-"""The method that computes the bytes of each kind of operation."""
+"""The method that computes the bytes of an operation, by its kind."""
 
 
 def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
@@ -282,7 +282,7 @@ def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
 
 
 def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
-    """Return by id the index of the last operation during which each result exists.
+    """Return by id of a result the index of the last operation during which the result exists.
 
     It is the last one that reads the result, or the one until which a module's variable refers to it. The first of
     several results in one fused product exists as long as any of them.

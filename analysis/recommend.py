@@ -1,4 +1,4 @@
-"""The `recommend` command: components for a goal and a size, each with its costs and a paper. No torch, no weights.
+"""The `recommend` command: components for a goal and a size, with their costs and a paper. No torch, no weights.
 
 The components follow the usual advice. Costs are counted by exchanging one component in a GPT-2 of the same size
 (`design.BASELINE`). If they contradict the advice, a remark says so, and the reader decides. Costs say nothing about
@@ -210,7 +210,7 @@ def recommend(
         loadable: if no transformers family has all components, exchange one so that a family has them.
 
     Raises:
-        UsageError: an unknown goal, an invalid size, or a size that no shape reaches; with `loadable`, no exchange of
+        UsageError: the goal is unknown, the size is invalid, or no shape has this size; with `loadable`, no exchange of
             one component is enough.
     """
     if goal not in GOALS:
@@ -329,7 +329,7 @@ def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None =
     why, paper = _WHY[kind, "mqa" if words.startswith("MQA") else value]
     others = {name: other for name, other in exchanged.items() if name != kind}
     before, after = base.costs(**others), base.costs(**exchanged)
-    more = (after.parameters - before.parameters, after.held_bytes() - before.held_bytes())
+    more = (after.parameters - before.parameters, after.cache_bytes_at_context() - before.cache_bytes_at_context())
     cost = _Delta(*more, after.total_flops - before.total_flops)
     usual = kind == "placement" or getattr(BASELINE, kind) == value
     return ComponentChoice(kind.replace("_", "-"), words, why, PAPERS.get(paper or ""), alone, cost, usual)
@@ -395,12 +395,15 @@ def _only_here(design: Design, near: _Near | None, spec: ModelSpec, own_costs: C
     if near is None:
         return note
     other = costs(near.spec, own_costs.context)
-    more, cache = other.parameters - own_costs.parameters, other.held_bytes() - own_costs.held_bytes()
+    more, cache = (
+        other.parameters - own_costs.parameters,
+        other.cache_bytes_at_context() - own_costs.cache_bytes_at_context(),
+    )
     flops = other.total_flops / own_costs.total_flops - 1
     new, old = (
         _named(near.kind, getattr(way, near.kind), it) for way, it in ((near.design, near.spec), (design, spec))
     )
-    change = "the same cache" if cache == 0 else f"{cache / own_costs.held_bytes():+.1%} of cache"
+    change = "the same cache" if cache == 0 else f"{cache / own_costs.cache_bytes_at_context():+.1%} of cache"
     return (
         f"{note} With {new} instead of {old}, {ARCHITECTURES[near.family].hf_class} can hold it, at"
         f" {more:+,} parameters ({more / own_costs.parameters:+.1%}), {flops:+.1%} FLOPs per token and {change}."

@@ -321,7 +321,7 @@ def _decoded_bytes(spec: ModelSpec, tokens: int) -> float:
         if not parameter.name.startswith("positions.")
         and (spec.head is None or spec.head.tied or "embedding" not in parameter.name)
     )
-    return 2 * read + cache_bytes(spec, tokens).held
+    return 2 * read + cache_bytes(spec, tokens).nbytes
 
 
 def decoding(bench: Bench, name: str) -> None:

@@ -13,7 +13,7 @@ from ..architectures.decoder import DecoderFamily
 from ..architectures.rope import USUAL_ROTARY, RotaryKind
 from ..components import ModelSpec, Shape, without_rounding
 from .fields import has, rotary_of, with_default
-from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, lacking, shared_names, tree_of
+from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, missing_parameters, shared_names, tree_of
 from .vocabulary import Donor, KnownNames, Names, fits, id_or_value
 
 _PLAIN = DecoderFamily({})
@@ -22,8 +22,8 @@ _PLAIN = DecoderFamily({})
 BY_LAYER = "what differs by layer"
 """The doubt about the argument that reads fields that differ by layer."""
 
-UNTOLD = "what no name tells"
-"""The doubt about all arguments that neither names nor fields determine. Each option is one family's whole set."""
+UNDETERMINED = "what no name tells"
+"""The doubt about all arguments that neither names nor fields determine. An option is the whole set of one family."""
 
 _READINGS = 8  # the number of options for a tensor whose name no family has
 
@@ -35,7 +35,7 @@ def doubts_of(
     roles = {role for field in draft.fields.values() for role in field.role.split()}
     fixed = draft.arguments["fixed"]
     spec = tree_of(draft, config)
-    missing = set() if spec is None else lacking(spec, draft)
+    missing = set() if spec is None else missing_parameters(spec, draft)
     for template in [template for template in names.shapes if template not in draft.leaves]:
         yield Doubt(
             f"what {template} holds", tuple(_readings(template, names.shape(template), spec, missing, draft, words))
@@ -57,7 +57,7 @@ def doubts_of(
         if draft.arguments["mixtures"] is not None and donor.decoder.mixtures is not None:
             patch["arguments.mixtures"] = donor.decoder.mixtures
         whole.append((f"all as {donor.family.name}", patch))
-    yield Doubt(UNTOLD, tuple(whole))
+    yield Doubt(UNDETERMINED, tuple(whole))
     if draft.arguments["rotary"] is not None:
         rotaries = [donor.decoder.rotary for donor in words.donors if donor.decoder.rotary is not None]
         for name in ("pairs", "rounding", "direction"):
@@ -114,10 +114,10 @@ def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
 
 
 def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
-    """Return the draft with a TODO for each doubt whose options compute different functions of the same tensors."""
+    """Return the draft with a TODO for every doubt whose options compute different functions of the same tensors."""
     todo, now = dict(draft.todo), tree_of(draft, config)
     for doubt in draft.doubts:
-        if now is None or doubt.what in (UNTOLD, BY_LAYER):
+        if now is None or doubt.what in (UNDETERMINED, BY_LAYER):
             continue
         trees = [(words, tree_of(draft.patched(patch), config)) for words, patch in doubt.options]
         others = [words for words, tree in trees if tree is not None and _differs(tree, now)]
@@ -134,7 +134,7 @@ def _differs(tree: ModelSpec, now: ModelSpec) -> bool:
 
 
 def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubt about which of two matrices is the gate projection, if no family has their names."""
+    """Yield the doubt which of two matrices is the gate projection, if no family has their names."""
     parts = [f"blocks.{{layer}}.feed_forward.{part}_proj.weight" for part in ("gate", "up")]
     templates = {leaf.names[0]: template for template, leaf in draft.leaves.items() if len(leaf.names) == 1}
     if not {*parts} <= templates.keys() or any(words.of_tensor(names.key(templates[part])) for part in parts):

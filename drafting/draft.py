@@ -1,4 +1,4 @@
-"""The `draft` command: writes a family's definition from a checkpoint's config.json and the headers of its weights."""
+"""The `draft` command: write a family's definition from a checkpoint's config.json and the headers of its weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafted(Record):
-    """A definition file of a family, and how far it is proved."""
+    """A definition file of a family, and the results of its tests."""
 
     JSON = "path=file model_type skeleton proofs=proofs_as_json place tried kept todo"
 
@@ -70,14 +70,14 @@ def draft(
         reference: a checkpoint. Only its config.json and the headers of its weights are read.
         out: the definition file, `NAME.py`, which `--plugin` imports.
         without: registered families to treat as unknown, in order to test drafts.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too.
-        progress: a function that receives a message about each step.
+        offline: use only local files and the hub's cache.
+        allow_pickle: also read .bin files.
+        progress: a function that receives a message about every step.
 
     Raises:
-        UsageError: the file exists or is not called .py; the family is known already.
-        InvalidInput: no config.json, no tensors, tensors of another model, no decoder.
-        Offline: as `open_checkpoint`.
+        UsageError: the file exists or is not called .py, or gptkit already supports the family.
+        InvalidInput: there is no config.json, there are no tensors, they belong to another model, or it is no decoder.
+        Offline: as in `open_checkpoint`.
     """
     path, say = Path(out), progress or (lambda _: None)
     if path.suffix != ".py":

@@ -119,7 +119,7 @@ class _FieldTable:
             self.refused[name] = self.words.refused[name][0].value
 
     def add_sizes(self) -> None:
-        """Add a field for each size that has none, if exactly one field has the number that the shapes give."""
+        """Add a field for every size that has none, if exactly one field has the number that the shapes give."""
         roles = self._roles()
         for role in [role for role in _SIZES if role not in roles and role in self.facts]:
             number, where = self.facts[role]
@@ -129,7 +129,7 @@ class _FieldTable:
                 self._add(alike[0], Field(role, number), f"{number} is {where}")
 
     def used_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return the other names of each field that the family reads."""
+        """Return the other names of the fields that the family reads."""
         by_field: dict[str, tuple[str, ...]] = {}
         for name, to in self.aliases.items():
             by_field[to] = (*by_field.get(to, ()), name)

@@ -13,9 +13,9 @@ from ..architectures.base import bind
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
 from ..components import LayerNorm, Shape
 from ..errors import CannotExpress, CheckpointError, GptkitError, shown
-from .doubts import UNTOLD, doubts_of
+from .doubts import UNDETERMINED, doubts_of
 from .fields import arguments_of, fields_of
-from .record import ABSENT, BIASES, Draft, Known, cut, lacking, shared_names, tree_of
+from .record import ABSENT, BIASES, Draft, Known, cut, missing_parameters, shared_names, tree_of
 from .vocabulary import Donor, KnownNames, Meaning, Names, fits, names_of
 
 _ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # prefixes of the TODO places that `accounted` writes
@@ -61,9 +61,9 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
 
 
 def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Return the draft with each option that makes more names, shapes and config fields agree, one after another."""
+    """Return the draft with all options that make more names, shapes and config fields agree, tried one by one."""
     best = _strangeness(draft, config, names)
-    for doubt in [doubt for doubt in draft.doubts if doubt.what != UNTOLD] * 2:
+    for doubt in [doubt for doubt in draft.doubts if doubt.what != UNDETERMINED] * 2:
         for words, patch in doubt.options if best else ():
             tried = draft.patched(patch)
             strange = _strangeness(tried, config, names)
@@ -74,7 +74,7 @@ def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
 
 
 def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float:
-    """Return how many of the names, shapes and config fields the draft does not explain."""
+    """Return a measure of the names, shapes and config fields that the draft does not explain."""
     unread = _unread(draft, config)
     spec = None if unread is None else tree_of(draft, config)
     if unread is None or spec is None or len(spec.blocks) != names.layers:
@@ -82,7 +82,7 @@ def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float
     try:
         ours = {leaf.checkpoint: leaf.shape for leaf in draft.family().bind(cut(spec))}
     except CannotExpress:
-        return 200.0 + len(lacking(spec, draft))
+        return 200.0 + len(missing_parameters(spec, draft))
     except (AssertionError, ValueError, TypeError, KeyError):
         return 500.0
     theirs = dict(names.cut())
@@ -136,7 +136,7 @@ def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
 
 
 def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str, Leaf], dict[str, str]]:
-    """Return the leaf for each tensor template, in the skeleton's order first, and the reasons."""
+    """Return the leaves by tensor template, in the skeleton's order first, and the reasons for them."""
     by_template, why, used_names = dict[str, Leaf](), dict[str, str](), set[str]()
     meanings = {template: words.of_tensor(names.key(template)) for template in names.shapes}
     for template in sorted(names.shapes, key=lambda template: len(meanings[template]) or 99):

@@ -46,12 +46,12 @@ class Doubt(NamedTuple):
     """A property of a draft that is uncertain."""
 
     what: str
-    options: tuple[tuple[str, Patch], ...]  # other values: each in words, and as a patch of the draft
+    options: tuple[tuple[str, Patch], ...]  # other values, in words and as a patch of the draft
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The draft of a family."""
+    """The draft of a family's definition."""
 
     model_type: str
     known: Known | None
@@ -121,7 +121,7 @@ def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
         return None
 
 
-def lacking(spec: ModelSpec, draft: Draft) -> set[str]:
+def missing_parameters(spec: ModelSpec, draft: Draft) -> set[str]:
     """Return the parameters of a tree that no leaf names."""
     parameters = cut(spec).parameters()
     return {_NUMBERED.sub(_templated, parameter.name) for parameter in parameters} - shared_names(draft.leaves)

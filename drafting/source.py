@@ -31,7 +31,7 @@ _HOMES = {
     "RotaryKind": f"{_PLACED}.rope",
     "register": _PLACED,
 }
-"""The module from which a definition imports each name."""
+"""The modules from which a definition imports names."""
 
 
 def source_of(draft: Draft, head: Sequence[str]) -> str:
@@ -140,7 +140,7 @@ def _plain(text: str) -> str:
 
 
 class _Writer:
-    """Writes values as Python expressions and collects the imports that these need."""
+    """A writer of values as Python expressions, which collects the imports that they need."""
 
     def __init__(self) -> None:
         self._names: dict[str, set[str]] = {}

@@ -100,7 +100,7 @@ class Case:
 
     @cached_property
     def full(self) -> Config:
-        """The config with the class' defaults."""
+        """Return the config with the class' defaults."""
         defaults: Config = json.loads(self._config().to_json_string(use_diff=False))
         return {**defaults, **self.config}
 
@@ -205,7 +205,10 @@ def _tiny(config: Config, draft: Draft) -> Config:
 
 
 def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
-    """Yield name, new value and case for each field that is read, or that nothing reads, with another value of it."""
+    """Yield cases with another value of one field, with the field's name and the new value.
+
+    The fields are those that the family reads, and those that nothing reads.
+    """
     family = draft.family()
     reader = family.reader(case.full)
     family.read(reader)
@@ -234,7 +237,7 @@ def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
 
 
 class Search:
-    """Tries the options of doubts on one case, and counts the drafts that it tried."""
+    """A search that tries the options of doubts on one case, and counts the drafts that it tried."""
 
     def __init__(self, case: Case) -> None:
         self._case, self.tried, self.kept, self._seen = case, 0, list[str](), set[Any]()
@@ -332,7 +335,7 @@ def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
 
 
 def _by_layer(draft: Draft) -> Iterator[Draft]:
-    """Yield the draft with each other family's argument for fields that differ by layer."""
+    """Yield drafts with other families' arguments for fields that differ by layer."""
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
@@ -449,8 +452,8 @@ def _named(family: Architecture, config: Config, shapes: Mapping[str, Shape], ca
     theirs = stored(family, spec, shapes)
     called = {name: family.canonical_name(name, ours, len(spec.blocks)) for name in theirs}
     theirs = {to: theirs[name] for name, to in called.items() if to is not None}
-    lacking, spare = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    assert not lacking, f"the tree has {len(lacking)} tensors that the checkpoint has not: {lacking[:3]}"
+    missing, spare = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    assert not missing, f"the tree has {len(missing)} tensors that the checkpoint has not: {missing[:3]}"
     assert not spare, f"{len(spare)} tensors have no place in the tree: {spare[:3]}"
     other = [f"{name} {theirs[name]}, and {ours[name]} in the tree" for name in ours if theirs[name] != ours[name]]
     assert not other, f"shapes differ: {other[:3]}"
@@ -488,7 +491,7 @@ def place_and_cause(case: Case) -> list[str]:
 _MOST_LAYERS = 1000
 """The most layers with which a class is built regardless of the number of tensors."""
 _LABELS = ("num_labels", "id2label", "label2id")
-"""Fields of classifiers, from which transformers builds a table with a row for each label."""
+"""Fields of classifiers, from which transformers builds a table with one row per label."""
 
 
 def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownNames) -> None:

@@ -39,7 +39,7 @@ class Donor:
 
     @cached_property
     def keys(self) -> dict[str, Leaf]:
-        """The family's leaves by their checkpoint names, without the family's prefix."""
+        """Return the family's leaves by their checkpoint names, without the family's prefix."""
         leaves = (leaf for leaf in self.family.leaves if "{head}" not in leaf.checkpoint)  # a draft has no such names
         return {leaf.checkpoint.removeprefix(self.family.prefix): leaf for leaf in leaves}
 
@@ -70,7 +70,7 @@ class KnownNames:
 
     @cached_property
     def leaves(self) -> dict[str, list[Meaning]]:
-        """The leaves by tensor name: within a layer, or outside of layers and without a prefix."""
+        """Return the leaves by tensor name: within a layer, or outside of layers and without a prefix."""
         by_name: dict[str, list[tuple[Leaf, str]]] = {}
         for donor in self.donors:
             for key, leaf in donor.keys.items():
@@ -91,7 +91,7 @@ class KnownNames:
 
     @cached_property
     def tails(self) -> dict[str, list[Meaning]]:
-        """The leaves by the last two parts of tensor names: a module's name and "weight" or "bias"."""
+        """Return the leaves by the last two parts of tensor names: a module's name and "weight" or "bias"."""
         by_tail: dict[str, list[tuple[Leaf, str]]] = {}
         for key, meanings in self.leaves.items():
             for meaning in meanings:
@@ -104,7 +104,7 @@ class KnownNames:
 
     @cached_property
     def fields(self) -> dict[str, list[Meaning]]:
-        """The meanings of config fields, by name."""
+        """Return the meanings of config fields, by name."""
         by_name: dict[str, list[tuple[Field, str]]] = {}
         for donor in self.donors:
             for name, field in donor.decoder.fields.items():
@@ -113,7 +113,7 @@ class KnownNames:
 
     @cached_property
     def irrelevant(self) -> dict[str, list[Meaning]]:
-        """The reasons why config fields are irrelevant, by name, without the fields that every family ignores."""
+        """Return the reasons why config fields are irrelevant, by name, without fields that every family ignores."""
         by_name: dict[str, list[tuple[str, str]]] = {}
         for family in (donor.family for donor in self.donors):
             for name, reason in family.ignored.items():
@@ -123,7 +123,7 @@ class KnownNames:
 
     @cached_property
     def refused(self) -> dict[str, list[Meaning]]:
-        """The accepted values and the reasons of config fields that are otherwise refused, by name."""
+        """Return the accepted values and the reasons of config fields that are otherwise refused, by name."""
         by_name: dict[str, list[tuple[Any, str]]] = {}
         for family in (donor.family for donor in self.donors):
             for name, refusal in family.refusals.items():

@@ -149,7 +149,7 @@ def cache_chart(
         first = min(_FROM, end, *at)
         lengths = sorted({first, end, *(length for length in lengths if first <= length <= end)})
         ends.append(end)
-        lines.append([(length, cache_bytes(spec, length, dtype, batch).held) for length in lengths])
+        lines.append([(length, cache_bytes(spec, length, dtype, batch).nbytes) for length in lengths])
     traces, keys = [], []
     for index, (name, line) in enumerate(zip(names, lines, strict=True)):
         colour, dash = f"c{index % PALETTE}", DASHES[index % len(DASHES)]
@@ -171,9 +171,9 @@ def cache_chart(
     lengths = sorted(set(at)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
     rows = []
     for (name, spec), end in zip(models, ends, strict=True):
-        sizes = [abbreviated_bytes(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in lengths]
+        sizes = [abbreviated_bytes(cache_bytes(spec, n, dtype, batch).nbytes) if n <= end else "–" for n in lengths]
         last = cache_bytes(spec, end, dtype, batch)
-        rows.append((name, f"{last.a_token:,} B", *sizes, f"{end:,}", abbreviated_bytes(last.held)))
+        rows.append((name, f"{last.a_token:,} B", *sizes, f"{end:,}", abbreviated_bytes(last.nbytes)))
     headings = ("per token", *(f"at {n:,}" for n in lengths), "longest context", "there")
     columns = (("model", False), *((heading, True) for heading in headings))
     table = Table("Key-value cache as a table", columns, tuple(rows), folded=True)

@@ -71,7 +71,7 @@ def comparison_table(
         marks = f"{_MARK} marks what differs." if differ else "The models are alike in these rows."
         alike = len(comparison.rows) - len(rows)
         yield terminal.note(f"{marks} --all adds {counted(alike, 'row')} in which they are alike." if alike else marks)
-    yield from map(terminal.note, comparison.told)
+    yield from map(terminal.note, comparison.all_notes)
 
 
 def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> Grid | None:
@@ -188,7 +188,7 @@ def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
         else f"from {abbreviated(min(totals))} to {abbreviated(max(totals))}"
     )
     many = counted(len(models), "model")
-    notes = comparison.told
+    notes = comparison.all_notes
     if len(models) > MOST_DRAWN:
         notes = (*notes, f"Layers are drawn of the first {MOST_DRAWN} models; gptkit show draws any.")
     names = [model.name for model in models]

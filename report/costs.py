@@ -147,10 +147,10 @@ def _cache(models: Sequence[_Costed], asked: Scenario, compared: bool) -> Sheet:
         sizes = [size for size in figures.cache if size is not None]
         cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
         cells |= {_STATES: sizes[0].states} if sizes and sizes[0].states else {}
-        cells |= {_sequences(asked.batch, size.context): size.held for size in sizes}
+        cells |= {_sequences(asked.batch, size.context): size.nbytes for size in sizes}
         cells |= {f"of which the source's {size.context:,}": size.of_source for size in sizes if size.of_source}
         columns.append((name, cells, _bytes))
-        if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
+        if sizes and sizes[-1].in_transformers not in (None, sizes[-1].nbytes):
             size = f"{decimal_bytes(sizes[-1].in_transformers)} at {sizes[-1].context:,} tokens"
             notes.append(f"transformers repeats the keys and values of {name} before it caches them: {size}.")
 
@@ -174,8 +174,8 @@ def named_cache(model: ModelCount) -> list[Sheet]:
     sizes = model.named.cache if model.named is not None else ()
     if not sizes:
         return []
-    cells = {_A_TOKEN: sizes[0].a_token} | {_sequences(size.batch, size.context): size.held for size in sizes}
-    windowed = any(size.held < size.a_token * size.batch * size.context for size in sizes)
+    cells = {_A_TOKEN: sizes[0].a_token} | {_sequences(size.batch, size.context): size.nbytes for size in sizes}
+    windowed = any(size.nbytes < size.a_token * size.batch * size.context for size in sizes)
     note = ["From config.json alone: kinds of layers, heads, windows, ranks of latents and sizes of states."]
     return [_sheet(f"KV cache, {sizes[0].dtype}", _alone(cells), False, note), _allocated(model.name, windowed, sizes)]
 
@@ -321,7 +321,7 @@ def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
         for name, _, _ in models:
             row = next((row for row in fitting[name].rows if row.dtype == dtype), None) if name in fitting else None
             words = [f"{number:,}" if number else _NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
-            free = _NOTHING if row is None or row.left is None else decimal_bytes(row.left)
+            free = _NOTHING if row is None or row.free is None else decimal_bytes(row.free)
             cells += [decimal_bytes(row.weights), *words, free] if alone and row is not None else words[:1]
         rows.append(SheetRow(dtype, tuple(cells)))
     columns: tuple[str, ...] = ("weights", "longest context", f"batch of {first.context:,}", "left over")

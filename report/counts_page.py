@@ -109,7 +109,7 @@ def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
         if model.figures is None:
             continue
         weights = weighed(model.spec, dtype, model.family).total
-        parts = {size.context: {"weights": weights, "KV cache": size.held} for size in model.figures.cache if size}
+        parts = {size.context: {"weights": weights, "KV cache": size.nbytes} for size in model.figures.cache if size}
         if (run := model.figures.inference_memory) is not None:
             parts[run.context] = {"weights": run.weights, "KV cache": run.cache, "activations": run.activations}
         for context, sizes in sorted(parts.items()):

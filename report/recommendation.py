@@ -60,7 +60,7 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
     """Return the cost of each component if it alone replaces the baseline's, and the costs of both models."""
 
     def whole(label: str, costs: Any, ruled: bool) -> SheetRow:
-        cells = (f"{costs.parameters:,}", decimal_bytes(costs.held_bytes()), decimal(costs.total_flops))
+        cells = (f"{costs.parameters:,}", decimal_bytes(costs.cache_bytes_at_context()), decimal(costs.total_flops))
         return SheetRow(label, cells, "bold", ruled)
 
     def exchange(choice: ComponentChoice) -> tuple[str, ...]:

@@ -179,7 +179,14 @@ def costs_table(before: Costs, after: Costs) -> Table:
         rows.append((f"  {name}", before.flops.get(name, 0), after.flops.get(name, 0), rounded_flops))
     if before.cache_bytes() or after.cache_bytes():
         rows.append(("KV cache per token, bf16", before.cache_bytes(), after.cache_bytes(), rounded_bytes))
-        rows.append((f"cache at {before.context:,} tokens", before.held_bytes(), after.held_bytes(), rounded_bytes))
+        rows.append(
+            (
+                f"cache at {before.context:,} tokens",
+                before.cache_bytes_at_context(),
+                after.cache_bytes_at_context(),
+                rounded_bytes,
+            )
+        )
     cells = [(label, shown(old), shown(new), cost_change(old, new)) for label, old, new, shown in rows]
     return plain_table(("", False), ("before", True), ("after", True), ("", True), rows=cells)
 

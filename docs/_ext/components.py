@@ -180,7 +180,7 @@ def attention_row(spec: ModelSpec) -> list[str]:
 def cache_row(spec: ModelSpec) -> list[str]:
     """Return the window and the cache at three context lengths, in bf16."""
     window = spec.blocks[0].attention.window
-    held = [costs_of(spec, context).held_bytes(2) / 10**6 for context in (4096, 8192, 32768)]
+    held = [costs_of(spec, context).cache_bytes_at_context(2) / 10**6 for context in (4096, 8192, 32768)]
     return ["none" if window is None else f"{window:,}", *(f"{each:,.0f}" for each in held)]
 
 

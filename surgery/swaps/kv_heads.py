@@ -310,7 +310,8 @@ OPTIONS = (
             "mla:": (
                 "numbers that a token leaves in a layer's cache",
                 lambda spec: {
-                    sum(work_of(operation).left for operation in spec.block_operations(b)) for b in set(spec.blocks)
+                    sum(work_of(operation).per_token for operation in spec.block_operations(b))
+                    for b in set(spec.blocks)
                 },
             ),
         },

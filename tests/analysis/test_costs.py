@@ -75,7 +75,7 @@ def latent(spec: ModelSpec, rank: int) -> ModelSpec:
 def test_published_cache_sizes(name: str, nbytes: int) -> None:
     found = costs(preset(name))
     assert found.cache_bytes(2) == nbytes
-    assert found.held_bytes(2) == nbytes * found.context
+    assert found.cache_bytes_at_context(2) == nbytes * found.context
 
 
 def test_palm_appendix_b() -> None:
@@ -129,7 +129,7 @@ def test_the_modules_own_cache(name: str) -> None:
             if part.memory is not None
         )
     found = costs(spec, tokens)
-    assert kept == found.held
+    assert kept == found.cached_at_context
 
 
 def test_a_token_meets_some_experts_alone() -> None:
@@ -167,8 +167,8 @@ def test_a_latent_behind_a_cache_as_the_modules_compute_it_or_cheaper(tokens: in
 def test_windows_and_contexts() -> None:
     spec = spec_of(CONFIGS["mistral"])
     near, far = costs(spec, 8), costs(spec, 1000)
-    assert near.held == near.cached * 8
-    assert far.held == far.cached * 15 == costs(spec, 15).held
+    assert near.cached_at_context == near.cached * 8
+    assert far.cached_at_context == far.cached * 15 == costs(spec, 15).cached_at_context
     assert far.flops == costs(spec, 16).flops != near.flops
     assert usual_context(spec) == 256 == costs(spec).context
     assert usual_context(spec_of({**CONFIGS["bloom"]})) == CONTEXT
@@ -323,9 +323,9 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
     theirs = [part for layer in parts for part in layer]
     assert sum(part.nbytes for part in theirs + own) == found.in_transformers
     repeats = variant.name in ("falcon-40b", "falcon-11b", "falcon-RefinedWeb")
-    assert (found.in_transformers > found.held) == repeats
+    assert (found.in_transformers > found.nbytes) == repeats
     # Their windows are views of what the last step looked at: memory is that of a rolling buffer.
-    expanded = found.in_transformers - found.held
+    expanded = found.in_transformers - found.nbytes
     states = sum(part.nbytes for part in own)
     assert sum(part.untyped_storage().nbytes() for part in theirs) + states == found.buffer + expanded
 
@@ -338,7 +338,7 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
     monkeypatch.setattr("gptkit.modules.generate.Cache", cache)
     ours = decoder_from(reference, variant.config)
     assert len(list(generate(ours, ids[0], new))) == new
-    assert bytes_in(made[-1]) == cache_bytes(spec, seen, "float32").held
+    assert bytes_in(made[-1]) == cache_bytes(spec, seen, "float32").nbytes
 
 
 def states_of(module: Any) -> tuple[Tensor, Tensor]:
@@ -374,18 +374,18 @@ def test_cache_bytes_of_latents(name: str, dtype: str) -> None:
         for tokens in (19, 1, 1):
             model(torch.zeros(3, tokens, dtype=torch.long), cache=cache)
     found = cache_bytes(spec, 21, dtype, 3)
-    assert bytes_in(cache) == found.held
+    assert bytes_in(cache) == found.nbytes
     as_deepseek = getattr(spec.blocks[0].attention, "rope_heads", 0) == 1
-    assert found.in_transformers == (found.held if as_deepseek else None)
+    assert found.in_transformers == (found.nbytes if as_deepseek else None)
 
 
 def test_windows_roll() -> None:
     spec = ALL["mistral"]
     sizes = [cache_bytes(spec, tokens, "float16") for tokens in (1, 15, 16, 17, 1000)]
-    a_token = sizes[0].held
-    assert [size.held // a_token for size in sizes] == [1, 15, 15, 15, 15]
+    a_token = sizes[0].nbytes
+    assert [size.nbytes // a_token for size in sizes] == [1, 15, 15, 15, 15]
     assert [size.buffer // a_token for size in sizes] == [1, 15, 16, 16, 16]
-    assert a_token == sizes[0].a_token == cache_bytes(spec, 1, "fp8").held * 2
+    assert a_token == sizes[0].a_token == cache_bytes(spec, 1, "fp8").nbytes * 2
     assert preset("mistral-7b").blocks[0].attention.window == 4096
     # The published figure: windows of 4,096 tokens of 128 KiB.
     assert cache_bytes(preset("mistral-7b"), 32768).buffer == 4096 * 131_072
@@ -414,7 +414,7 @@ def test_names_of_dtypes() -> None:
         assert cache_bytes(spec, 8, name).dtype == "bfloat16"
     assert cache_bytes(spec, 8, "F8_E4M3").dtype == "float8_e4m3fn"
     for size, dtype in ((8, "f64"), (4, "fp32"), (2, "f16"), (1, "int8")):
-        assert cache_bytes(spec, 8, dtype).held == 8 * 12 * 2 * 768 * size
+        assert cache_bytes(spec, 8, dtype).nbytes == 8 * 12 * 2 * 768 * size
 
 
 def test_nothing_heavy_is_imported() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing
+from gptkit.analysis.activations import Pass, saved_for_backward, saved_with_checkpointing
 from gptkit.analysis.costs import cache_bytes
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.parameters import count
@@ -86,7 +86,7 @@ def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyP
     sizes = ((torch.bfloat16, 2, 24), (torch.float64, 3, 5), (torch.float32, 2, 24), (torch.bfloat16, 1, 10))
     for dtype, batch, tokens in sizes[:2] if covering.quick else sizes:
         measured = kept_bytes(model_of(spec, kernel, dtype), drawn_ids(spec, batch, tokens), monkeypatch)
-        told = kept(spec, Pass(tokens, batch, SIZES[dtype], kernel))  # type: ignore[arg-type]
+        told = saved_for_backward(spec, Pass(tokens, batch, SIZES[dtype], kernel))  # type: ignore[arg-type]
         assert sum(told.values()) == measured, (dtype, batch, tokens, told)
 
 
@@ -101,7 +101,7 @@ def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
     batch, tokens = choose((1, 2, 3)), choose((2, 7, 17, 30))
     with pytest.MonkeyPatch.context() as monkeypatch:
         measured = kept_bytes(model_of(spec, kernel, dtype), drawn_ids(spec, batch, tokens), monkeypatch)
-    assert sum(kept(spec, Pass(tokens, batch, SIZES[dtype], kernel)).values()) == measured
+    assert sum(saved_for_backward(spec, Pass(tokens, batch, SIZES[dtype], kernel)).values()) == measured
 
 
 OF_THEIR_OWN = {"gptj", "codegen", "gpt_neo", "opt", "xglm", "ctrl", "openai-gpt", "mpt"}
@@ -165,7 +165,7 @@ def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch
     for dtype in (torch.float32, torch.bfloat16):
         reference = randomised_reference(config, dtype, kernel)
         measured = kept_bytes(reference, drawn_ids(ALL[family], 2, 64), monkeypatch)
-        told = kept(ALL[family], Pass(64, 2, SIZES[dtype], kernel))  # type: ignore[arg-type]
+        told = saved_for_backward(ALL[family], Pass(64, 2, SIZES[dtype], kernel))  # type: ignore[arg-type]
         ratio = sum(told.values()) / measured
         if family == "bloom":
             assert 1 < ratio < 2
@@ -193,7 +193,10 @@ def test_korthikanti() -> None:
     block = spec.blocks[0].replaced(attention=replace(spec.blocks[0].attention, softmax="input", fused=False))
     plain = block.replaced(feed_forward=replace(block.feed_forward, activation="gelu"))
     s, h, a = 2048, spec.hidden_size, spec.blocks[0].attention.heads
-    found = kept(replace(spec, blocks=(plain,) * 2), run), kept(replace(spec, blocks=(plain,)), run)
+    found = (
+        saved_for_backward(replace(spec, blocks=(plain,) * 2), run),
+        saved_for_backward(replace(spec, blocks=(plain,)), run),
+    )
     layer = sum(found[0].values()) - sum(found[1].values())
     # The paper's without its masks of a byte each, two after projections and one on the scores. Theirs keep scores
     # twice, as softmax's result and dropped out.
@@ -210,14 +213,14 @@ def test_layers_checkpointed_keep_their_inputs() -> None:
         monkeypatch.setattr(BlockModule, "forward", lambda *given: checkpoint(forward, *given, use_reentrant=False))
         alive, _ = training_peak(model, ids, monkeypatch)
     run = Pass(tokens, batch, 2)
-    every, told = kept(spec, run), kept_by_checkpointing(spec, run)
+    every, told = saved_for_backward(spec, run), saved_with_checkpointing(spec, run)
     tables = 2 * tokens * 20 * 2 + tokens * 8  # of rotary positions, and these, which all layers go on sharing
     assert plain - alive == sum(every.values()) - sum(told.values()) + told["layer"] - tables
 
 
 def test_what_two_stacks_keep_is_not_known() -> None:
     spec, run = spec_of(CONFIGS["t5"]), Pass(8, 1, 4)
-    for ask in (kept, kept_by_checkpointing, peak):
+    for ask in (saved_for_backward, saved_with_checkpointing, peak):
         with pytest.raises(MissingComponent, match="this model also has an encoder"):
             ask(spec, run)
 
@@ -281,7 +284,7 @@ def test_weights_are_counted_once() -> None:
         found = memory(spec, dtype, 256)
         assert found.weights == size * count(spec).total
         assert found.total == found.weights + found.cache + found.activations
-    assert found.cache == cache_bytes(spec, 256, "bfloat16").held
+    assert found.cache == cache_bytes(spec, 256, "bfloat16").nbytes
     assert memory(spec, dtype, 256, cache_dtype="fp8").cache * 2 == found.cache
     assert memory(spec, dtype, 256, cache_dtype="fp8").activations == found.activations
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptkit.analysis import activations, prefill
-from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
+from gptkit.analysis.activations import Pass, saved_for_backward, saved_with_checkpointing, ways
 from gptkit.analysis.aspects import aspects, describe
 from gptkit.analysis.compare import comparison
 from gptkit.analysis.costs import cache_bytes, costs, forward_flops
@@ -176,21 +176,21 @@ def test_a_state_does_not_grow() -> None:
     others = replace(LLAMA, blocks=tuple(b for b in LLAMA.blocks[: len(LLAMA.blocks) - layers]))
     for context in (1, 7, 300):
         found = cache_bytes(SPEC, context, "float32", 3)
-        assert found.held == cache_bytes(others, context, "float32", 3).held + 3 * layers * WIDTH * 4
+        assert found.nbytes == cache_bytes(others, context, "float32", 3).nbytes + 3 * layers * WIDTH * 4
         assert found.in_transformers is None
     assert cache_bytes(SPEC, 9).a_token == cache_bytes(others, 9).a_token
     alone = replace(SPEC, blocks=SPEC.blocks[:1])
     assert costs(alone, 10).flops == costs(alone, 10_000).flops
-    assert cache_bytes(alone, 10).held == cache_bytes(alone, 10_000).held == WIDTH * 2
+    assert cache_bytes(alone, 10).nbytes == cache_bytes(alone, 10_000).nbytes == WIDTH * 2
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)])
 def test_what_autograd_keeps(kernel: Any, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = kept_bytes(built(dtype, kernel), drawn_ids(SPEC, 2, 12), monkeypatch)
-    found = kept(SPEC, Pass(12, 2, size, kernel))
+    found = saved_for_backward(SPEC, Pass(12, 2, size, kernel))
     assert sum(found.values()) == measured
-    assert sum(kept_by_checkpointing(SPEC, Pass(12, 2, size, kernel)).values()) < measured
+    assert sum(saved_with_checkpointing(SPEC, Pass(12, 2, size, kernel)).values()) < measured
 
 
 def test_the_worst_moment_of_reading_a_context() -> None:
@@ -239,7 +239,7 @@ WALKS: list[Callable[[ModelSpec], Any]] = [
     structure,
     lambda spec: forward_flops(spec, 8),
     lambda spec: cache_bytes(spec, 8),
-    lambda spec: kept(spec, Pass(8, 1, 4)),
+    lambda spec: saved_for_backward(spec, Pass(8, 1, 4)),
     lambda spec: peak(spec, Pass(8, 1, 4)),
     lambda spec: memory(spec, context=8),
     lambda spec: training_memory(spec, context=8),
@@ -288,7 +288,7 @@ def test_caps_and_scales_are_ready() -> None:
     assert forward_flops(spec, 9) == forward_flops(plain, 9)
     run = Pass(9, 1, 4, "eager")
     pairs = block.attention.heads * 9 * 9
-    assert sum(kept(spec, run).values()) == sum(kept(plain, run).values()) + pairs * 4
+    assert sum(saved_for_backward(spec, run).values()) == sum(saved_for_backward(plain, run).values()) + pairs * 4
     assert peak(spec, run) >= peak(plain, run)
     titles = [node.title for node in structure(spec).kinds[0].nodes]
     assert titles.index("soft cap") == titles.index("softmax") - 1 and "× 0.5" in titles
@@ -376,7 +376,7 @@ ARRANGED = {
 def test_other_arrangements(name: str, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ARRANGED[name]
     model = filled(spec, random_weights(spec), dtype)
-    found = kept(spec, Pass(24, 2, size))
+    found = saved_for_backward(spec, Pass(24, 2, size))
     assert sum(found.values()) == kept_bytes(model, drawn_ids(spec, 2, 24), monkeypatch), found
     measured = prefill_peak(model, drawn_ids(spec, 2, 128), True)
     assert peak(spec, Pass(128, 2, size)) == pytest.approx(measured, rel=0.06)

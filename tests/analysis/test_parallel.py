@@ -62,7 +62,7 @@ def shares(spec: ModelSpec, tp: int) -> None:
         [b.attention.kv_heads for b in spec.blocks if isinstance(b.attention, Attention)],
     )
     if heads and len(set(heads)) == 1:
-        assert stage.cache * tp == cache.held * max(tp // heads[0], 1)
+        assert stage.cache * tp == cache.nbytes * max(tp // heads[0], 1)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -82,7 +82,7 @@ def test_stages_sum_to_the_model() -> None:
     for pp in (2, 5, 80):
         found = split(spec, pp=pp, context=4096)
         assert found.together == BF16 * count(spec).total
-        assert sum(stage.cache for stage in found.stages) == cache_bytes(spec, 4096).held
+        assert sum(stage.cache for stage in found.stages) == cache_bytes(spec, 4096).nbytes
         assert [stage.layers for stage in found.stages][-1] == (80 - 80 // pp, 79)
         assert "embedding" in found.stages[0].weights and "head" in found.stages[-1].weights
     tied = preset_spec("llama-3.2-1b")

@@ -149,7 +149,7 @@ def test_a_window_caps_the_cache() -> None:
 
 @pytest.mark.exhaustive
 def test_memory_is_the_goal_that_keeps_least() -> None:
-    kept = {goal: recommend(goal, "7B", context=32_768).costs.held_bytes() for goal in GOALS}
+    kept = {goal: recommend(goal, "7B", context=32_768).costs.cache_bytes_at_context() for goal in GOALS}
     assert min(kept, key=lambda goal: kept[goal]) == "memory"
     assert max(kept, key=lambda goal: kept[goal]) == "simplicity"
 
@@ -322,7 +322,7 @@ def test_findings_are_figures_of_these_trees(goal: str) -> None:
     assert told["parameters"] == pytest.approx(gated.parameters / usual.parameters - 1)
     assert told["flops"] == pytest.approx(gated.total_flops / usual.total_flops - 1)
     reading = about(found, "reading").figures
-    assert reading["cache_bytes"] == 16 * found.costs.held_bytes()
+    assert reading["cache_bytes"] == 16 * found.costs.cache_bytes_at_context()
     assert reading["weight_bytes"] == 2 * found.parameters
     flops = about(found, "FLOPs").figures
     assert flops["scores"] == pytest.approx(found.costs.flops["scores"] / found.costs.total_flops)

@@ -104,9 +104,9 @@ def test_the_cache_is_as_large_as_told(variant: Variant) -> None:
 
     found = cache_bytes(spec, 9, "float32", 2)
     assert found.of_source == size(past.cross_attention_cache)
-    assert found.held - found.of_source == size(past.self_attention_cache) == 2 * 9 * found.a_token
-    assert found.in_transformers == found.held
-    assert costs(spec, 9).held == found.held // 8
+    assert found.nbytes - found.of_source == size(past.self_attention_cache) == 2 * 9 * found.a_token
+    assert found.in_transformers == found.nbytes
+    assert costs(spec, 9).cached_at_context == found.nbytes // 8
 
 
 def test_an_encoder_costs_nothing_a_token() -> None:

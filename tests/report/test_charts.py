@@ -118,7 +118,7 @@ def test_lines_are_the_cache_and_bend_at_windows() -> None:
     models = [(name, preset(name)) for name in ("gpt2", "llama-2-7b", "mistral-7b")]
     figure = cache_chart(models)
     for (_, spec), line in zip(models, lines_of(figure), strict=True):
-        assert all(nbytes == cache_bytes(spec, length).held for length, nbytes in line.items())
+        assert all(nbytes == cache_bytes(spec, length).nbytes for length, nbytes in line.items())
     gpt2, llama, mistral = lines_of(figure)
     assert max(gpt2) == 1024 and gpt2[1024] == 36 * 2**20  # 2 · 12 layers · 768 · 2 bytes · 1,024 tokens
     assert max(llama) == 4096 and llama[4096] == 2 * 2**30

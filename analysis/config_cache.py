@@ -1,4 +1,4 @@
-"""The cache of each layer of a model, read from its config.json alone, for model types that gptkit has no family for.
+"""The KV cache of a model of an unknown family, computed from its config.json alone.
 
 Fields mean the same as in transformers' config classes: `layer_types`, heads, ranks of latents, sizes of states.
 Without `layer_types` there is one kind of layer, which follows from the window, as in transformers'
@@ -13,7 +13,7 @@ from typing import Any
 from ..architectures.config import MAX_LAYERS
 from ..components import Shape
 from ..errors import UnknownFamily, shown
-from .allocators import CachedLayer, Layers, held, in_vllm
+from .allocators import CachedLayer, Layers, cached_numbers, in_vllm
 from .costs import CacheSize
 from .sizes import check_number, full_dtype, itemsize
 
@@ -40,7 +40,7 @@ _PROJECTION = re.compile(r"(?!.*(?:vision|visual|audio)).*layers\.(?P<layer>\d{1
 
 
 def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shape]] = ()) -> Layers:
-    """Return the cache of each layer.
+    """Return the different caches of the layers.
 
     `shapes` are the names and shapes of tensors. The key and value projections among them must have the config's
     width, because some classes use another one in some layers without a field. Raises UnknownFamily for a field that
@@ -84,7 +84,7 @@ def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch
     """Return the cache after `context` tokens, as `costs.cache_bytes` does for a tree. States have its dtype."""
     check_number("tokens", context)
     size = itemsize(dtype)
-    needed = size * batch * held(layers, context)
+    needed = size * batch * cached_numbers(layers, context)
     rolling = sum(
         number * layer.per_token
         for layer, number in layers.items()
@@ -95,7 +95,7 @@ def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch
         batch=batch,
         dtype=full_dtype(dtype),
         a_token=size * sum(number * layer.per_token for layer, number in layers.items()),
-        held=needed,
+        nbytes=needed,
         buffer=needed + size * batch * rolling,
         in_transformers=needed,
         in_vllm=in_vllm(layers, context, size, batch),
@@ -119,7 +119,7 @@ def _integer(config: Mapping[str, Any], *names: str, default: int | None = None)
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many numbers the keys of a token have, and its values, over all heads."""
+    """Return the count of numbers in the keys of a token, and in its values, over all heads."""
     heads = _integer(config, *_NAMES["heads"])
     usual = _integer(config, *_NAMES["hidden"]) // heads if type(config.get("head_dim")) is not int else 0
     head_dim = _integer(config, "head_dim", "kv_channels", default=usual)
@@ -173,4 +173,4 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
 }
 _OF_STATES = re.compile(r"(linear|mamba|ssm)_|conv_kernel|expand$|use_conv_bias|use_mamba_kernels")
 _FIELDS = {"linear_attention": _OF_STATES, "mamba": _OF_STATES, "chunked_attention": re.compile("attention_chunk_size")}
-"""Patterns of the fields that each kind of layer explains."""
+"""Patterns of the fields that a kind of layer explains."""

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gptkit.analysis.allocators import CachedLayer, held
-from gptkit.analysis.kept import layers_of_config
+from gptkit.analysis.config_cache import layers_of_config
 from gptkit.errors import UnknownFamily
 
 TOLD = {
