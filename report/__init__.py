@@ -1,1 +1,1 @@
-"""Reports for people: tables, pages and pictures."""
+"""Reports of results: tables, pages and pictures."""

@@ -123,7 +123,7 @@ def ablation_page(ablation: Ablation) -> Page:
 
 
 def _curves_figure(ablation: Ablation) -> Figure:
-    """Draw each variant's evaluations by tokens: the mean over seeds as a line, the range over seeds as bars."""
+    """Draw the variants' evaluations by tokens: the mean over seeds as a line, the range over seeds as bars."""
     measure = "KL from the base" if ablation.how == "heal" else "held-out loss"
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
     for index, (name, variant) in enumerate(_named(ablation.rows)):

@@ -1,4 +1,4 @@
-"""The report of `audit`: what was examined, and for each finding its tensors and what to do."""
+"""The report of `audit`: what was examined, and the findings with their tensors and what to do."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _APART = 3  # if models differ in size by more than this factor, their shares ar
 _NAME = 22  # the most characters of a model's name on a line next to its bar
 _FROM = 128  # tokens at which the lines of the cache begin
 _UNITS = {"parameters": "KMBT"}  # a billion parameters is written B, and a billion of anything else G
-_Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
+_Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number per part
 _Points = Sequence[tuple[int, int]]  # lengths in tokens, and the bytes of the cache
 
 

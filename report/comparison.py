@@ -28,7 +28,7 @@ class _ComparedLine:
     """A row of the table."""
 
     label: str
-    cells: tuple[str, ...]  # one for each model
+    cells: tuple[str, ...]  # one per model
     differs: bool
     cost: bool = False
 

@@ -239,7 +239,7 @@ def _memory(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[
 
 
 def _cells(figures: CostFigures) -> dict[str, dict[str, int]]:
-    """Return a model's figures by kind and label. Kinds without figures are left out."""
+    """Return a model's figures by kind and label. Kinds without figures are omitted."""
     cells: dict[str, dict[str, int]] = {}
     token, prefill, step = figures.token, figures.prefill, figures.training
     if token is not None:
@@ -286,13 +286,13 @@ def _formats(models: Sequence[_Costed]) -> Sheet:
             cells += words if alone else words[:1]
         rows.append(SheetRow(name, tuple(cells)))
     columns = ("bytes", "in powers of 1024", "bits per weight") if alone else tuple(name for name, *_ in models)
-    lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
+    missing = [name for name, _, figures in models if None in (figures.formats or {}).values()]
     notes = [
         "nf4: as transformers loads it with bitsandbytes, with quantised scales; only linear layers outside of experts"
         " are nf4, and the rest is bfloat16.",
         "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
     ]
-    notes += [f"{_NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
+    notes += [f"{_NOTHING} {', '.join(missing)}: llama.cpp has no type for some of its tensors."] if missing else []
     return Sheet("Weights in other formats", columns, tuple(rows), tuple(notes))
 
 

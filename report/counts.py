@@ -23,7 +23,7 @@ from .quantities import binary_bytes, counted, decimal_bytes, difference, dimens
 from .rows import By
 from .sheets import GAP, Sheet, SheetRow, Terminal, drawing
 
-_NARROWEST_WORDS = 20  # a narrower column of words is left out
+_NARROWEST_WORDS = 20  # a narrower column of words is omitted
 _NARROWEST_NAMES = 32  # if the names of tensors have less room, their shapes stand below them
 _MOST_RUNS = 8  # if more runs of equal layers differ, only the smallest and the largest layer are given
 
@@ -38,9 +38,9 @@ def parameter_table(
 ) -> RenderResult:
     """Yield the tables of parameters.
 
-    One model gets a row per component. Several models get a column each if these fit, or else a row each. With
-    `by` "layer" or "tensor", a table of layers or tensors follows, in which equal neighbours share a row. `dtype` adds
-    the bytes of the weights in this dtype. `compared` adds the difference between two models.
+    One model gets a row per component. Several models are columns if these fit, or else rows. With `by` "layer" or
+    "tensor", a table of layers or tensors follows, in which equal neighbours share a row. `dtype` adds the bytes of the
+    weights in this dtype. `compared` adds the difference between two models.
     """
     if len(models) == 1:
         yield from _by_names(terminal, models[0], dtype) if models[0].named else _one(terminal, models[0], dtype)
@@ -111,7 +111,7 @@ def named_heading(terminal: Terminal, model: ModelCount) -> RenderResult:
 
 
 def count_sheet(count: TensorCount) -> Sheet:
-    """Return the parameters of each component and their share."""
+    """Return the parameters by component, and their share."""
     parts = count.by_component.items()
     rows = [SheetRow(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
     rows.append(SheetRow("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
@@ -171,15 +171,15 @@ def _one(terminal: Terminal, model: ModelCount, dtype: str | None) -> RenderResu
     yield Text(terminal.clean(" · ".join(model_facts(model.spec))), style="dim")
     yield ""
     sheet = component_sheet(model, dtype)
-    room, kept = terminal.width - max(len(row.label) for row in sheet.rows), list[int]()
+    room, shown = terminal.width - max(len(row.label) for row in sheet.rows), list[int]()
     for index in (*range(1, len(sheet.columns)), 0):  # the words only if they fit after the figures
         width = GAP + max(len(text) for text in (sheet.columns[index], *(row.cells[index] for row in sheet.rows)))
         width = width if index else GAP + _NARROWEST_WORDS
         if room >= width or index == 1:
-            kept.append(index)
+            shown.append(index)
             room -= width
-    rows = [replace(row, cells=tuple(row.cells[index] for index in sorted(kept))) for row in sheet.rows]
-    titles, words = [sheet.columns[index] for index in sorted(kept)], int(0 in kept)
+    rows = [replace(row, cells=tuple(row.cells[index] for index in sorted(shown))) for row in sheet.rows]
+    titles, words = [sheet.columns[index] for index in sorted(shown)], int(0 in shown)
     filled = (row for row in rows if any(row.cells))
     yield terminal.table([sheet.heading, *titles[:words]], titles[words:], filled)
 
@@ -225,7 +225,7 @@ def _component_words(label: str, model: ModelCount, words: Mapping[str, str]) ->
 
 
 def models_sheet(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
-    """Return a column of parameters for each model. `compared` adds the difference between two models."""
+    """Return a column of parameters per model. `compared` adds the difference between two models."""
     counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
     headless = all(model.spec.head is None for model in models)

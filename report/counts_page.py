@@ -102,7 +102,7 @@ def _cost_sections(counts: Sequence[ModelCount], asked: Scenario) -> list[Sectio
 
 
 def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
-    """Return a chart of weights and cache for each model and context, with activations if memory was asked for."""
+    """Return a chart of weights and cache by model and context, with activations if memory was asked for."""
     dtype = asked.dtype or "bfloat16"
     rows: dict[str, dict[str, int]] = {}
     for model in counts:
@@ -119,7 +119,7 @@ def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
 
 
 def layer_diagrams(spec: ModelSpec, name: str = "") -> list[Figure]:
-    """Return a diagram of the first layer of each kind, up to `_MOST_DIAGRAMS`."""
+    """Return diagrams of the first layers of all kinds, up to `_MOST_DIAGRAMS`."""
     layers = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
     return [block_diagram(spec, layer, name) for layer in layers[:_MOST_DIAGRAMS]]
 

@@ -193,7 +193,7 @@ def _layer_table(layers: Sequence[LayerDamage]) -> Table:
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:
-    """Draw how much each component differs if its block is given the original's hidden states."""
+    """Draw how much components differ if their block is given the original's hidden states."""
     cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"

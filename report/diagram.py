@@ -226,7 +226,7 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """Return invisible points with hints: one for each box for keyboards (`hovertext`), and more for a mouse."""
+    """Return invisible points with hints: one per box for keyboards (`hovertext`), and more for a mouse."""
     middles, more = [], []
     for box in boxes:
         hint = _hint(box.node)

@@ -37,7 +37,7 @@ _INDENT = 2
 
 
 def sides(diff: Diff) -> list[str]:
-    """Return a line per of the two checkpoints."""
+    """Return one line per checkpoint."""
     lines = []
     for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
         dtypes = " and ".join(HF_NAMES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
@@ -262,7 +262,7 @@ def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything
 
 
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
-    """Yield the parts of the report: each with its heading and its lines."""
+    """Yield the parts of the report with their headings and lines."""
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
         rows = [SheetRow(_label(group), _group_cells(group)) for group in groups if group.changed]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MARKS, _ASCII_MARKS = "●○◆◇◉", "ox*+@"
 """The marks of up to four curves, and last the mark for a place where several curves meet."""
 _CHART_COLUMNS, _LEAST_CHART_COLUMNS = 44, 8
-"""Columns that the chart in the terminal takes at most, and below which it is left out."""
+"""The largest number of columns of the chart in the terminal, and the number below which there is no chart."""
 _BEYOND = "past context"
 
 

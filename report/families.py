@@ -44,7 +44,7 @@ def _reason(kind: str) -> str:
 
 
 def causal_types() -> dict[str, str]:
-    """Return the class of each causal language model of the installed transformers, by model type.
+    """Return the classes of the installed transformers' causal language models, by model type.
 
     The list is parsed from the text of models/auto/modeling_auto.py, because importing it takes a second. Without
     transformers it is empty.

@@ -12,7 +12,7 @@ from .sheets import Sheet, SheetRow, Terminal, drawing
 
 
 class Healing:
-    """Prints the progress of the runs, unless `quiet`."""
+    """A printer of the runs' progress, which prints nothing if `quiet`."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet

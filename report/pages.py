@@ -136,7 +136,7 @@ def safe(text: str) -> str:
 
 
 def ready(path: Path) -> None:
-    """Raise UsageError if a page cannot be made or written at `path`. Called before the work, not after it."""
+    """Raise UsageError if a page cannot be made or written at `path`. Commands call this before their work."""
     require("--html", ("jinja2", "plotly"), "html")
     writable(path, "--html")
 

@@ -1,4 +1,4 @@
-"""Writes the page of --html, and for --png and --svg one of its figures as a picture for a talk or a paper.
+"""Write the page of --html, and for --png and --svg one of its figures as a picture for a talk or a paper.
 
 kaleido draws pictures with the system's Chrome or Chromium and the plotly.js of plotly's package. Nothing is fetched:
 there is no MathJax, and the browser's proxy is a port on which nobody listens.
@@ -28,7 +28,7 @@ _TITLE = 26  # pixels above the figure for its title
 
 
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
-    """Raise UsageError if a file cannot be made or written. Called before the work, not after it."""
+    """Raise UsageError if a file cannot be made or written. Commands call this before their work, not after it."""
     if html is not None:
         suffix, problem = html.suffix.lower(), f"--html {html}: the name of a page must end in .html"
         if suffix in (".png", ".svg"):

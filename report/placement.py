@@ -1,8 +1,8 @@
 """The layout of a diagram: the places of a path's nodes, and the lines between them.
 
 The terminal and the pictures share this layout. Its unit is a character or a pixel. The layout follows from the graph.
-The *trunk* is the residual stream: it is found from the last node back along residual edges. All nodes that lead from
-one node of the trunk to another are a *stage*. In a stage, each way that begins at a fork has its own *lane*. A node
+The *trunk* is the residual stream, followed from the last node back along residual edges. All nodes that lead from
+one node of the trunk to another are a *stage*. In a stage, every way that begins at a fork has its own *lane*. A node
 that leads to a fork spans all of its lanes, and so does a node that joins them. The order of the lanes is the order of
 the program, so that lines do not cross if the program computes one after the other what it joins. The *rank* of a node
 is one more than the largest rank of its inputs, and everything that leaves the trunk is below the place where it left.
@@ -106,7 +106,7 @@ class Placement:
 def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[int]) -> Placement:
     """Return the drawing of a path. Its nodes are in an order of computation, and all lead to the last one.
 
-    `limit` is the width of the drawing. `rooms` are widths for a line of words, the widest first: each stage gets the
+    `limit` is the width of the drawing. `rooms` are widths for a line of words, the widest first. A stage gets the
     first width with which it fits into the limit, or else the last.
     """
     graph = _Lanes(nodes)
@@ -203,7 +203,7 @@ class _Lanes:
         return trunk[::-1]
 
     def _stages(self, nodes: Sequence[Node]) -> dict[str, str]:
-        """Return the stage of each node that is not on the trunk."""
+        """Return the stages of the nodes that are not on the trunk."""
         at, stage = {name: index for index, name in enumerate(self.trunk)}, dict[str, str]()
         for node in reversed(nodes):
             for source in node.inputs:
@@ -223,7 +223,7 @@ class _Lanes:
         return stage
 
     def _open(self, name: str) -> _Span:
-        """Open a lane for each way that begins in a node, and return the lanes of the node, which spans them all."""
+        """Open a lane for every way that begins in a node, and return the lanes of the node, which spans them all."""
         parts = [self._open(fork) for fork in self._forks[name]]
         if not parts:
             lane = self.lanes[self.stage[name]]
@@ -274,7 +274,7 @@ class _Lanes:
 class _Arrangement:
     """Boxes of known sizes in some of the stages.
 
-    By stage, `columns` has the left and right edge of each lane, and `inside` the nodes in the experts' frame.
+    By stage, `columns` has the left and right edges of the lanes, and `inside` the nodes in the experts' frame.
     """
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
@@ -284,7 +284,7 @@ class _Arrangement:
         self.inside: dict[str, list[str]] = {}
         for name in framed:
             self.inside.setdefault(graph.stage[name], []).append(name)
-        gaps = {}  # the gaps before each lane and after the last: a frame needs larger ones
+        gaps = {}  # the gaps before all lanes and after the last: a frame needs larger ones
         for stage in stages:
             gaps[stage] = [0, *[metrics.lane_gap] * (graph.lanes[stage] - 1), 0]
             if stage in self.inside:
@@ -304,7 +304,7 @@ class _Arrangement:
                 x += gap + width
 
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
-        """Return the width of each lane, so that every box of the stage fits into the lanes that it spans."""
+        """Return the widths of the lanes, so that every box of the stage fits into the lanes that it spans."""
         graph, metrics, inside = self.graph, self.metrics, self.inside.get(stage)
         lanes = [0] * graph.lanes[stage]
         needs = [(graph.spans[name], self.sizes[name][1]) for name in graph.stage if graph.stage[name] == stage]
@@ -377,7 +377,7 @@ class _Arrangement:
         return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
 
     def _rows(self) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
-        """Return the y of each rank, of each track by the rank above it and the node that owns it, and of the end."""
+        """Return the y of the ranks, of the tracks (by the rank above and the node that owns it), and of the end."""
         graph, metrics, framed = self.graph, self.metrics, self.ranks_framed
         heights: dict[int, int] = defaultdict(int)
         for name, rank in graph.rank.items():
@@ -395,7 +395,7 @@ class _Arrangement:
         return tops, tracks, y
 
     def _tracks(self, rank: int) -> dict[str, int]:
-        """Return the number of the track below a rank that each node's lines use. Lines that do not meet share one."""
+        """Return the tracks below a rank by the nodes whose lines use them. Lines that do not meet share a track."""
         reach: dict[str, list[int]] = defaultdict(list)
         for (source, target), (below, owner) in self.turns.items():
             if below == rank:

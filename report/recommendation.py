@@ -57,7 +57,7 @@ def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderRe
 
 
 def _costs_sheet(advice: Recommendation) -> Sheet:
-    """Return the cost of each component if it alone replaces the baseline's, and the costs of both models."""
+    """Return the costs of the components if one alone replaces the baseline's, and the costs of both models."""
 
     def whole(label: str, costs: Any, ruled: bool) -> SheetRow:
         cells = (f"{costs.parameters:,}", decimal_bytes(costs.cache_bytes_at_context()), decimal(costs.total_flops))

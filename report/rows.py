@@ -56,7 +56,7 @@ def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -
 def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
 ) -> Iterator[tuple[CsvRow, int, int]]:
-    """Yield the cells of each row, its parameters, and its bytes, which are 0 without a dtype."""
+    """Yield the cells of every row, its parameters, and its bytes, which are 0 without a dtype."""
     count = model.count if model.named is None else model.named.count
     sizes = weights or count
     if by == "tensor":

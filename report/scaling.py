@@ -1,4 +1,4 @@
-"""The report of `fit-scaling`: the fitted law, the intervals of its parameters, and the best run for each budget."""
+"""The report of `fit-scaling`: the fitted law, the intervals of its parameters, and the best runs by budget."""
 
 from __future__ import annotations
 

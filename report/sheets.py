@@ -39,7 +39,7 @@ class SheetRow:
     """A row of a sheet."""
 
     label: str
-    cells: tuple[str, ...]  # one for each column
+    cells: tuple[str, ...]  # one per column
     style: str | None = None  # one of rich's: "bold", "dim"
     ruled: bool = False  # whether there is a line above the row
 
@@ -72,7 +72,7 @@ class Sheet:
         return turned if len(turned) < len(whole) else whole
 
     def _cut(self, width: int) -> list[Sheet]:
-        """Return sheets with as many columns as fit. Rows without any text there are left out."""
+        """Return sheets with as many columns as fit. Rows without any text in these columns are omitted."""
 
         def only(first: int, last: int) -> Sheet:
             rows = (SheetRow(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
@@ -106,7 +106,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Terminal:
-    """What a report must know of the terminal."""
+    """The properties of the terminal that a report depends on."""
 
     width: int  # in characters
     ascii_only: bool

@@ -2,8 +2,8 @@
 
 The graph contains all weights and operations between tokens and logits. Whoever evaluates the nodes in their order gets
 the logits, as tests do. `components.operations` defines what each operation computes. `Node.op` is the name of the
-operation's class in lower case. A linear with several `copies` has one for each expert, and its second input is the
-choice of experts for each token. This module does not import torch.
+operation's class in lower case. A linear with several `copies` has one per expert, and its second input is the choice
+of experts for every token. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def swap_lines(result: SwapResult) -> list[str]:
     lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
     other = "the recipe was recorded with other files, so the result has other bytes"
     notes = [*result.chain.notes, *([other] if result.same_source is False else [])]
-    notes += [f"left out: {told}" for told in result.source.carried_notes]
+    notes += [f"left out: {note}" for note in result.source.carried_notes]
     lines += [line for note in notes for line in indented(note, 12)]
     measured, naive = result.measured, result.naive
     if measured is None:

@@ -18,11 +18,15 @@ from .quantities import counted, duration, nats
 
 
 class Watched:
-    """Reports a run: lines on standard output, and a progress bar on standard error if that is a terminal.
+    """A reporter of a run: lines on standard output, and a progress bar on standard error if that is a terminal.
 
     Args:
-        metrics: a file that gets a line of JSON for each step.
-        board: a folder for TensorBoard. Raises UsageError if TensorBoard is not installed.
+        quiet: print nothing.
+        metrics: a file that gets a line of JSON per step.
+        board: a folder for TensorBoard.
+
+    Raises:
+        UsageError: TensorBoard is not installed.
     """
 
     def __init__(self, quiet: bool, metrics: Path | None = None, board: Path | None = None) -> None:

@@ -61,7 +61,7 @@ def tree_rows(graph: Structure | Named) -> list[_TreeRow]:
 
 
 def _outside(graph: Structure) -> Iterator[_TreeRow]:
-    """Yield what is outside of the stack of layers: the encoder, and the table of relative position biases."""
+    """Yield the parts outside of the stack of layers: the encoder, and the table of relative position biases."""
     if graph.encoder is not None:
         inside = tree_rows(graph.encoder)
         yield _TreeRow(0, "encoder", "reads the source", _total(inside).number, group=True)
@@ -136,7 +136,7 @@ def _row(node: Node, depth: int = 0, name: str = "") -> _TreeRow:
 
 
 def _blocks(graph: Structure) -> Iterator[_TreeRow]:
-    """Yield the modules of each kind of layer. Kinds with equal modules (other windows, for instance) are one."""
+    """Yield the modules by kind of layer. Kinds with equal modules (other windows, for instance) are one."""
     by_shapes: dict[tuple[_TreeRow, ...], tuple[list[int], list[_TreeRow]]] = {}
     for kind in graph.kinds:
         rows = list(_modules(graph, kind))
@@ -191,7 +191,7 @@ def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -
 
     rows = tree_rows(graph)
     rows.append(_total(rows))
-    leads: list[str] = []  # the lines to the left of each row
+    leads: list[str] = []  # the lines to the left of the rows
     open_at: set[int] = set()
     for row in reversed(rows):
         open_at = {depth for depth in open_at if depth <= row.depth}

@@ -120,7 +120,7 @@ def _cells(
 
 
 def _together(layers: Sequence[_Layers], total: int) -> Iterator[Sequence[_Layers]]:
-    """Yield the equal neighbouring layers that share an area, so that each area has room for a name."""
+    """Yield the equal neighbouring layers that share an area, so that every area has room for a name."""
     for _, group in groupby(layers, key=lambda layer: layer[2]):
         alike = list(group)
         number = len(alike)

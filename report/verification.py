@@ -139,7 +139,7 @@ def verdict_lines(result: Verification) -> list[str]:
 
 
 def _score_lines(score: MistakeScore) -> list[str]:
-    """Return how many mistakes made on purpose the probe catches, and which it does not."""
+    """Return the number of deliberate mistakes that the probe catches, and the names of those that it misses."""
     caught = score.tried - len(score.missed)
     lines = [f"probe     {caught} of {score.tried} mistakes made on purpose were caught"]
     for how, names in (("only with", score.caught_random), ("nor with", score.invisible)):
@@ -247,7 +247,7 @@ def _page(
     sections: Sequence[Section],
     command: str,
 ) -> Page:
-    """What the pages of checkpoints and ports share."""
+    """Return the page of a verified checkpoint or port."""
     worst = max(
         (prompt.maximum for prompt in result.prompts), key=lambda value: math.inf if math.isnan(value) else value
     )
@@ -320,7 +320,7 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
 def _places_figure(
     places: Sequence[Part], first: Part | None, summary: str, modules: Sequence[str | None] | None = None
 ) -> Figure:
-    """Draw the difference at each place. For a port, the hints and the table name the user's nearest modules."""
+    """Draw the difference by place. For a port, the hints and the table name the user's nearest modules."""
     cells, rows = [], []
     first_index = next((index for index, place in enumerate(places) if place.parts), None)
     for index, place in enumerate(places):
