@@ -33,7 +33,6 @@ def doubts_of(
 ) -> Iterator[Doubt]:
     """Yield the doubts about a draft, the likeliest first."""
     roles = {role for field in draft.fields.values() for role in field.role.split()}
-    fixed = draft.arguments["fixed"]
     spec = tree_of(draft, config)
     missing = set() if spec is None else missing_parameters(spec, draft)
     for template in [template for template in names.shapes if template not in draft.leaves]:
@@ -41,9 +40,18 @@ def doubts_of(
             f"what {template} holds", tuple(_readings(template, names.shape(template), spec, missing, draft, words))
         )
     yield from _gate_or_up(draft, names, words)
-    whole = []
+    yield _whole_families(draft, roles, rivals)
+    yield from _rotary(draft, words)
+    yield from _field_meanings(draft, config, roles, words)
+    yield _by_layer(draft, config, rivals, words)
+    yield from _fixed(draft, roles, words)
+
+
+def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> Doubt:
+    """Return the doubt whether all undetermined arguments are those of another family with the same norm."""
+    options = []
     for donor in [rival for rival in rivals if rival.decoder.norm is draft.arguments["norm"]]:
-        patch: dict[str, Any] = {f"fixed.{role}": ABSENT for role in fixed if role not in BIASES}
+        patch: dict[str, Any] = {f"fixed.{role}": ABSENT for role in draft.arguments["fixed"] if role not in BIASES}
         patch |= {
             f"fixed.{role}": value
             for role, value in donor.decoder.fixed.items()
@@ -56,14 +64,23 @@ def doubts_of(
             patch |= {f"rotary.{name}": getattr(donor.decoder.rotary, name) for name in ("pairs", "rounding", "joined")}
         if draft.arguments["mixtures"] is not None and donor.decoder.mixtures is not None:
             patch["arguments.mixtures"] = donor.decoder.mixtures
-        whole.append((f"all as {donor.family.name}", patch))
-    yield Doubt(UNDETERMINED, tuple(whole))
-    if draft.arguments["rotary"] is not None:
-        rotaries = [donor.decoder.rotary for donor in words.donors if donor.decoder.rotary is not None]
-        for name in ("pairs", "rounding", "direction"):
-            values = dict.fromkeys(getattr(rotary, name) for rotary in rotaries)
-            others = [value for value in values if value != getattr(draft.arguments["rotary"], name)]
-            yield Doubt(f"rotary {name}", tuple((repr(value), {f"rotary.{name}": value}) for value in others))
+        options.append((f"all as {donor.family.name}", patch))
+    return Doubt(UNDETERMINED, tuple(options))
+
+
+def _rotary(draft: Draft, words: KnownNames) -> Iterator[Doubt]:
+    """Yield the doubts about the rotary positions, if there are any."""
+    if draft.arguments["rotary"] is None:
+        return
+    rotaries = [donor.decoder.rotary for donor in words.donors if donor.decoder.rotary is not None]
+    for name in ("pairs", "rounding", "direction"):
+        values = dict.fromkeys(getattr(rotary, name) for rotary in rotaries)
+        others = [value for value in values if value != getattr(draft.arguments["rotary"], name)]
+        yield Doubt(f"rotary {name}", tuple((repr(value), {f"rotary.{name}": value}) for value in others))
+
+
+def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], words: KnownNames) -> Iterator[Doubt]:
+    """Yield the doubts about the meanings of config fields, with the meanings in other families."""
     for name, field in draft.fields.items():
         options = [
             one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (field.role, field.read)
@@ -75,20 +92,25 @@ def doubts_of(
             if other_roles.isdisjoint(one.value.role.split())
         ]
         yield Doubt(f"what {name} says", tuple(patches))
+
+
+def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], words: KnownNames) -> Doubt:
+    """Return the doubt about the argument that reads the fields that differ by layer."""
     donors = [
         donor for donor in (draft.skeleton, *rivals) if donor.decoder.layers not in (None, draft.arguments["layers"])
     ]
-    uniform = {
-        "arguments.layers": None,
-        "arguments.written": _PLAIN.written,
-        "arguments.rotary": draft.arguments["rotary"],
-    }
     rotary = draft.arguments["rotary"] or rotary_of(USUAL_ROTARY, config, draft.known, words)
-    none = [("nothing differs by layer", {**uniform, "arguments.rotary": rotary})] if draft.arguments["layers"] else []
+    uniform = {"arguments.layers": None, "arguments.written": _PLAIN.written, "arguments.rotary": rotary}
+    none = [("nothing differs by layer", uniform)] if draft.arguments["layers"] else []
     differing = [
         (f"as {donor.family.name}", _layers_of(donor, rotary)) for donor in donors if not donor.decoder.recurrent
     ]
-    yield Doubt(BY_LAYER, (*none, *differing))
+    return Doubt(BY_LAYER, (*none, *differing))
+
+
+def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
+    """Yield the doubts about roles without a config field, the role with the most votes first."""
+    fixed = draft.arguments["fixed"]
     for role, meanings in sorted(words.fixed().items(), key=lambda item: -sum(one.votes for one in item[1])):
         if role in roles or role in BIASES or role in ("norm.bias", "tied", "eps", "final_norm", "attention.causal"):
             continue

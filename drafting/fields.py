@@ -9,6 +9,7 @@ from typing import Any
 from ..architectures import Leaf
 from ..architectures.base import TOKEN_IDS
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
+from ..architectures.decoder import DecoderFamily
 from ..architectures.fields import Field
 from ..architectures.layout import IDENTITY
 from ..architectures.rope import PART, USUAL_ROTARY, RotaryKind
@@ -216,41 +217,17 @@ def arguments_of(
     why: dict[str, str],
 ) -> dict[str, Any]:
     """Return the arguments of `DecoderFamily` other than the fields, and add the reasons to `why`."""
-    arguments, shared, donor = {}, shared_names(leaves), skeleton.decoder
+    shared, donor = shared_names(leaves), skeleton.decoder
     templates = {name: template for template, leaf in leaves.items() for name in leaf.names}
+    arguments: dict[str, Any] = {}
     for name in ("mixer", "rotary", "table", "layers", "recurrent", "mixtures", "written", "whole_heads", "square"):
         arguments[name] = getattr(donor, name)
         why[f"arguments.{name}"] = f"as {skeleton.family.name} has it"
-    blocks = {name.removeprefix("blocks.{layer}.") for name in shared}
-    norms = tuple(place for place in _PLACES if f"{place}.weight" in blocks)
-    arguments["norms"] = norms or donor.norms
-    why["arguments.norms"] = (
-        ", ".join(templates[f"blocks.{{layer}}.{norm}.weight"] for norm in norms) or "no norm has a weight"
-    )
-    biased = [name for name in shared if name.endswith("norm.bias")]
-    eps = next((name for name, meaning in fields.items() if meaning.role == "eps"), "")
-    layer_norms = [one for one in words.donors if one.decoder.norm is LayerNorm and eps in one.decoder.fields]
-    rms_norms = [one for one in words.donors if one.decoder.norm is RMSNorm and eps in one.decoder.fields]
-    arguments["norm"] = LayerNorm if biased or len(layer_norms) > len(rms_norms) else RMSNorm
-    why["arguments.norm"] = (
-        f"{templates[biased[0]]} is there"
-        if biased
-        else f"{eps} is of such norms in most families, and no norm has a bias"
-    )
+    arguments |= _norm_arguments(templates, fields, donor, words, why)
     gated = any(name.endswith("gate_proj.weight") and "feed_forward" in name for name in shared)
     arguments["inner"] = GatedFeedForward if gated else FeedForward
     why["arguments.inner"] = "there is a gate_proj" if gated else "there is no gate_proj"
-    query = templates.get("blocks.{layer}.attention.q_norm.weight")
-    arguments["head_norms"] = ""
-    if query is not None:
-        shape, heads = names.shape(query), _value(config, known, fields, "heads")
-        width = (
-            names.shape(templates["blocks.{layer}.attention.o_proj.weight"])[-1]
-            if "blocks.{layer}.attention.o_proj.weight" in templates
-            else 0
-        )
-        arguments["head_norms"] = "own" if len(shape) == 2 else "whole" if shape[0] == width and heads != 1 else "same"
-        why["arguments.head_norms"] = f"{query} is {shape}, and all heads are {width} wide"
+    arguments["head_norms"] = _head_norms(names, templates, _value(config, known, fields, "heads"), why)
     arguments["learned"] = "positions.weight" in shared
     arguments["embedding_norm"] = "embedding.norm.weight" in shared
     rotary = arguments["rotary"]
@@ -275,6 +252,45 @@ def arguments_of(
         )
     arguments["fixed"] = fixed
     return arguments
+
+
+def _norm_arguments(
+    templates: Mapping[str, str],
+    fields: Mapping[str, Field],
+    donor: DecoderFamily,
+    words: KnownNames,
+    why: dict[str, str],
+) -> dict[str, Any]:
+    """Return the places and the kind of the norms. `templates` are the tensor templates by shared name."""
+    blocks = {name.removeprefix("blocks.{layer}.") for name in templates}
+    norms = tuple(place for place in _PLACES if f"{place}.weight" in blocks)
+    why["arguments.norms"] = (
+        ", ".join(templates[f"blocks.{{layer}}.{norm}.weight"] for norm in norms) or "no norm has a weight"
+    )
+    biased = [name for name in templates if name.endswith("norm.bias")]
+    eps = next((name for name, meaning in fields.items() if meaning.role == "eps"), "")
+    layer_norms = [one for one in words.donors if one.decoder.norm is LayerNorm and eps in one.decoder.fields]
+    rms_norms = [one for one in words.donors if one.decoder.norm is RMSNorm and eps in one.decoder.fields]
+    why["arguments.norm"] = (
+        f"{templates[biased[0]]} is there"
+        if biased
+        else f"{eps} is of such norms in most families, and no norm has a bias"
+    )
+    return {
+        "norms": norms or donor.norms,
+        "norm": LayerNorm if biased or len(layer_norms) > len(rms_norms) else RMSNorm,
+    }
+
+
+def _head_norms(names: Names, templates: Mapping[str, str], heads: Any, why: dict[str, str]) -> str:
+    """Return the argument for norms of queries and keys: "", "own", "whole" or "same"."""
+    query = templates.get("blocks.{layer}.attention.q_norm.weight")
+    if query is None:
+        return ""
+    shape, output = names.shape(query), templates.get("blocks.{layer}.attention.o_proj.weight")
+    width = 0 if output is None else names.shape(output)[-1]
+    why["arguments.head_norms"] = f"{query} is {shape}, and all heads are {width} wide"
+    return "own" if len(shape) == 2 else "whole" if shape[0] == width and heads != 1 else "same"
 
 
 def _value(config: Mapping[str, Any], known: Known | None, fields: Mapping[str, Field], role: str) -> Any:

@@ -1,1 +1,1 @@
-"""Component swaps, each with its guarantee."""
+"""Swaps of components, with a guarantee for every swap."""

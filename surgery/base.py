@@ -1,4 +1,4 @@
-"""The definition of a swap: a change from one model to another, with a recipe for each new tensor.
+"""The definition of a swap: a change from one model to another, with a recipe for every new tensor.
 
 Nothing is computed before the result is written, one tensor at a time. A *computed* tensor is computed in fp64 and
 rounded once, when it is stored. A *moved* tensor has only copied, repeated or zero-padded values, and keeps its dtype
@@ -33,7 +33,7 @@ Guarantee = Literal["exact", "approximate", "retrained"]
 ORDER: tuple[Guarantee, ...] = get_args(Guarantee)  # the strongest first
 Wide = NDArray[np.float64]
 _CACHED_BYTES = 64 * 2**20
-"""The size of the cache of computed tensors in each step: the next step reads most of them more than once."""
+"""The size of the cache of computed tensors, by step: the next step reads most of them more than once."""
 
 
 _T = TypeVar("_T")
@@ -221,7 +221,7 @@ class Swapped:
 
 
 class SwappedModel:
-    """The model after a swap. Its tensors are made from those of the old model on demand.
+    """The model after a swap. Its tensors are computed from those of the old model on demand.
 
     `stored` is the dtype of computed tensors.
     """
@@ -305,7 +305,7 @@ class Exactly:
 # --- entries of tensors along an axis ---------------------------------------------------------------------------------
 
 
-Index = NDArray[np.int64]  # for each new entry the old one, or -1 for zero
+Index = NDArray[np.int64]  # the old entries in the order of the new ones, or -1 for zero
 
 
 def gather(array: Array, index: Index, axis: int) -> Array:

@@ -48,7 +48,7 @@ class Chain:
 
     @property
     def promise(self) -> Promise:
-        """The part of the logits that the whole chain makes a promise about."""
+        """Return the part of the logits that the whole chain makes a promise about."""
         whole = Promise()
         for swapped in self.swapped:
             whole = whole.then(swapped.promise)
@@ -56,7 +56,7 @@ class Chain:
 
     @property
     def against(self) -> Model:
-        """The model that the result is to equal."""
+        """Return the model that the result is to equal."""
         for before, swapped in reversed(list(zip(self.models, self.swapped, strict=False))):
             if swapped.against is not None:
                 return swapped.against(before)
@@ -64,7 +64,7 @@ class Chain:
 
     @property
     def merges(self) -> bool:
-        """Whether the result is to equal a base model with an adapter, rather than the model before."""
+        """Return whether the result is to equal a base model with an adapter, rather than the model before."""
         return any(swapped.against is not None for swapped in self.swapped)
 
     @property
@@ -73,19 +73,19 @@ class Chain:
 
     @property
     def texts(self) -> dict[str, bytes | None]:
-        """The tokenizer files that change."""
+        """Return the tokenizer files that change."""
         return {name: text for swapped in self.swapped for name, text in swapped.texts.items()}
 
     @property
     def calibration(self) -> Mapping[str, Any]:
-        """The text that steps were fitted on (its name, sha256 and tokens), or an empty mapping."""
+        """Return the text that steps were fitted on (its name, sha256 and tokens), or an empty mapping."""
         return next(
             (swapped.summary["calibration"] for swapped in self.swapped if "calibration" in swapped.summary), {}
         )
 
     @property
     def stored(self) -> str:
-        """The dtype of computed tensors."""
+        """Return the dtype of computed tensors."""
         last = self.models[-1]
         return last.stored if isinstance(last, SwappedModel) else "F64"
 
@@ -200,7 +200,7 @@ def _is_there(text: Callable[[], CalibrationText]) -> bool:
 
 
 def _zero_in(model: Model) -> Zero:
-    """Return a function that returns whether every value of a bias is zero, and reads each bias once."""
+    """Return a function that returns whether every value of a bias is zero. It reads a bias only once."""
     return cache(lambda name: not np.any(model.wide(name)))
 
 

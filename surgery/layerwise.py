@@ -144,7 +144,7 @@ class _Linear(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The shared names of its tensors."""
+        """Return the shared names of its tensors."""
         return [self.weight, *([self.bias_name] if self.bias else [])]
 
 
@@ -201,14 +201,14 @@ class Inner(NamedTuple):
     record: FeedForward | GatedFeedForward
     layer: int
     inputs: list[str]  # the linears that read its input; the first one's output is activated
-    up: list[str]  # the tensors with a row for each unit
-    down: str  # the tensor with a column for each unit
+    up: list[str]  # the tensors with one row per unit
+    down: str  # the tensor with one column per unit
     down_bias: str  # the name of the output bias, even if there is none
     units: int
 
 
 def experts(block: Block, layer: int) -> Iterator[Inner]:
-    """Yield the feed-forwards of a block: one, or one for each expert.
+    """Yield the feed-forwards of a block: one, or one per expert.
 
     Raises:
         SwapRefused: There is a shared expert, or a gate has limits. Swaps of units do not support them.
@@ -237,7 +237,7 @@ def largest(score: Wide, size: int) -> Index:
 
 
 def by_weights(model: Model, inner: Inner) -> Wide:
-    """Return for each unit the product of the norms of its rows and its column."""
+    """Return by unit the product of the norms of its rows and its column."""
     score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
     for name in inner.inputs:
         score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
@@ -269,7 +269,7 @@ def head_weight(spec: ModelSpec) -> str:
 
 
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
-    """Return the tensors that write into the residual stream, each with the axis of the residual stream."""
+    """Return the tensors that write into the residual stream, with the axis of the residual stream."""
     tensors = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
         _known_by_linears(block, f"blocks.{layer}")
@@ -301,10 +301,10 @@ class _HeadTensor:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """The choice of an old head for each new head."""
+    """The old heads that the new heads take their weights from."""
 
-    heads: Index  # the old query head of each new one
-    keys: Index  # the old key-value head of each new one
+    heads: Index  # the old query heads, in the order of the new ones
+    keys: Index  # the old key-value heads, in the order of the new ones
     silent: np.ndarray  # whether a query head outputs zeros
 
 
@@ -330,7 +330,7 @@ def parts(path: str, attention: Grouped) -> tuple[_HeadTensor, ...]:
 
 
 def slopes(attention: Grouped, heads: int) -> list[float] | None:
-    """Return the slope of each of `heads` heads, as it enters the scores, or None without ALiBi."""
+    """Return the slopes of `heads` heads, as they enter the scores, or None without ALiBi."""
     position: Any = attention.position
     if position is None or not position.biases:
         return None

@@ -41,7 +41,7 @@ class Listed:
 
     @property
     def asked(self) -> str:
-        """The request as on the command line."""
+        """Return the request as on the command line."""
         return " ".join([spelled(self.swap.option), *([self.value] if self.value else [])])
 
     def as_json(self) -> dict[str, Any]:

@@ -47,21 +47,21 @@ class Option:
 
     @property
     def flag(self) -> bool:
-        """Whether it takes no value."""
+        """Return whether it takes no value."""
         return not self.metavar
 
     @property
     def spelled(self) -> str:
-        """The option as it is written on the command line."""
+        """Return the option as it is written on the command line."""
         return spelled(self.name)
 
     def synonyms(self) -> dict[str, list[str]]:
-        """Return the other names of each of gptkit's words."""
+        """Return the synonyms of gptkit's words."""
         parts = (entry.partition("=") for entry in self.words.split(";") if entry)
         return {ours.strip(): [name.strip() for name in names.split(",") if name] for ours, _, names in parts}
 
     def known(self) -> dict[str, str]:
-        """Return gptkit's word for each understood word, which is squashed."""
+        """Return gptkit's words by all understood words, which are squashed."""
         pairs = [(word, ours) for ours, more in self.synonyms().items() for word in (ours, *more)]
         return {squashed(word): ours for word, ours in (*pairs, *((word, word) for word in self.two))}
 

@@ -81,7 +81,7 @@ class Recipe:
 
     @property
     def every(self) -> tuple[Step, ...]:
-        """All steps, including the healing."""
+        """Return all steps, including the healing."""
         return (*self.steps, *([self.heal] if self.heal is not None else []))
 
     def as_json(self) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class Swap:
     apart: bool = False
     """Whether it changes only feed-forwards, the head or the storage, so that layers may share keys or inputs."""
     each_stack: bool = False
-    """Whether it can run on the encoder and the decoder of a model, each by itself."""
+    """Whether it can run on the encoder and the decoder of a model separately."""
     clears: tuple[Clears, ...] = ()
     """The differences from families that it can clear."""
     cheaper: Callable[[Step], Iterable[Step]] | None = None

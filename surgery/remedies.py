@@ -46,7 +46,7 @@ class _State:
 
     spec: ModelSpec
     zero: Zero  # whether a bias is zero
-    guarantees: tuple[Guarantee, ...] = ()  # one for each step
+    guarantees: tuple[Guarantee, ...] = ()  # one per step
     done: tuple[Swapped, ...] = ()
     models: tuple[Model, ...] = ()  # empty if only shapes are used
 
@@ -164,7 +164,7 @@ def way_to(start: Expression, after: _After) -> Way:
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
     """Return the error that no family can express a model, with the obstacles, their remedies and the costs.
 
-    `tried` has the families, the model's original family first. `refused` has the obstacles of each. `zero` is a
+    `tried` has the families, the model's original family first. `refused` has the obstacles by family. `zero` is a
     function that returns whether every value of a bias is zero.
     """
     near = sorted(
@@ -190,7 +190,7 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
 
 
 def _way_in_words(way: Way) -> list[str]:
-    """Return the steps of a way in words, with the cost of each if that is quick to measure."""
+    """Return the steps of a way in words, with their costs if these are quick to measure."""
     name, end = way.start.target.owner, way.end
     costs = []
     for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):

@@ -1,4 +1,4 @@
-"""A swap of a model with an encoder and a decoder: it runs on each of them as on a model of its own."""
+"""A swap of a model with an encoder and a decoder: it runs on both of them as on two models."""
 
 from __future__ import annotations
 

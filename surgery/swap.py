@@ -93,7 +93,7 @@ class _Request:
 
     @property
     def labels(self) -> list[str]:
-        """The names of the recipe's steps in error messages."""
+        """Return the names of the recipe's steps in error messages."""
         recipe = self.recipe
         return [f"{recipe.where}, step {number}" for number in range(1, len(recipe.steps) + 1)] if recipe else []
 
@@ -109,7 +109,7 @@ class _Request:
         return read_text(source, self.calibrate, self.tokens or most)
 
     def recorded(self, done: Chain) -> Recipe:
-        """Return the recipe to store with the output: each step as requested, but in the form that was chosen."""
+        """Return the recipe to store with the output: the steps as requested, but in the forms that were chosen."""
         base = self.recipe or _NO_RECIPE
         steps = tuple(map(_recorded_step, self.steps, done.steps, done.models))
         return replace(base, steps=steps, to=self.to, dtype=self.dtype, calibration=done.calibration, sources={})
@@ -175,7 +175,7 @@ def swap(
         force: Replace an existing checkpoint folder, in one step.
         dry_run: Describe the result. Nothing is computed or written.
         measured: Compare logits before and after, in fp32 and fp64, from the written files.
-        each_step: Also measure the cost of each step alone. The default is True for several steps on a model of up to
+        each_step: Also measure the cost of every step alone. The default is True for several steps on a model of up to
             50 million parameters.
         offline: Use only local files and the cache of the hub.
         allow_pickle: Also read .bin files (weights only), of the model and of adapters.
@@ -284,7 +284,7 @@ def _measure(
     family: Architecture | None,
     each_step: bool | None,
 ) -> _Measurements:
-    """Measure the written files, each step alone if `each_step` asks for it, and the plain form of fitted steps."""
+    """Measure the written files, with `each_step` every step alone, and the plain form of fitted steps."""
     held_out = None if text is None else text.held_out
     text = text if held_out else None
     whole = measured_from_files(source, done, stored, folder, held_out)
@@ -298,7 +298,7 @@ def _measure(
 
 
 def _digests(source: Checkpoint) -> dict[str, str]:
-    """Return the sha256 of each file that a checkpoint was read from."""
+    """Return the sha256 of the files that a checkpoint was read from."""
     folder = source.path if source.path.is_dir() else source.path.parent
     configs = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
     return {path.name: sha256_file(path) for path in (*source.files, *configs)}

@@ -194,7 +194,7 @@ class CalibrationLayer:
 
     @cached_property
     def output(self) -> Tensor:
-        """The output of the layer."""
+        """Return the output of the layer."""
         return run_block(self.module, self.x, self.context)[0]
 
     def run(self, *watched: str) -> _Run:

@@ -188,7 +188,7 @@ class _LayerFit:
 
     def __init__(self, block: BlockModule, record: Block, layer: CalibrationLayer, student: Tensor) -> None:
         self.block, self.record, self.student, self.context = block, record, student, layer.context
-        self.teacher, self.made = layer.x, layer.run("attention")[1]["attention"][1]
+        self.teacher, self.attention_output = layer.x, layer.run("attention")[1]["attention"][1]
         self.heads = _Heads.of(block)
         self.attention, self.spec = self.heads.attention, self.heads.spec
         self.sublayer = sublayer_of(record, "attention")
@@ -279,8 +279,8 @@ class _LayerFit:
         """
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
-        wanted = self.made - bias + (missing if added(self.sublayer) else 0)
-        stream = self.teacher + self.sublayer.multiplier * self.made
+        wanted = self.attention_output - bias + (missing if added(self.sublayer) else 0)
+        stream = self.teacher + self.sublayer.multiplier * self.attention_output
         return refit(start, mixed.transpose(1, 2).flatten(2), wanted, stream)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:

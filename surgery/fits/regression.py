@@ -41,7 +41,7 @@ class Moment:
 
     @property
     def covariance(self) -> Tensor:
-        """The mean of x xᵀ, not centred: (e, e)."""
+        """Return the mean of x xᵀ, not centred: (e, e)."""
         return self.gram / self.count
 
 

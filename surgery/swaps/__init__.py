@@ -1,1 +1,1 @@
-"""The swaps, a file each; `registry` has their order."""
+"""The swaps, with one kind per file. `registry` has their order."""

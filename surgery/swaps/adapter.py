@@ -81,13 +81,13 @@ class Adapter:
 
     @property
     def trained_on(self) -> str | None:
-        """The base model's name in the adapter's config."""
+        """Return the base model's name in the adapter's config."""
         base = self.config.get("model" if self.mlx else "base_model_name_or_path")
         return base if isinstance(base, str) and base else None
 
     @property
     def method(self) -> str:
-        """The method in a word, for the record of the merge."""
+        """Return the method in a word, for the record of the merge."""
         dora = self.config.get("use_dora") or self.config.get("fine_tune_type") == "dora"
         return ("dora" if dora else "lora") + ("+rslora" if self.config.get("use_rslora") else "")
 
@@ -163,7 +163,7 @@ class Adapter:
 
     @cached_property
     def _patterns(self) -> dict[str, dict[str, Any]]:
-        """The settings of modules and parameters that match a pattern, by the names of setting and module."""
+        """Return the settings of modules and parameters that match a pattern, by the names of setting and module."""
         names = [*self.lora, *(name for module in self.lora for name in self.parameters_of(module))]
         settings: dict[str, dict[str, Any]] = {}
         for setting in ("rank_pattern", "alpha_pattern"):
@@ -176,7 +176,7 @@ class Adapter:
 
     @property
     def target_parameters(self) -> list[str]:
-        """The ends of the names of parameters that peft trains in place."""
+        """Return the ends of the names of parameters that peft trains in place."""
         names = self.config.get("target_parameters") or []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 

@@ -1,13 +1,14 @@
 """The number of query heads.
 
 More, exact: the columns of new heads in o_proj are zero. Their other weights are those of old heads, so that training
-changes the zeros. In grouped attention, each key-value head gets equally many more query heads. If the number does not
-allow that, whole groups are added. If every head has its own key and value, these are added too.
+changes the zeros. In grouped attention, every key-value head gets the same number of additional query heads. If the
+number does not allow that, whole groups are added. If every head has its own key and value, these are added too.
 
 Fewer, exact: heads without any output are removed. Otherwise the least important ones are removed. With a text, these
 are the heads that the others can best replace, and o_proj is fitted again (Hassibi & Stork 1993, a head at a time).
-Without one (--approximate), those with the smallest ‖O V‖. Equally many of each group go, or whole groups. "N:active"
-keeps the most active heads on the text unchanged, and records which (Minitron 2407.14679).
+Without a text (--approximate), they are the heads with the smallest ‖O V‖. The same number is removed from every group,
+or whole groups are. "N:active" keeps the most active heads on the text unchanged, and records which (Minitron
+2407.14679).
 
 ALiBi's slope of a head depends on its number and the number of heads (2108.12409). The slopes of n and N heads have
 some in common: heads move to the place of their slope. If a slope is missing, there is no exact form.
@@ -94,7 +95,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
 
 
 def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[int, Wide]:
-    """Return the activity of each head of these layers on the text."""
+    """Return the activity of the heads of these layers on the text."""
     calibration, heads = asked.text("choosing the heads to remove"), {i: spec.blocks[i].attention.heads for i in layers}
 
     def question(model: Model) -> dict[int, Wide]:
@@ -193,7 +194,7 @@ def _outputs(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _values(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return the values' weights of each query head, biases as a last column: (heads, elements, inputs)."""
+    """Return the values' weights by query head, with biases as the last column: (heads, elements, inputs)."""
     shapes = attention.shapes()
     linear = "v_proj" if "v_proj.weight" in shapes else "v_up_proj"
     keys = key_heads(attention)
@@ -204,7 +205,7 @@ def _values(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return ‖O V‖² of each head."""
+    """Return ‖O V‖² by head."""
     products = np.einsum(
         "ohe,hei->hoi", _outputs(model, path, attention), _values(model, path, attention), optimize=True
     )
@@ -213,7 +214,7 @@ def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
-    """Return for each head whether it has no output."""
+    """Return which heads have no output."""
     unheard = ~_outputs(model, path, attention).any(axis=(0, 2))
     return np.asarray(unheard | ~_values(model, path, attention).any(axis=(1, 2)))
 

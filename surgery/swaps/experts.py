@@ -68,7 +68,7 @@ def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
 
 
 def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
-    """Return for each expert whether the router never chooses it, for any token."""
+    """Return which experts the router never chooses, for any token."""
     all_experts = np.ones(mixture.experts, dtype=bool)
     ungrouped = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
     if not (ungrouped and mixture.choice_bias):
@@ -108,7 +108,7 @@ def _by_weights(model: Model, mixtures: dict[int, Any]) -> dict[int, Wide]:
 
 
 def _largest_in_groups(score: Wide, groups: int, new: int) -> Index:
-    """Return the experts with the largest scores, equally many from each group."""
+    """Return the experts with the largest scores, equally many from every group."""
     order = np.argsort(-score.reshape(groups, -1), axis=1, kind="stable")[:, : new // groups]
     first = np.arange(groups)[:, None] * (len(score) // groups)
     return np.sort((order + first).reshape(-1))

@@ -32,13 +32,13 @@ from ..registry import Asked, Clears, Swap
 
 
 def _repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
-    """Repeat each head `times` times: [kv_heads · head_dim, …] -> [kv_heads · times · head_dim, …]."""
+    """Repeat every head `times` times: [kv_heads · head_dim, …] -> [kv_heads · times · head_dim, …]."""
     heads = tensor.reshape(-1, head_dim, *tensor.shape[1:])
     return np.repeat(heads, times, axis=0).reshape(-1, *tensor.shape[1:])
 
 
 def first_of_groups(tensor: Array, group: int, head_dim: int) -> Array:
-    """Return the first head of each group: [kv_heads · head_dim, …] -> [kv_heads / group · head_dim, …]."""
+    """Return the first head of every group: [kv_heads · head_dim, …] -> [kv_heads / group · head_dim, …]."""
     heads = tensor.reshape(-1, group, head_dim, *tensor.shape[1:])
     return np.ascontiguousarray(heads[:, 0]).reshape(-1, *tensor.shape[1:])
 

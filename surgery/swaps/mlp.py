@@ -11,15 +11,15 @@ is 4.4 without the fit and 1.2 with it.)
 
 There are two kinds of experts:
 
-- copies (Sparse Upcycling 2212.05055): each expert is the old feed-forward, and a router of random weights chooses K of
-  the E. Their weights sum to 1, so equal experts have the output of one of them. It is exact, and training makes the
+- copies (Sparse Upcycling 2212.05055): every expert is the old feed-forward, and a router of random weights chooses K
+  of the E. Their weights sum to 1, so equal experts have the output of one of them. It is exact, and training makes the
   experts different.
-- a split: each expert is one of E parts of the intermediate dimension, and all of them are chosen. A router of zeros
-  weighs each with 1/E, and E times the output projection compensates: exact. (This is a start for the fine-grained
-  experts of DeepSeekMoE 2401.06066.)
+- a split: an expert is one of E parts of the intermediate dimension, and all of them are chosen. A router of zeros
+  gives all experts the weight 1/E, and E times the output projection compensates: exact. (This is a start for the
+  fine-grained experts of DeepSeekMoE 2401.06066.)
 
 In the reverse direction, equal experts become one, and the experts of a router of zeros are joined again. Otherwise the
-result is their mean, each weighted by its share in the router's weights on a text.
+result is their mean, weighted by the experts' shares in the router's weights on a text.
 """
 
 import re
@@ -53,12 +53,12 @@ def with_dense(block: Block, dense: Dense) -> Block:
 
 
 def paths(spec: ModelSpec, layer: int) -> list[str]:
-    """Return the paths of a layer's feed-forwards: one, or one for each expert."""
+    """Return the paths of a layer's feed-forwards: one, or one per expert."""
     return [expert.path for expert in experts(spec.blocks[layer], layer)]
 
 
 def _is_gated(block: Block) -> bool:
-    """Return whether a block's feed-forward, or each of its experts, is gated."""
+    """Return whether a block's feed-forward is gated, or its experts are."""
     return isinstance(dense_of(block), GatedFeedForward)
 
 
@@ -189,7 +189,7 @@ def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
 
 
 def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert feed-forwards into E experts: copies, K of them for each token, or parts, which are all used."""
+    """Convert feed-forwards into E experts: copies, of which a token uses K, or parts, which are all used."""
     seed = asked.settings.get("seed", 0)
     if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number from 0")
@@ -241,11 +241,10 @@ def _drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int])
 
 
 def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
-    """Return one expert of a split: its rows of input projections, and its columns of the output projection times
-    `count`.
+    """Return one expert of a split: its rows of input projections, and its columns of the output projection.
 
-    Every expert has the output bias and the activation's own numbers: weighted with 1/count each, they sum to the old
-    ones.
+    The columns are multiplied by `count`. Every expert has the whole output bias and the activation's own numbers. With
+    the weights 1/count, they sum to the old ones.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
     tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}

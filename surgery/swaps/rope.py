@@ -1,5 +1,6 @@
-"""Rotary positions: scaling for a longer context, the order of the pairs, and RoPE on part of each head. In the last,
-some pairs rotate as before and the others no longer rotate.
+"""Rotary positions: scaling for a longer context, the order of the pairs, and RoPE on part of a head.
+
+In the last, some pairs rotate as before and the others no longer rotate.
 """
 
 import math

@@ -115,7 +115,7 @@ def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
 
 
 def _dead(model: Model, inner: Inner) -> np.ndarray:
-    """Return for each unit whether it has no output. The first input projection is the activated one."""
+    """Return which units have no output. The first input projection is the activated one."""
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
     for name in inner.inputs if FACTS[inner.record.activation].zero else inner.inputs[1:]:
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
