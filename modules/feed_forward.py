@@ -271,14 +271,14 @@ class MixtureOfExpertsModule(nn.Module):
 
         The weight of an expert is its softmax over the remaining experts whose logits are near its own.
         """
-        taken = torch.zeros_like(logits, dtype=torch.bool)
+        used = torch.zeros_like(logits, dtype=torch.bool)
         weights, chosen = [], []
         for _ in range(self.spec.top_k):
             with torch.no_grad():
-                largest, best = logits.masked_fill(taken, float("-inf")).max(dim=-1, keepdim=True)
+                largest, best = logits.masked_fill(used, float("-inf")).max(dim=-1, keepdim=True)
                 far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * jitter
-                excluded = far | taken
-                taken = taken.scatter(-1, best, True)
+                excluded = far | used
+                used = used.scatter(-1, best, True)
             weights.append(torch.softmax(logits.masked_fill(excluded, float("-inf")), dim=-1).gather(-1, best))
             chosen.append(best)
         return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
@@ -310,11 +310,11 @@ class MixtureOfExpertsModule(nn.Module):
             return self._over_all(x, weights, chosen)
         top_k = chosen.shape[-1]
         numbers, order = chosen.reshape(-1).sort()
-        taken = x[order // top_k]  # (N·top_k, hidden), by expert
+        by_expert = x[order // top_k]  # (N·top_k, hidden), by expert
         counts = numbers.bincount(minlength=len(self.experts)).tolist()
         inputs, weighing = self.spec.weighs == "inputs", weights.reshape(-1)[order, None]
-        taken = taken * weighing if inputs else taken
-        done = self._each(taken, counts)
+        by_expert = by_expert * weighing if inputs else by_expert
+        done = self._outputs(by_expert, counts)
         weighted = done if inputs else done * weighing
         in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
@@ -344,11 +344,11 @@ class MixtureOfExpertsModule(nn.Module):
         inner = experts[0].gated(self.into([(expert.gate_proj, expert.up_proj) for expert in experts], given))
         return self.out_of([(expert.down_proj,) for expert in experts], inner).sum(dim=0)
 
-    def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
+    def _outputs(self, by_expert: Tensor, counts: list[int]) -> Tensor:
         """Return the experts' outputs for tokens that are sorted by expert. Expert i gets the next counts[i] tokens."""
         used: list[Any] = [expert for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for count in counts if count]
-        pairs = zip(used, torch.split(taken, sizes), strict=True)
+        pairs = zip(used, torch.split(by_expert, sizes), strict=True)
         first = used[0]
         if getattr(first, "fused", first) is None or isinstance(first.activation, nn.Module):
             return torch.cat([expert(tokens) for expert, tokens in pairs])
