@@ -20,7 +20,7 @@ _ANY = 2**40  # bytes, more than any row has, so that the fused matrix is always
 
 @computes(GatedDeltaNet)
 class _GatedDeltaNetModule(nn.Module):
-    """See `components.GatedDeltaNet`."""
+    """The computation of `components.GatedDeltaNet`."""
 
     def __init__(self, spec: GatedDeltaNet, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()

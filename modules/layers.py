@@ -18,7 +18,7 @@ VECTOR = 16
 
 
 class LinearModule(nn.Module):
-    """x·Wᵀ + b with W [out, in], rounded as the family's own code rounds it (see `components.Arithmetic`)."""
+    """A linear map, x·Wᵀ + b with W [out, in], rounded as in the family's own code (see `components.Arithmetic`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, arithmetic: Arithmetic = "linear") -> None:
         super().__init__()

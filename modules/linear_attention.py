@@ -19,7 +19,7 @@ _CHUNK = 128
 
 @computes(LinearAttention)
 class LinearAttentionModule(nn.Module):
-    """See `components.LinearAttention`."""
+    """The computation of `components.LinearAttention`."""
 
     def __init__(self, spec: LinearAttention, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()

@@ -21,7 +21,7 @@ from .short_convolution import Kernels
 
 @computes(Mamba)
 class _MambaModule(nn.Module):
-    """See `components.Mamba`."""
+    """The computation of `components.Mamba`."""
 
     def __init__(self, spec: Mamba, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()

@@ -22,7 +22,7 @@ _MIXED = ("x", "b", "c")
 
 @computes(Mamba2)
 class _Mamba2Module(nn.Module):
-    """See `components.Mamba2`."""
+    """The computation of `components.Mamba2`."""
 
     def __init__(self, spec: Mamba2, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()

@@ -38,7 +38,7 @@ class _Gate(nn.Module):
 
 @computes(RGLRU)
 class _RGLRUModule(nn.Module):
-    """See `components.RGLRU`."""
+    """The computation of `components.RGLRU`."""
 
     def __init__(self, spec: RGLRU, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()

@@ -40,7 +40,7 @@ def _blend(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
 
 @computes(TimeMixing)
 class _TimeMixingModule(nn.Module):
-    """See `components.TimeMixing`."""
+    """The computation of `components.TimeMixing`."""
 
     def __init__(self, spec: TimeMixing, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -93,7 +93,7 @@ def _mean(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 @computes(ChannelMixing)
 class _ChannelMixingModule(nn.Module):
-    """See `components.ChannelMixing`."""
+    """The computation of `components.ChannelMixing`."""
 
     def __init__(self, spec: ChannelMixing, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()

@@ -16,7 +16,7 @@ from .registry import build_module, computes
 
 @computes(SharedTransformer)
 class _SharedTransformerModule(nn.Module):
-    """See `components.SharedTransformer`. In a forward pass, weights come from the module that stores them."""
+    """The computation of `components.SharedTransformer`. Weights come from the module that stores them."""
 
     if TYPE_CHECKING:
 

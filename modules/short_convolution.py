@@ -23,7 +23,7 @@ class Kernels(nn.Module):
 
 @computes(ShortConvolution)
 class _ShortConvolutionModule(nn.Module):
-    """See `components.ShortConvolution`; as transformers' Lfm2ShortConv."""
+    """The computation of `components.ShortConvolution`, as in transformers' Lfm2ShortConv."""
 
     def __init__(self, spec: ShortConvolution, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
