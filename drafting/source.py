@@ -37,6 +37,18 @@ _HOMES = {
 def source_of(draft: Draft, head: Sequence[str]) -> str:
     """Return the file's text. `head` is its docstring by paragraphs: the results of the proofs."""
     write = _Writer()
+    for name in ("DecoderFamily", "leaves_of", "register"):
+        write.named(name)
+    body = [*_decoder_lines(draft, write), "", *_leaf_lines(draft, write), "", *_family_lines(draft, write)]
+    questions = [question for place, question in draft.todo.items() if not _has_entry(place, draft)]
+    todo = [line for question in questions for line in _comment(f"TODO: {question}")]
+    docstring = "\n\n".join(textwrap.fill(_plain(paragraph), 110) for paragraph in head)
+    body += ["", "register(FAMILY)", ""]
+    return "\n".join([f'"""{docstring}\n"""', "", *write.imports(), "", *todo, *([""] if todo else []), *body])
+
+
+def _decoder_lines(draft: Draft, write: "_Writer") -> list[str]:
+    """Return the definitions of FIELDS and DECODER."""
     fields = _entries(
         draft, "fields", {write.value(name): write.value(field) for name, field in draft.fields.items()}, draft.fields
     )
@@ -54,12 +66,14 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
     arguments = _entries(
         draft, "arguments", {f"{name}=": write.value(value) for name, value in given.items()}, given, sign=""
     )
-    fixed = _entries(
-        draft,
-        "fixed",
-        {write.value(role): write.value(value) for role, value in draft.arguments["fixed"].items()},
-        draft.arguments["fixed"],
-    )
+    roles = draft.arguments["fixed"]
+    fixed = _entries(draft, "fixed", {write.value(role): write.value(value) for role, value in roles.items()}, roles)
+    lines = ["FIELDS = {", *fields, "}", "", "DECODER = DecoderFamily(", "    FIELDS,", *arguments]
+    return [*lines, *_nested("fixed", fixed), ")"]
+
+
+def _leaf_lines(draft: Draft, write: "_Writer") -> list[str]:
+    """Return the definitions of MODULES and LEAVES."""
     modules, others = draft.modules()
     named = _entries(
         draft,
@@ -68,45 +82,30 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
         [template for _, template in modules.values()],
     )
     leaves = _entries(draft, "leaves", {write.value(leaf): "" for leaf in others.values()}, others, sign="")
+    return ["MODULES = {", *named, "}", "LEAVES = (", "    *leaves_of(MODULES),", *leaves, ")"]
+
+
+def _family_lines(draft: Draft, write: "_Writer") -> list[str]:
+    """Return the definition of FAMILY."""
     more = dict(draft.more)
     positional = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
-    eager = more.pop("eager", False)
-    refused = _entries(
-        draft,
-        "refused",
-        {write.value(name): write.value(refusal) for name, refusal in more.pop("refused").items()},
-        draft.more["refused"],
-    )
-    irrelevant = more.pop("irrelevant")
-    rest = [f"    {name}={write.value(value)}," for name, value in more.items() if value not in ({}, ())]
-    rest += ["    # the class has no other attention", '    reference=lambda _: ("eager",),'] if eager else []
-    rest += (
-        [
-            "    irrelevant={",
-            *(f"        {write.value(name)}: {write.value(reason)}," for name, reason in irrelevant.items()),
-            "    },",
-        ]
-        if irrelevant
-        else []
-    )
-    rest += ["    refused={", *(f"    {line}" for line in refused), "    },"] if refused else []
-    body = ["FIELDS = {", *fields, "}", "", "DECODER = DecoderFamily(", "    FIELDS,", *arguments]
-    body += ["    fixed={", *(f"    {line}" for line in fixed), "    },"] if fixed else []
-    body += [")", "", "MODULES = {", *named, "}", "LEAVES = (", "    *leaves_of(MODULES),", *leaves, ")", ""]
-    body += [
-        "FAMILY = DECODER.architecture(",
-        *(f"    {value}," for value in positional),
-        *rest,
+    eager, irrelevant, refusals = more.pop("eager", False), more.pop("irrelevant"), more.pop("refused")
+    lines = ["FAMILY = DECODER.architecture(", *(f"    {value}," for value in positional)]
+    lines += [f"    {name}={write.value(value)}," for name, value in more.items() if value not in ({}, ())]
+    lines += ["    # the class has no other attention", '    reference=lambda _: ("eager",),'] if eager else []
+    reasons = [f"    {write.value(name)}: {write.value(reason)}," for name, reason in irrelevant.items()]
+    texts = {write.value(name): write.value(refusal) for name, refusal in refusals.items()}
+    return [
+        *lines,
+        *_nested("irrelevant", reasons),
+        *_nested("refused", _entries(draft, "refused", texts, refusals)),
         ")",
-        "",
-        "register(FAMILY)",
     ]
-    for name in ("DecoderFamily", "leaves_of", "register"):
-        write.named(name)
-    questions = [question for place, question in draft.todo.items() if not _has_entry(place, draft)]
-    todo = [line for question in questions for line in _comment(f"TODO: {question}")]
-    docstring = "\n\n".join(textwrap.fill(_plain(paragraph), 110) for paragraph in head)
-    return "\n".join([f'"""{docstring}\n"""', "", *write.imports(), "", *todo, *([""] if todo else []), *body, ""])
+
+
+def _nested(name: str, entries: Sequence[str]) -> list[str]:
+    """Return an argument that is a dictionary with these entries, or nothing if there are none."""
+    return [f"    {name}={{", *(f"    {line}" for line in entries), "    },"] if entries else []
 
 
 def _has_entry(place: str, draft: Draft) -> bool:
