@@ -206,23 +206,28 @@ def _places() -> dict[int, str]:
 
 def _references() -> Iterator[tuple[int, str]]:
     """Yield the id and the place, "module:path", of every value in the families' tables that is not plain data."""
-    plain = (str, int, float, bool, tuple, list, type(None), type)
     for name, module in list(sys.modules.items()):
         if not name.startswith(f"{families.__name__}."):
             continue
         for variable, table in list(vars(module).items()):
             place = f"{name.rpartition('.')[2]}:{variable}"
             if type(table) is DecoderFamily:
-                for part in ("layers", "recurrent", "mixtures", "written", "norms"):
-                    yield id(getattr(table, part)), f"{place}.{part}"
-                for role, value in table.fixed.items():
-                    if not isinstance(value, plain):
-                        yield id(value), f"{place}.fixed[{role!r}]"
-                for name_in_config, field in table.fields.items():
-                    for part in ("read", "write"):
-                        if not getattr(getattr(field, part), "__qualname__", "<").isidentifier():
-                            yield id(getattr(field, part)), f"{place}.fields[{name_in_config!r}].{part}"
+                yield from _references_in(table, place)
             elif type(table) is Architecture:
                 for number, leaf in enumerate(table.leaves):
                     if leaf.when is not None:
                         yield id(leaf.when), f"{place}.leaves[{number}].when"
+
+
+def _references_in(table: DecoderFamily, place: str) -> Iterator[tuple[int, str]]:
+    """Yield the same for the values in the table of one family."""
+    plain = (str, int, float, bool, tuple, list, type(None), type)
+    for part in ("layers", "recurrent", "mixtures", "written", "norms"):
+        yield id(getattr(table, part)), f"{place}.{part}"
+    for role, value in table.fixed.items():
+        if not isinstance(value, plain):
+            yield id(value), f"{place}.fixed[{role!r}]"
+    for name, field in table.fields.items():
+        for part in ("read", "write"):
+            if not getattr(getattr(field, part), "__qualname__", "<").isidentifier():
+                yield id(getattr(field, part)), f"{place}.fields[{name!r}].{part}"

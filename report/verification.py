@@ -96,31 +96,8 @@ def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
 
 def verdict_lines(result: Verification) -> list[str]:
     """Return the lines of the verdicts, with their reasons."""
-    lines = []
-    if result.bytes is not None:
-        different, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
-        lines.append(f"bytes     {compared - len(different)} of {compared} tensors equal {result.bytes.against}")
-        lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
-        if different and not result.bytes.required:
-            lines.append(f"          the architectures differ, so the other {len(different)} may differ too")
-        else:
-            lines += [f"          differs: {name}" for name in different[:_SHOWN]]
-            lines += [f"          … ({len(different) - _SHOWN} more)"] if len(different) > _SHOWN else []
-        if result.bytes.alone:
-            lines += indented(f"{len(result.bytes.alone)} only on one side: {_some(result.bytes.alone)}")
-    reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
-    where = f"transformers, {result.dtype}, {result.attention} attention"
-    worst = f", max Δ {scientific(max(prompt.maximum for prompt in result.prompts))}"
-    reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
-    lines.append(f"function  {_WORDS[result.verdict]}{reach}: {where}{worst}")
-    noise, score, divergence = result.noise, result.score, result.divergence
-    if noise is not None:
-        lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
-        sides = f"transformers {scientific(noise.reference)}, gptkit {scientific(noise.candidate)}"
-        lines.append(f"          float32 against float64: {sides}")
-        if noise.paths is not None:
-            lines.append(f"          sdpa against eager in float32: transformers {scientific(noise.paths)}")
-        lines += [f"          {_rounds_worse(dtype, noise.errors[dtype])}" for dtype in noise.imprecise]
+    lines = [*_bytes_lines(result), *_function_lines(result)]
+    score, divergence = result.score, result.divergence
     if result.verdict != "different":
         for limit in result.limited:
             lines += textwrap.wrap(f"LIMITED   not looked at: {limit}", 80, subsequent_indent=" " * 10)
@@ -136,6 +113,40 @@ def verdict_lines(result: Verification) -> list[str]:
         if not divergence.causes and result.verdict == "different":
             lines.append("cause     not found among the repairs tried")
     return lines + [f"note: {note}" for note in result.notes]
+
+
+def _bytes_lines(result: Verification) -> list[str]:
+    """Return the lines on the bytes of tensors, or nothing if they were not compared."""
+    if result.bytes is None:
+        return []
+    different, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
+    lines = [f"bytes     {compared - len(different)} of {compared} tensors equal {result.bytes.against}"]
+    lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
+    if different and not result.bytes.required:
+        lines.append(f"          the architectures differ, so the other {len(different)} may differ too")
+    else:
+        lines += [f"          differs: {name}" for name in different[:_SHOWN]]
+        lines += [f"          … ({len(different) - _SHOWN} more)"] if len(different) > _SHOWN else []
+    if result.bytes.alone:
+        lines += indented(f"{len(result.bytes.alone)} only on one side: {_some(result.bytes.alone)}")
+    return lines
+
+
+def _function_lines(result: Verification) -> list[str]:
+    """Return the lines on the logits, and on the noise if it was measured."""
+    reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
+    where = f"transformers, {result.dtype}, {result.attention} attention"
+    worst = f", max Δ {scientific(max(prompt.maximum for prompt in result.prompts))}"
+    reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
+    lines, noise = [f"function  {_WORDS[result.verdict]}{reach}: {where}{worst}"], result.noise
+    if noise is None:
+        return lines
+    lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
+    sides = f"transformers {scientific(noise.reference)}, gptkit {scientific(noise.candidate)}"
+    lines.append(f"          float32 against float64: {sides}")
+    if noise.paths is not None:
+        lines.append(f"          sdpa against eager in float32: transformers {scientific(noise.paths)}")
+    return lines + [f"          {_rounds_worse(dtype, noise.errors[dtype])}" for dtype in noise.imprecise]
 
 
 def _score_lines(score: MistakeScore) -> list[str]:

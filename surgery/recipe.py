@@ -244,14 +244,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         if part in table and not isinstance(table[part], kind):
             raise InvalidInput(f"{where}: {part} must be {_WORDS[kind]}, not {shown(table[part], 40)}")
     values = {part: table.get(part, default) for part, (_, default) in _STEP_KEYS.items()}
-    for part, setting in values["settings"].items():
-        if (wanted := option.settings.get(part)) is None:
-            known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
-            raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
-        kinds = get_args(wanted) or (wanted,)
-        if type(setting) not in kinds and (type(setting) is not int or float not in kinds):
-            words = " or ".join(_WORDS[accepted] for accepted in kinds)
-            raise InvalidInput(f"{where}: the setting {part} must be {words}, not {shown(setting, 40)}")
+    _check_settings(values["settings"], option, key, where)
     if option is HEAL and not {"blocks", "approximate", "tokens"}.isdisjoint(table):
         raise InvalidInput(f"{where}: a heal step cannot have the keys blocks, approximate or tokens")
     if type(values["tokens"]) is bool or (values["tokens"] or 1) < 1:
@@ -264,6 +257,18 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         expected = "true" if option.flag else "text or a whole number"
         raise InvalidInput(f"{where}: {key} must be {expected}, not {shown(value, 40)}")
     return Step(name, "" if option.flag else value, **values)
+
+
+def _check_settings(settings: Mapping[str, Any], option: Option, key: str, where: str) -> None:
+    """Raise InvalidInput if a step has a setting that its option does not know, or one of the wrong type."""
+    for part, setting in settings.items():
+        if (wanted := option.settings.get(part)) is None:
+            known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
+            raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
+        kinds = get_args(wanted) or (wanted,)
+        if type(setting) not in kinds and (type(setting) is not int or float not in kinds):
+            words = " or ".join(_WORDS[accepted] for accepted in kinds)
+            raise InvalidInput(f"{where}: the setting {part} must be {words}, not {shown(setting, 40)}")
 
 
 # --- numbers that depend on the model ---------------------------------------------------------------------------------
