@@ -401,7 +401,8 @@ def _only_here(design: Design, near: _Near | None, spec: ModelSpec, own_costs: C
     )
     flops = other.total_flops / own_costs.total_flops - 1
     new, old = (
-        _named(near.kind, getattr(way, near.kind), it) for way, it in ((near.design, near.spec), (design, spec))
+        _named(near.kind, getattr(variant, near.kind), tree)
+        for variant, tree in ((near.design, near.spec), (design, spec))
     )
     change = "the same cache" if cache == 0 else f"{cache / own_costs.cache_bytes_at_context():+.1%} of cache"
     return (

@@ -63,7 +63,7 @@ class LinearAttentionModule(nn.Module):
 
 
 def widened(
-    scale: float, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, there: Tensor | None
+    scale: float, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scaled queries, keys, values with a 1 appended (B, KV, T, d + 1), and log decays g (B, KV, T).
 
@@ -71,8 +71,8 @@ def widened(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     v, g = F.pad(v.to(wide), (0, 1), value=1.0), -F.softplus(gate.to(wide)).transpose(1, 2)
-    if there is not None:
-        v, g = v * there[..., None], g * there
+    if mask is not None:
+        v, g = v * mask[..., None], g * mask
     return q.to(wide) * scale, k.to(wide), v, g
 
 

@@ -213,7 +213,7 @@ def _component_words(label: str, model: ModelCount, words: Mapping[str, str]) ->
         return f"learned, {spec.positions.length:,} × {spec.positions.size:,}"
     if label == "head" and spec.head is not None:
         parts = {"projection": width is not None, "transform": spec.head.transform is not None, "bias": spec.head.bias}
-        more = [name for name, there in parts.items() if there]
+        more = [name for name, present in parts.items() if present]
         tied = f"tied to the embedding, counted once; {' and '.join(more)}"
         return tied if spec.tied else matrix + " and bias" * spec.head.bias
     if label == "pooler" and spec.pooler is not None:
