@@ -30,7 +30,7 @@ class _SwapCommand(Command):
         general = [param for param in options if getattr(param, "rich_help_panel", None) != _HOW]
         for param in general:
             param.rich_help_panel = _GENERAL
-        options = [param for param in own if param not in general]
+        parameters = [param for param in own if param not in general]
         for swap_option in all_options():
             fields: dict[str, Any] = {"count": True, "metavar": " "}  # instead of its type
             if not swap_option.flag:
@@ -38,8 +38,8 @@ class _SwapCommand(Command):
                 complete = partial(lambda values, ctx, args, incomplete: values(incomplete), values)
                 fields = {"type": str, "multiple": True, "metavar": swap_option.metavar, "autocompletion": complete}
             fields |= {"help": swap_option.help, "rich_help_panel": swap_option.group}
-            options.append(TyperOption(param_decls=[swap_option.name, swap_option.spelled], **fields))
-        return options + general
+            parameters.append(TyperOption(param_decls=[swap_option.name, swap_option.spelled], **fields))
+        return parameters + general
 
 
 _RECIPE = option(
