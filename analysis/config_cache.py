@@ -105,8 +105,8 @@ def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch
 def _refusal(name: str, why: str) -> UnknownFamily:
     return UnknownFamily(
         f"config.json: {name} {why}",
-        "gptkit does not support this model family. It counts the KV cache of such a model only if "
-        "it understands all fields that determine the cache.",
+        "gptkit does not support this model family. It can still count the KV cache, but only if it understands "
+        "every field that determines the cache.",
     )
 
 

@@ -123,7 +123,7 @@ def split(
     if spec.shares and pp > 1:
         raise UsageError(
             f"--pp {pp}: several layers of the model share the weights of one block, so gptkit cannot "
-            "divide it into pipeline stages",
+            "divide the model into pipeline stages",
             "Leave out --pp.",
         )
     one, per_stage = shard(spec, tp), layers // pp

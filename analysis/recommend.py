@@ -228,7 +228,7 @@ def recommend(
         near = _nearest(design, shape, vocab, length)
         if near is None:
             raise UsageError(
-                "no transformers class has this combination of components, not even with one of them exchanged",
+                "no transformers class has this combination of components, even if gptkit exchanges one of them",
                 "Leave out --loadable: gptkit's own format can store any combination.",
             )
         design = near.design

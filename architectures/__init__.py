@@ -81,7 +81,7 @@ def register(family: Architecture) -> None:
     """
     taken = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
     if taken:
-        raise ConfigError(f"an architecture with the name {taken[0]} exists already")
+        raise ConfigError(f"a model family with the name or model type {taken[0]} is already registered")
     ARCHITECTURES[family.name] = family
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 

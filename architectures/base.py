@@ -695,7 +695,7 @@ def _bind_one(
     except KeyError:  # an axis that this block's attention does not have
         fits = False
     if not fits:
-        raise CannotExpress(f"{owner} cannot store {name}, whose tensors have the shapes {own}", OWN_FORMAT)
+        raise CannotExpress(f"{owner} checkpoints cannot store {name} with the shapes of this model: {own}", OWN_FORMAT)
     shape, module = (
         leaf.layout.checkpoint_shape(sizes, own),
         leaf.checkpoint.format(**{**place, **runs}) if runs else "",

@@ -245,7 +245,7 @@ class ConfigReader:
                 continue
             value = self.data[key]
             if told and found is not None and value != found:
-                both = f"{self.place}{told} is {shown(found)} but {self.place}{key} is {shown(value)}"
+                both = f"{self.place}{told} is {shown(found)} and {self.place}{key} is {shown(value)}"
                 raise ConfigError(f"config.json: {both}, but transformers uses both names for the same field")
             found, told = value, key
         return found

@@ -224,7 +224,7 @@ class DecoderFamily:
             raise config.fail(
                 names["shared_experts"],
                 values["shared_experts"],
-                "fewer experts: together they must have less than 2^31 units",
+                "fewer shared experts: together they must have fewer than 2^31 hidden units",
             )
         shared = replace(dense, intermediate_size=size, **self.mixtures.shared) if size else None
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
@@ -354,7 +354,9 @@ class DecoderFamily:
             fields |= {} if lens is None else lens.put(spec)
         if len({fields[name] for name in self.together}) > 1:
             said = " and ".join(f"{name} = {fields[name]}" for name in self.together)
-            raise CannotExpress(f"transformers needs one value for these config fields, but the model needs {said}")
+            raise CannotExpress(
+                f"transformers needs the same value for these config fields, but the model needs {said}"
+            )
         return {**fields, **self.written(spec)}
 
     def draw_sizes(self, chosen: Random) -> Config:

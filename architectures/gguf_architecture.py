@@ -178,7 +178,9 @@ class GgufArchitecture:
             sliding = [(layer + 1) % every != 0 for layer in range(layers)]
         sliding = sliding if isinstance(sliding, list) else []
         if len(sliding) != layers or any(type(each) is not bool for each in sliding):
-            raise facts.fail(PATTERN, pattern, f"a list of {layers} booleans, or a number N: every N-th layer differs")
+            raise facts.fail(
+                PATTERN, pattern, f"a list of {layers} booleans, or N if every N-th layer has full attention"
+            )
         types = ["sliding_attention" if each else "full_attention" for each in sliding]
         return {"sliding_window": width, "layer_types": types}
 

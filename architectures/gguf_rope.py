@@ -71,7 +71,7 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
     turning = [value for value in divisors if value < _STILL / 10]
     if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
         raise ConfigError(
-            f"GGUF: the tensor {_FREQS} must have 1 for the dimensions that RoPE rotates and {_STILL:g} for the rest"
+            f"GGUF: the tensor {_FREQS} must have 1 for the dimensions that RoPE rotates and {_STILL:g} for the others"
         )
     if turning == divisors and turning[:1] == [1]:
         return None
@@ -207,7 +207,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
         again = llama3_divisors(found, base, len(divisors))
         if all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(again, divisors, strict=True)):
             return found
-    raise ConfigError(f"GGUF: the values of {_FREQS} do not match Llama 3.1's RoPE scaling with any parameters")
+    raise ConfigError(f"GGUF: no parameters of Llama 3.1's RoPE scaling give the values of {_FREQS}")
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:

@@ -373,7 +373,7 @@ def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
             (each for each, windowed in zip(value, _sliding(facts), strict=True) if windowed == local), value[0]
         )
     if type(value) is not int or not 0 < value < 2**31:
-        raise facts.fail(key, value, "a positive integer, or one for each layer")
+        raise facts.fail(key, value, "a positive integer, or a list with one for each layer")
     return value
 
 
@@ -394,7 +394,7 @@ def _shared_layers(facts: GgufFacts) -> int:
         raise facts.fail(
             key,
             shared,
-            "0, or a number of layers before which come one layer with and then one without a sliding window",
+            "0, or N if the two layers before the last N have a sliding window and full attention, in this order",
         )
     return shared
 

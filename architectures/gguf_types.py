@@ -36,7 +36,7 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     if name not in _KNOWN or latent:
         what = "latent attention" if latent else family or "a model without a transformers architecture"
         raise CannotExpress(
-            f"gptkit does not know which types llama.cpp uses for the tensors of {what}",
+            f"gptkit does not know which quantisation types llama.cpp uses for the tensors of {what}",
             "Choose --dtype nf4, int8 or int4, which work for every model.",
         )
     return [(each, _type(each, spec, name, kind)) for each in spec.parameters()]

@@ -305,7 +305,7 @@ def _require_types(config: ConfigReader, whole: Sequence[bool], other: str, by: 
     """Raise ConfigError if `layer_types` is stated and differs from the places that the fields `by` say."""
     types = ["full_attention" if attends else other for attends in whole]
     if config.kinds_of_layers() not in (None, types):
-        raise config.fail("layer_types", config.raw("layer_types"), f"the same layers as {by}")
+        raise config.fail("layer_types", config.raw("layer_types"), f"the layer types that follow from {by}")
 
 
 def by_indices(name: str, other: str) -> Places:

@@ -105,7 +105,7 @@ def read_rotary(
             raise config.fail(
                 kind.theta,
                 base,
-                f"{kind.usual.get('rope_theta')}, this family's default: to change it, write it in rope_parameters",
+                f"{kind.usual.get('rope_theta')}, this family's default: write other values in rope_parameters",
             )
         rope = config.inner("rope_parameters", more={"rope_theta": base, **kind.usual})
         return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind, tables)
@@ -135,7 +135,11 @@ def read_rotaries(
     by_kind = config.inner("rope_parameters")
     flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]
     if flat:
-        raise by_kind.fail(flat[0], by_kind.data[flat[0]], f"an object for each of {', '.join(kinds)}")
+        raise by_kind.fail(
+            flat[0],
+            by_kind.data[flat[0]],
+            f"no such field: rope_parameters must have an object for each of {', '.join(kinds)}",
+        )
     before = config.inner("rope_scaling") if any(kind.scaled for kind in kinds.values()) else ConfigReader({})
     found = {}
     for name, kind in kinds.items():
@@ -194,7 +198,11 @@ def _rotary(
     }
     if scaling == "proportional":
         if tables not in (None, dim):
-            raise rope.fail("rope_type", scaling, f"default: the RoPE tables have the head dimension {tables}")
+            raise rope.fail(
+                "rope_type",
+                scaling,
+                f"default: transformers makes RoPE tables for a head dimension of {tables}, not {dim}",
+            )
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
     head, turned = dim, dim if tables is None else tables
     if kind.part:
@@ -294,7 +302,7 @@ def _read_scaling(
     if kind == "longrope":
         factor = _number_or(rope, "factor", context_length / original)
         if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
-            raise rope.fail(ORIGINAL, original, "more than 1 for longrope")
+            raise rope.fail(ORIGINAL, original, "a number above 1 for longrope")
         inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
         return LongRopeScaling(
             short_factor=_numbers(rope, "short_factor", dim // 2),

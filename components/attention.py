@@ -180,8 +180,8 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError("gate_bias is true, but the attention has no gate")
         if self.gate == "with queries" and (self.fused or self.clip is not None):
             raise ConfigError(
-                "with gate: with queries, the query projection also computes the gate, so clip and fused: "
-                "true are impossible"
+                'with gate: "with queries", the query projection also computes the gate, so clip and '
+                "fused: true are impossible"
             )
 
     def _check_positions(self) -> None:

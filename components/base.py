@@ -393,7 +393,7 @@ def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
     ]
     if lost:
         raise ConfigError(
-            f"this {type(node).__name__} uses {' and '.join(lost)}, which {kind.__name__} does not support"
+            f"the component {type(node).__name__} uses {' and '.join(lost)}, which {kind.__name__} does not support"
         )
     return kind(**{name: value for name, value in entries.items() if name in kind.__struct_fields__} | fields)
 

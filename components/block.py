@@ -196,7 +196,9 @@ class Block(Component, frozen=True):
             sublayers.append(msgspec.structs.replace(sublayer, **fields))
         if parts:
             missing = " or ".join(name.replace("_", " ") for name in parts)
-            raise MissingComponent(f"this change needs {missing} in every layer, but one layer has only {self.slots}")
+            raise MissingComponent(
+                f"this operation needs {missing} in every layer, but one layer has only {self.slots}"
+            )
         return msgspec.structs.replace(self, sublayers=tuple(sublayers), **own)
 
     @property
@@ -286,7 +288,9 @@ class Block(Component, frozen=True):
         """Return the attention of the block. Raises MissingComponent if there is none."""
         attention = self.mixer("attention")
         if not isinstance(attention, Attention | LatentAttention):
-            raise MissingComponent(f"this needs softmax attention in every layer, but one layer has only {self.slots}")
+            raise MissingComponent(
+                f"this operation needs softmax attention in every layer, but one layer has only {self.slots}"
+            )
         return attention
 
     @property
@@ -294,7 +298,9 @@ class Block(Component, frozen=True):
         """Return the feed-forward of the block. Raises MissingComponent if there is none."""
         feed_forward = self.mixer("feed_forward")
         if not isinstance(feed_forward, FeedForward | GatedFeedForward | MixtureOfExperts):
-            raise MissingComponent(f"this needs a feed-forward in every layer, but one layer has only {self.slots}")
+            raise MissingComponent(
+                f"this operation needs a feed-forward in every layer, but one layer has only {self.slots}"
+            )
         return feed_forward
 
     @property
@@ -303,7 +309,7 @@ class Block(Component, frozen=True):
         norm = self._norm_before("attention")
         if norm is None:
             raise MissingComponent(
-                f"this needs a norm before the attention of every layer, but one layer, of {self.slots}, has "
+                f"this operation needs a norm before the attention of every layer, but one layer, of {self.slots}, has "
                 "no such norm"
             )
         return norm
@@ -334,13 +340,13 @@ class Block(Component, frozen=True):
             for name in checked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:
                     raise MissingComponent(
-                        "this supports only layers with plain norms before attention and feed-forward, but "
+                        "this operation supports only layers with plain norms before attention and feed-forward, but "
                         f"{sublayer.mixer.slot} also has {name}"
                     )
             if sublayer.norm is None and not (self.parallel and index):
                 raise MissingComponent(
-                    "this supports only layers with a norm before attention and feed-forward, but there is no "
-                    f"norm before {sublayer.mixer.slot}"
+                    "this operation supports only layers with a norm before attention and feed-forward, but there is "
+                    f"no norm before {sublayer.mixer.slot}"
                 )
 
 

@@ -119,7 +119,9 @@ class LayerEmbedding(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
-            raise ConfigError(f"the norm has size {self.norm.size}, but the input of each layer has width {self.width}")
+            raise ConfigError(
+                f"the norm of layer_inputs has size {self.norm.size}, but the input of a layer has width {self.width}"
+            )
         if self.table.shared:
             raise ConfigError(
                 "the embedding table of layer_inputs cannot have shared: true, which is only for the "
@@ -127,8 +129,8 @@ class LayerEmbedding(Component, frozen=True):
             )
         if self.table.hidden_size != self.every:
             raise ConfigError(
-                f"the table has hidden_size {self.table.hidden_size}, but {self.layers} layers with inputs "
-                f"of width {self.width} need {self.layers * self.width}"
+                f"the table of layer_inputs has hidden_size {self.table.hidden_size}, but {self.layers} layers with "
+                f"inputs of width {self.width} need {self.layers * self.width}"
             )
 
     @property

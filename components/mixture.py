@@ -188,8 +188,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             )
         if getattr(self.expert, "inside", False) != (self.latent is not None):
             raise ConfigError(
-                "a mixture with a latent needs experts with inside: true, and a mixture without a latent "
-                "needs inside: false"
+                "the experts of a mixture need inside: true if the mixture has a latent projection (latent), and "
+                "inside: false if it has none"
             )
         for inner, wide, what in (
             (self.expert, self.expert_width, "the experts have"),

@@ -198,7 +198,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     def has_head(self) -> Head:
         """Return the head. Raises MissingComponent if there is none."""
         if self.head is None:
-            raise MissingComponent("this needs a head, but the model has none: it outputs hidden states, not logits")
+            raise MissingComponent(
+                "this operation needs a language model head, but this model has none: it outputs hidden states"
+            )
         return self.head
 
     def predicts(self, what: str) -> None:

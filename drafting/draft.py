@@ -94,7 +94,9 @@ def draft(
     config, shapes = _read(reference, offline, allow_pickle)
     family = BY_MODEL_TYPE.get(config["model_type"])
     if family is not None and family.name not in without:
-        raise UsageError(f"gptkit already supports the family {family.name}", f"gptkit load {reference} reads it.")
+        raise UsageError(
+            f"gptkit already supports the family {family.name}", f"gptkit load {reference} loads the checkpoint."
+        )
     say("trying drafts")
     answer = _asked({"config": config, "shapes": shapes, "without": list(without)})
     with path.open("x", encoding="utf-8") as file:
@@ -110,9 +112,7 @@ def _read(
     """Return a checkpoint's config.json, and the names and shapes of its tensors."""
     identified = identify(reference)
     if identified.preset is not None or identified.kind == "hub file":
-        raise InvalidInput(
-            f"{reference} has no tensors of its own", "Give a checkpoint: a folder, or org/name on the hub."
-        )
+        raise InvalidInput(f"{reference} is not a checkpoint with tensors", "Give a folder, or org/name on the hub.")
     here = resolve(identified, offline=offline, weights=False, allow_pickle=allow_pickle)
     if here.format != "hf" or here.source is None:
         raise InvalidInput(
@@ -138,7 +138,7 @@ def _read(
     if parts:
         raise InvalidInput(
             f"config.json describes several models ({', '.join(parts)[:80]})",
-            "gptkit extract writes one of them as a checkpoint.",
+            "gptkit extract writes the language model among them as a checkpoint, if it supports the family.",
         )
     try:
         headers = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)

@@ -154,7 +154,7 @@ class _FieldTable:
             if role in _CERTAIN and number != value:
                 raise CheckpointError(
                     "config.json and the tensors do not match: "
-                    f"config.json says {name} {shown(value)}, and {where} are {number}",
+                    f"config.json says {name} {shown(value)}, but {where} is {number}",
                     "Use the config.json that was saved with the tensors.",
                 )
             reason = f"{number} is {where}" if number == value else reason
@@ -163,15 +163,18 @@ class _FieldTable:
 
 def _facts(names: Names, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, str]]:
     """Return the sizes that the tensors' shapes determine, by role, with words for where they appear."""
-    facts = {"layers": (names.layers, "the layers that names count")}
+    facts = {"layers": (names.layers, "the number of layers in the tensor names")}
     plain = {leaf.names[0]: template for template, leaf in leaves.items() if leaf.layout == IDENTITY}
     table = plain.get("embedding.weight")
     if table is not None and len(names.shape(table)) == 2:
         rows, columns = names.shape(table)
-        facts |= {"vocab": (rows, f"the rows of {table}"), "hidden": (columns, f"the columns of {table}")}
+        facts |= {
+            "vocab": (rows, f"the number of rows of {table}"),
+            "hidden": (columns, f"the number of columns of {table}"),
+        }
     down = plain.get("blocks.{layer}.feed_forward.down_proj.weight")
     if down is not None and len(names.shape(down)) == 2:
-        facts["intermediate"] = (names.shape(down)[1], f"the columns of {down}")
+        facts["intermediate"] = (names.shape(down)[1], f"the number of columns of {down}")
     return facts
 
 

@@ -500,7 +500,7 @@ def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownName
         value = config.get(name)
         counts = any("layers" in meaning.value.role.split() for meaning in meanings)
         if counts and type(value) is int and value > max(len(shapes), _MOST_LAYERS):
-            message = f"config.json says {name} {shown(value)}, and the checkpoint has {len(shapes):,} tensors"
+            message = f"config.json says {name} {shown(value)}, but the checkpoint has only {len(shapes):,} tensors"
             raise InvalidInput(
                 message, "Check that config.json belongs to these weights, and that all files are there."
             )

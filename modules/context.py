@@ -131,8 +131,8 @@ class Context:
         """Return the input of the first block (B, T, hidden). Raises MissingComponent if it was not stored."""
         if self.first is None:
             raise MissingComponent(
-                "a layer with a shared block ran outside of its model: only the model's own forward pass "
-                "stores the input of the first layer, which it needs"
+                "a layer with a shared block ran outside of its model: it needs the input of the first layer, which "
+                "only the model's own forward pass stores"
             )
         return self.first
 

@@ -425,11 +425,11 @@ class Decoder(nn.Module):
                 raise UsageError(
                     f"the sequence has {past + steps} tokens, but the model's position table has only {length} rows"
                 )
-        if token_types is not None and (self.token_types is None or token_types.shape != input_ids.shape):
+        if token_types is not None and self.token_types is None:
+            raise UsageError("this model has no token type embeddings", "Leave out the argument token_types.")
+        if token_types is not None and token_types.shape != input_ids.shape:
             raise UsageError(
-                f"token_types has the shape {tuple(token_types.shape)}, but the token ids have the shape "
-                f"{(batch, steps)}",
-                "Give both the same shape. Pass token_types only to a model with token type embeddings.",
+                f"token_types must have the shape of the token ids, {(batch, steps)}, not {tuple(token_types.shape)}"
             )
         encoded = self._source(encoded, cache, batch)
         x, inputs = _embedded(self, input_ids, position_ids, token_types, table)
@@ -508,14 +508,19 @@ def _check_shapes(
     if attention_mask is not None and attention_mask.shape != (batch, past + steps):
         raise UsageError(
             f"attention_mask must have the shape {(batch, past + steps)}, not {tuple(attention_mask.shape)}",
-            "Give it a column for every token, including the tokens in the cache.",
+            "Give the mask a column for every token, including the tokens in the cache.",
         )
     if documents is None:
         return
-    if documents.shape != input_ids.shape or cache is not None or attention_mask is not None:
+    if documents.shape != input_ids.shape:
         raise UsageError(
-            f"documents has the shape {tuple(documents.shape)}, but the token ids have the shape {(batch, steps)}",
-            "Give both the same shape, and use documents without a cache and without an attention_mask.",
+            f"the argument documents must have the shape of the token ids, {(batch, steps)}, not "
+            f"{tuple(documents.shape)}"
+        )
+    if cache is not None or attention_mask is not None:
+        raise UsageError(
+            "the argument documents cannot be combined with a cache or an attention_mask",
+            "Leave out documents, or the other two arguments.",
         )
 
 

@@ -108,7 +108,7 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
     if not isinstance(model, Decoder):
         raise UsageError(
             f"gptkit.save needs a model that gptkit.load returned, not a {type(model).__name__}",
-            "Unwrap it first: model.module of a parallel model, model._orig_mod of a compiled model.",
+            "Unwrap the model first: pass model.module of a parallel model, or model._orig_mod of a compiled model.",
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     declared = {parameter.name: parameter.shape for parameter in model.spec.parameters()}

@@ -28,7 +28,8 @@ def real(x: Tensor, context: Context) -> Tensor:
     if context.documents is not None:
         raise UsageError(
             "the model has recurrent layers, which carry a state from one document into the next, so it "
-            "does not accept documents: leave out this argument"
+            "does not accept the argument documents",
+            "Leave out documents, and run every document in a call of its own.",
         )
     if not context.padded or context.attention_mask is None or x.shape[1] == 1:  # a decoded token is never padding
         return x

@@ -85,7 +85,7 @@ def generate(
     if isinstance(model, Decoder):
         if dtype is not None or attention != "sdpa":
             raise UsageError(
-                "dtype and attention are only for a model that generate loads, and this model is already loaded",
+                "generate accepts dtype and attention only with the name of a model, but this model is already loaded",
                 "Convert its dtype with model.to(dtype), or choose attention in gptkit.load.",
             )
         about = model.source or Outline(model.spec, Origin())

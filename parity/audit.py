@@ -90,8 +90,8 @@ def fix(
     if source is not None and not source.fetched:
         hint = f"Download it (hf download {source.reference} --local-dir FOLDER), and pass --source FOLDER."
         raise InvalidInput(
-            f"{source.reference} has {counted(before.in_source)} that {files.reference} lacks, but it is on the hub, "
-            "and its weights are not available locally. Nothing was written.",
+            f"{files.reference} lacks {counted(before.in_source)} of {source.reference}, whose weights are on the hub "
+            "and not available locally. Nothing was written.",
             hint,
         )
     names = {name: before.names.get(name, name) for name in files.tensors}

@@ -112,7 +112,7 @@ def load_port(reference: str) -> nn.Module:
     finally:
         sys.path.remove(here)
     if build is None:
-        raise UsageError(f"cannot import {reference}: {name} has no {attribute}")
+        raise UsageError(f"cannot import {reference}: the module {name} has no attribute {attribute}")
     hint = "Name a function that returns your torch module."
     if not callable(build):
         raise UsageError(f"{reference} is a {type(build).__name__}, not a callable", hint)
@@ -219,7 +219,7 @@ def verify_port(
         candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, port64))
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
-                shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
+                shapes = f"{tuple(ours.shape)}, but transformers {tuple(theirs.shape)}"
                 hint = "The expected shape is (number of tokens without padding, vocabulary size)."
                 raise InvalidInput(f"{against} gives logits of shape {shapes}, for the input {batch.name}", hint)
         compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
@@ -311,7 +311,7 @@ def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool 
     port gets no mask.
     """
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-    where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
+    where = f"for the input {batch.name!r} in {str(dtype).removeprefix('torch.')}"
     with torch.inference_mode(), _blaming("your module raised", where):
         mask = {"attention_mask": batch.attention_mask if masked else None} if takes_mask else {}
         output = model(batch.input_ids, **mask)

@@ -63,7 +63,9 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     try:
         plan = plan_conversion(checkpoint, Target("hf", architecture.name))
     except CannotExpress as error:
-        raise CannotExpress(error.message, "To compare it with its original: gptkit verify ORIGINAL THIS") from error
+        raise CannotExpress(
+            error.message, "Compare the checkpoint with its original instead: gptkit verify ORIGINAL CHECKPOINT"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="gptkit-reference-") as parent:
         target = Path(parent) / "hf"
         with Staging(target) as staging:
@@ -135,7 +137,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         missing = [name for name, _ in model.named_parameters() if name not in stored]  # a tied one has one name here
         if missing or unexpected:
             raise CheckpointError(
-                f"transformers' model and the weights in {folder.name} differ in these tensors: "
+                f"the weights in {folder.name} lack tensors of transformers' model, or have additional ones: "
                 f"{', '.join((missing + unexpected)[:5])}"
             )
         return model.eval()

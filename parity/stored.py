@@ -112,7 +112,7 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
     if written and (problems := check_manifest(source.folder)):
         raise CheckpointError(
             f"{source.reference} does not match its manifest: {'; '.join(problems[:3])}",
-            "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
+            f"Convert the original again, or compare the two: gptkit verify ORIGINAL {source.reference}",
         )
     return BytesVerdict(
         len(source.leaves), ("the source, after its layout was changed and changed back"), tuple(different)

@@ -483,7 +483,7 @@ def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
     """Raise InvalidInput if logits are not finite although the weights are."""
     if not all(bool(torch.isfinite(values).all()) for values in logits):
         raise InvalidInput(
-            f"{whose} are not finite, although all weights are: an activation overflows in {dtype}",
+            f"{whose} are NaN or infinite, although all weights are finite: an activation overflows in {dtype}",
             None if dtype == "float32" else "Compare in another dtype: --dtype float32.",
         )
 
@@ -496,4 +496,4 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
             problems.append(f"{name} ({count:,} values)")
         checkpoint.release()
     if problems:
-        raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {_some(problems)}")
+        raise InvalidInput(f"{checkpoint.reference} has weights that are NaN or infinite: {_some(problems)}")

@@ -148,7 +148,7 @@ def require(option: str, packages: Sequence[str], extra: str) -> None:
         are = "is" if len(missing) == 1 else "are"
         raise UsageError(
             f"{option} needs {' and '.join(missing)}, which {are} not installed",
-            f"Install with pip install {' '.join(missing)}, or gptkit's extra {extra}.",
+            f"Install: pip install {' '.join(missing)}, or pip install 'gptkit[{extra}]'.",
         )
 
 

@@ -107,7 +107,9 @@ def _named(figures: Sequence[Figure], name: str) -> Figure:
         return fitting[0]
     titles = "; ".join(figure.title for figure in fitting or figures)
     how_many = "more than one" if fitting else "none"
-    raise UsageError(f"--figure {name!r} matches the titles of {how_many} of the figures", f"Choose one of: {titles}")
+    raise UsageError(
+        f"--figure {name!r} matches the titles of {how_many} of the report's figures", f"Choose one of: {titles}"
+    )
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:

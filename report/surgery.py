@@ -85,14 +85,15 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
         for swap in swaps:
             if groups.get(swap.option) == heading:
                 asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
-                text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
-                verb = "is" if swap.needs.startswith("exact") else "needs"
-                more = f"\nIt {verb} {swap.needs}{text}.\nSource: {swap.source}."
+                more = f"\n{swap.needs}.\nSource: {swap.source}."
                 guarantee = Text(guarantee_in_words(swap.guarantee))
                 rows.append((Text(asked), Text.assemble(f"{swap.takes} -> {swap.gives}", (more, "dim")), guarantee))
         if rows:
             parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*_THREE, rows=rows)]
-    notes = "The guarantee is the best possible one; gptkit swaps MODEL shows which one your model gets."
+    notes = (
+        "The guarantee is the best possible one; gptkit swaps MODEL shows which one your model gets. Numbers such as"
+        " 2401.15024 are papers on arXiv."
+    )
     return Group(*parts, Text(), Text(notes))
 
 

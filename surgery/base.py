@@ -81,7 +81,7 @@ class StoredModel:
         values = to_float64(*self.tensor(name))
         bad = int((~np.isfinite(values)).sum())
         if bad:
-            raise InvalidInput(f"{self.reference}: {name} has {bad:,} values that are not finite")
+            raise InvalidInput(f"{self.reference}: {name} has {bad:,} values that are NaN or infinite")
         return values
 
 
@@ -276,7 +276,7 @@ class SwappedModel:
         bad = int((~np.isfinite(values)).sum())
         if bad:
             raise InvalidInput(
-                f"{self.reference}: after the swap, {name} would have {bad:,} values that are not finite"
+                f"{self.reference}: after the swap, {name} would have {bad:,} values that are NaN or infinite"
             )
         values.flags.writeable = False
         self._cache[name] = values

@@ -56,7 +56,9 @@ def measured_from_files(
         before, after = (Exactly(model) for model in done.models[-2:])
         error = measure(before, after, dtypes=("float32",)).relative["float32"]
         if not error <= EXACT_FP32:
-            reason = f"{done.steps[-1]} changes logits by {error:.1e} (relative), at most {EXACT_FP32:.0e} allowed."
+            reason = (
+                f"{done.steps[-1]} changes logits by {error:.1e} (relative), and at most {EXACT_FP32:.0e} is allowed."
+            )
             raise GptkitError(f"{reason} Nothing was written.", _REPORT)
     return measurement
 
@@ -91,8 +93,8 @@ def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: b
         error = errors.get(name, 0.0)
         if not error <= bound:
             raise GptkitError(
-                f"the swap is not exact on this checkpoint: relative error of the logits {error:.1e} in {name}, at "
-                f"most {bound:.0e} allowed. Nothing was written.",
+                f"the swap is not exact on this checkpoint: in {name}, the relative error of logits is {error:.1e}, "
+                f"and at most {bound:.0e} is allowed. Nothing was written.",
                 "Please report this checkpoint. --approximate applies the swap without this guarantee.",
             )
 

@@ -170,7 +170,9 @@ def _known_by_linears(block: Block, path: str) -> None:
         for name, weight in sublayer.mixer.weights().items():
             if weight.role == "columns":
                 where = f"{path}.{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})"
-                raise SwapRefused(f"{where} has the parameter {name}, but this swap supports only linear layers")
+                raise SwapRefused(
+                    f"{where} multiplies the residual stream itself by its {name}, which this swap does not support"
+                )
 
 
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:

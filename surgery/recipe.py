@@ -104,7 +104,7 @@ class Recipe:
         """Return the error for a text that differs from the one that steps were fitted on."""
         name, digest = self.calibration.get("text"), str(self.calibration.get("sha256"))
         return UsageError(
-            f"{self.where}: the recipe was fitted on {name}, which is missing or has changed (sha256 was "
+            f"{self.where}: the recipe was fitted on the text {name}, which is missing or has changed (sha256 was "
             f"{digest[:16]}…)",
             "Give the text with --calibrate FILE. Only the same text gives the same weights.",
         )
@@ -197,7 +197,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     for key in data:
         if key not in known:
             raise InvalidInput(
-                f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; options belong in a [[step]]"
+                f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; swap options belong in a [[step]]"
             )
     for key in ("name", "description", "as"):
         if not isinstance(data.get(key, ""), str):
@@ -233,10 +233,10 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         if name not in known:
             raise InvalidInput(f"{where}: unknown option {key!r}", nearest(name, [*sorted(known), *_STEP_KEYS]))
     if len(names) != 1:
-        has = f"{len(names)} options ({', '.join(names)})" if names else "no option"
+        has = f"{len(names)} swap options ({', '.join(names)})" if names else "no swap option"
         raise InvalidInput(
             f"{where} has {has}, but a step needs exactly one",
-            "Steps run one after the other: give every swap its own [[step]].",
+            "Give every swap its own [[step]]. Steps run one after the other.",
         )
     ((key, name),) = names.items()
     option = known[name]
@@ -290,12 +290,12 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     if len(counts) > 1:
         numbers = ", ".join(str(count) for count in sorted(x for x in counts if x is not None))
         raise SwapRefused(
-            f"{step.value!r} is a share of the {what}, but layers differ in their number ({numbers})",
+            f"{step.value!r} is a share of the {what}, but the layers have different numbers of {what} ({numbers})",
             "Give a number of " + what + " instead of a share.",
         )
     (size,) = counts
     if size is None:
-        raise SwapRefused(f"{step.value!r}: this model has no {what}")
+        raise SwapRefused(f"{step.value!r} is a share of the {what}, but this model has no {what}")
     part = Fraction(match[2]) / 100 if match[2] is not None else Fraction(int(match[3]), int(match[4]))
     wanted = part * size
     if match[2] is not None and part > 0:

@@ -171,7 +171,7 @@ class Swap:
     gives: str
     """The new component in words."""
     needs: str
-    """The preconditions in words."""
+    """The preconditions, and when the result is exact: sentences without the last full stop."""
     source: str
     """The paper or code."""
     reshape: Callable[[ModelSpec, Asked], Swapped]
@@ -311,7 +311,7 @@ def swap_for(option: str, value: str) -> Swap:
             return swap
     hint, forms = None, list(dict.fromkeys(swap.form for swap in known[option] if swap.form))
     if value in declaration.two:
-        hint = "It is two steps here: " + ", then ".join(f"{name} = {to}" for name, to in declaration.two[value])
+        hint = "Request it as two steps: " + ", then ".join(f"{name} = {to}" for name, to in declaration.two[value])
     elif forms:
         near = nearest(option, value, forms)
         hint = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(forms)}"
@@ -394,7 +394,9 @@ def _refuse_shared(spec: ModelSpec) -> None:
             if mixer.lends:
                 raise SwapRefused(f"layer {layer} has a {type(mixer).__name__}, which this swap does not support")
         if block.scale is not None:
-            raise SwapRefused(f"layer {layer} scales its output, which this swap does not support")
+            raise SwapRefused(
+                f"layer {layer} multiplies its output by a factor (scale), which this swap does not support"
+            )
         attention: Any = block.mixer("attention")
         if getattr(attention, "kv_from", "input") != "input":
             raise SwapRefused(

@@ -159,7 +159,7 @@ class _Chain:
         name += f"={step.value}" if step.value else ""
         words, text = [], "fitted on a text (--calibrate)" if fitted else ""
         if best != usual.guarantee:
-            where = f"only where {swap.exact_where}" if swap.exact_where else f"on some (needs {swap.needs})"
+            where = f"only where {swap.exact_where}" if swap.exact_where else f"on some weights. {swap.needs}"
             trained_on = f"on trained weights {guarantee_in_words(usual.guarantee)}{': ' if fitted else ''}{text}"
             words.append(f"{trained_on}; {best} {where}")
         elif fitted:
@@ -169,7 +169,7 @@ class _Chain:
         if isinstance(zeros, SwapRefused):
             words.append(f"impossible for some weights ({zeros.message})")
         if another_model:
-            words.append(f"the model depends on the weights; this is the one for trained weights (needs {swap.needs})")
+            words.append(f"the result depends on the weights; this is the one for trained weights. {swap.needs}")
         self.notes += [note for note in usual.notes if note in getattr(zeros, "notes", ())]
         self.notes += [f"{name}: {word}" for word in words]
         self.settled = self.settled and not chosen and not another_model

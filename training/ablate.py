@@ -227,8 +227,8 @@ def ablate(
             found = reader(texts, "data")
             if found.vocabulary > base.spec.vocab_size:
                 raise UsageError(
-                    f"the texts have {found.vocabulary:,} different tokens, but the plan's models only"
-                    f" {base.spec.vocab_size:,}",
+                    f"the texts are tokenised with a vocabulary of {found.vocabulary:,} tokens, but the vocabulary of"
+                    f" the plan's models has only {base.spec.vocab_size:,}",
                     "Give the text files themselves, or tokenise them with a smaller --vocabulary.",
                 )
             for each in variants:
@@ -349,7 +349,7 @@ class _Runs:
             result, before = Result(**kept["result"]), dict(kept["about"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidInput(
-                f"{path} cannot be read: {error}", "Remove it, and repeat that run with --resume."
+                f"{path} cannot be read: {error}", "Remove this file, and repeat the run with --resume."
             ) from error
         for key in about:
             if before.get(key) != json.loads(json.dumps(about[key])):
@@ -400,7 +400,8 @@ class _Runs:
             # Going on at another rate would lay a run of two rates beside runs of one.
             shutil.rmtree(folder, ignore_errors=True)
             raise NoNumber(
-                error.message, "Try a smaller rate or clip in the plan, and start all runs again with --force."
+                error.message,
+                "Try a smaller rate (learning rate) or clip (gradient norm) in the plan. Start all runs with --force.",
             ) from error
         *before, lines = [_metrics(each) for each in phases if each.is_dir()]
         first = sum(each[-1]["tokens"] for each in before)  # where layers are trained by themselves, no KL is evaluated

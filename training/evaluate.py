@@ -203,7 +203,7 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
         return _stored(path, tokenizer, checkpoint.reference)
     if tokenizer is None:
         raise UsageError(
-            f"{checkpoint.reference} has no tokenizer, so it cannot read the text {path}",
+            f"{checkpoint.reference} has no tokenizer, so gptkit cannot read the text {path}",
             "Tokenise the text first, and give the folder to --data: gptkit tokenize FILE FOLDER --tokenizer MODEL",
         )
     before, _ = around(tokenizer, ())
@@ -628,7 +628,10 @@ def _require(paths: Sequence[Path], width: int, past: int, stride: int, top_k: S
     if width < 1:
         raise UsageError(f"--context must be 1 or more, not {width}")
     if past < 1:
-        raise UsageError(f"--past must be 1 or more, not {past}", "Give 2 or more to evaluate beyond the context.")
+        raise UsageError(
+            f"--past must be 1 or more, not {past}",
+            "For example, 2 evaluates sequences of up to twice the model's context.",
+        )
     if not 1 <= stride <= width:
         raise UsageError(
             f"--stride must be from 1 to {width:,}, the number of tokens in a window (--context), not {stride:,}"

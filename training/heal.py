@@ -237,9 +237,8 @@ class _Models:
         """Raise UsageError if `local` or `hidden` needs layers that correspond and there are none."""
         if how.local and not self.layers:
             raise UsageError(
-                "--local trains each changed layer on the same layer of the teacher, but the models have no "
-                "such layers: they must have equal numbers of layers, equal hidden sizes and a changed "
-                "layer",
+                "--local trains each changed layer to imitate the same layer of the teacher. It needs equal numbers of "
+                "layers, equal hidden sizes, and at least one layer that differs",
                 "Leave out --local.",
             )
         if how.hidden and not self.layers:

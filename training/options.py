@@ -136,11 +136,10 @@ class HealOptions(RunOptions):
 
     def __post_init__(self) -> None:
         rank_of(self.trained)
-        if self.seeds < 1 or not 0 <= self.local < 1:
-            raise UsageError(
-                f"--seeds must be 1 or more (it is {self.seeds}), and --local at least 0 and less than 1 "
-                f"(it is {self.local:g})"
-            )
+        if self.seeds < 1:
+            raise UsageError(f"--seeds must be 1 or more, not {self.seeds}")
+        if not 0 <= self.local < 1:
+            raise UsageError(f"--local must be at least 0 and less than 1, not {self.local:g}")
         if self.beside not in (True, False, "control", "floor"):
             raise UsageError(f"beside must be True, False, 'control' or 'floor', not {shown(self.beside, 40)}")
         if not 0 <= self.hidden < math.inf:

@@ -154,9 +154,9 @@ def _wrong(plan: Plan) -> Iterator[str]:
     for each in plan.variant:
         for other in each.include:
             if other not in names[: names.index(each.name)]:
-                yield f"variant {each.name!r}: include has {other!r}, but no variant before it has this name"
+                yield f"variant {each.name!r}: include names {other!r}, but no earlier variant has this name"
         if plan.how == "heal" and (each.changes or each.remove):
-            yield f"variant {each.name!r}: set and remove do not work with how = 'heal'; use swap or recipe"
+            yield f"variant {each.name!r}: the keys set and remove need how = 'train'; with 'heal', use swap or recipe"
         if not any((each.model, each.include, each.recipe, each.swap, each.changes, each.remove)):
             yield f"variant {each.name!r} changes nothing: give it swap, recipe, set, remove, include or model"
     if (plan.tokens is None) == (plan.flops is None):

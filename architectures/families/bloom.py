@@ -78,6 +78,6 @@ _BLOOM = _DECODER.architecture(
         "skip_bias_add_qkv": "training only",
         "unk_token_id": "tokenizer",
     },
-    refused={"slow_but_exact": ((False, None), "it sums matrix products in slices, which gptkit does not support")},
+    refused={"slow_but_exact": ((False, None), "gptkit does not support sums of matrix products in slices")},
     **only_eager(),
 )

@@ -37,7 +37,9 @@ def _position(said: ConfigReader, kind: str, values: Mapping[str, Any]) -> Rotar
     if parameters is None:
         return None
     if not isinstance(parameters, dict) or parameters.get("rope_theta") is None:
-        raise said.fail(kind, parameters, "an object with a rope_theta, or null for layers without positions")
+        raise said.fail(
+            kind, parameters, "an object with a rope_theta, or null if these layers have no position encoding"
+        )
     reader = said.objects[kind] = ConfigReader({_ROPE: parameters})
     return read_rotary(reader, values["head_dim"], values["context"], _ROTARY)
 

@@ -89,5 +89,5 @@ _ERNIE4_5_MOE = _DECODER.architecture(
     config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
     stacked=_HELD,
     carried={"mtp": ("model.mtp_",)},
-    refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},
+    refused={"moe_norm_min": ((1e-12, None), "gptkit supports only 1e-12 as the least divisor of the expert weights")},
 )

@@ -62,7 +62,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
         raise config.fail(
             "num_kv_shared_layers",
             shared,
-            "a smaller number: the other layers need at least one of each type in layer_types",
+            "a smaller number: of each type in layer_types, at least one layer must compute its own keys and values",
         )
     norm = RMSNorm(size=head_dim, eps=_FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
     norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}

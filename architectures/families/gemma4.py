@@ -114,7 +114,7 @@ def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) ->
         raise config.fail(
             "num_kv_shared_layers",
             shared,
-            "a smaller number: the other layers need at least one of each type in layer_types",
+            "a smaller number: of each type in layer_types, at least one layer must compute its own keys and values",
         )
     keys_alone, found = config.boolean("attention_k_eq_v", False), {}
     for kind in dict.fromkeys(types):
@@ -209,7 +209,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
     if spec.shared and not width:
-        raise config.fail(_WIDTH[0], 0, "a positive integer: without one, transformers fails if layers share keys")
+        raise config.fail(_WIDTH[0], 0, "a positive integer: transformers fails with 0 if layers share keys and values")
     mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:
         inner: Any = block.feed_forward

@@ -35,7 +35,9 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
     if len(found) != count or any(kind not in (_GLOBAL, _LOCAL) for kind in found):
         raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {_GLOBAL} or {_LOCAL}")
     if config.raw("attention_layers", found) != found:
-        raise config.fail("attention_layers", config.raw("attention_layers"), "the same layers as attention_types")
+        raise config.fail(
+            "attention_layers", config.raw("attention_layers"), "the same layer types as in attention_types"
+        )
     width = config.integer("window_size", 256)
     return [{"window": width if kind == _LOCAL else None} for kind in found]
 

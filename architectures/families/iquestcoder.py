@@ -32,7 +32,7 @@ _IQUESTCODER = _DECODER.architecture(
     hf_config="IQuestCoderConfig",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     refused={
-        "clip_qkv": ((None,), "transformers refuses it"),
-        "use_sliding_window": ((None, False), "transformers refuses it"),
+        "clip_qkv": ((None,), "transformers refuses this value"),
+        "use_sliding_window": ((None, False), "transformers refuses this value"),
     },
 )

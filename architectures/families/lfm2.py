@@ -40,7 +40,9 @@ def _units(config: ConfigReader, name: str, default: int) -> int:
     units = int(2 * stated / 3)
     units = units if factor is None else of * -(-int(factor * units) // of)
     if not 1 <= units < 2**31:
-        raise config.fail(name, stated, f"another width: block_auto_adjust_ff_dim changes this one to {units}")
+        raise config.fail(
+            name, stated, f"another value: block_auto_adjust_ff_dim changes this one to {units}, not a valid width"
+        )
     return units
 
 

@@ -15,7 +15,7 @@ from ..layout import Layout
 from ..lenses import stated_scale
 
 _FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
-_ONLY = "transformers computes what this says otherwise"
+_ONLY = "transformers ignores this field, and computes something else"
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_config.alibi": ((True, None), _ONLY),
     "attn_config.alibi_bias_max": ((8, None), _ONLY),

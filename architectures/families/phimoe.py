@@ -38,7 +38,9 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     if isinstance(rotary.scaling, LongRopeScaling):
         short, long = (rope.number(name) for name in _FACTORS)
         if short != long:
-            raise rope.fail(_FACTORS[1], long, f"{_FACTORS[0]} ({short:g}): gptkit supports only one factor")
+            raise rope.fail(
+                _FACTORS[1], long, f"the value of {_FACTORS[0]} ({short:g}): gptkit supports only equal factors"
+            )
         divisors = rotary.scaling.short_factor
         scaling = msgspec.structs.replace(rotary.scaling, long_factor=divisors, attention_factor=short)
         rotary = msgspec.structs.replace(rotary, scaling=scaling)

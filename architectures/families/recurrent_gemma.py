@@ -54,7 +54,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU 
         None,
         [LINEAR if each == _RECURRENT else "sliding_attention" for each in types],
     ):
-        raise config.fail("layer_types", config.raw("layer_types"), "the same layers as block_types")
+        raise config.fail("layer_types", config.raw("layer_types"), "the layer types that follow from block_types")
     hidden, heads = values["hidden"], values["heads"]
     width = config.optional_integer("lru_width")
     if width not in (None, hidden):
@@ -75,8 +75,8 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     first = next((of_kind(each, RGLRU) for each in mixers if each is not None), None)
     own = {} if first is None else {"conv1d_width": first.kernel}
     if first is not None and (first.inner, first.heads) != (spec.hidden_size, attention.heads):
-        wanted = f"{spec.hidden_size} channels (the hidden size) and gates of {attention.heads} heads"
-        raise CannotExpress(f"recurrent_gemma needs {wanted}, not {first.inner} channels and {first.heads} heads")
+        wanted = f"as many channels as hidden_size ({spec.hidden_size}) and heads as attention ({attention.heads})"
+        raise CannotExpress(f"recurrent_gemma needs {wanted} in its recurrence, not {first.inner} and {first.heads}")
     if attention.window is None:
         raise CannotExpress("recurrent_gemma needs sliding-window attention")
     types = [_WHOLE if each is None else _RECURRENT for each in mixers]

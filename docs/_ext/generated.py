@@ -317,7 +317,7 @@ def swaps_table(*options: str) -> str:
         if swap.source not in (known := sources.setdefault(f"`{spelled(swap.option)}`", [])):
             known.append(swap.source)
     told = "\n".join(f"- {option}: {linked('; '.join(known))}" for option, known in sources.items())
-    return f"{table(['option', 'from → to', 'guarantee at best', 'condition'], rows)}\n\nSources:\n\n{told}"
+    return f"{table(['option', 'from → to', 'guarantee at best', 'conditions'], rows)}\n\nSources:\n\n{told}"
 
 
 def swap_options() -> str:

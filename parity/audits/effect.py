@@ -47,7 +47,7 @@ def effect(source: Tree, tree: Tree) -> str:
         sides = [states(tree_, batches, torch.float32) for tree_ in (source, tree)]
     valid = [torch.cat([batch.valid(x) for batch, x in zip(batches, side, strict=True)]) for side in sides]
     if not all(bool(torch.isfinite(values).all()) for values in valid):
-        raise GptkitError("one of the two models gives logits that are NaN or infinite")
+        raise GptkitError("the logits of the source or of the changed model are NaN or infinite")
     return _words(compare_heads(source, tree, (valid[0], valid[1]), tokens=scope.tokens))
 
 

@@ -84,7 +84,8 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     """Report which tensors llama.cpp has names for, by the tables of the gguf package and by gptkit's."""
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(
-            "llama.cpp's tensor names come from the gguf package, which is not installed", "pip install gguf"
+            "llama.cpp's tensor names come from the gguf package, which is not installed",
+            "Install it: pip install gguf",
         )
     import gguf
 

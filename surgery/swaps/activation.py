@@ -35,13 +35,13 @@ _LIMIT = 2.0**50
 """The slope at which the other activations are ReLU: the error, 0.28/s, is below the fp64 rounding of a number of
 size 1. It is a power of two, so weights keep their digits. Its fourth power, in a gradient of tanh, is finite."""
 _NEEDS: dict[Activation, str] = {
-    "gelu": "exact from relu; close from the tanh forms of GELU, silu and quick_gelu",
-    "gelu_new": "exact from gelu_tanh and relu; close from other activations",
-    "gelu_tanh": "exact from gelu_new and relu; close from other activations",
-    "gelu_bloom": "exact from relu; within 1e-9 from gelu_new and gelu_tanh; close from other activations",
-    "quick_gelu": "exact from silu and relu; close from other activations",
-    "relu": "training, because no other activation is close to ReLU",
-    "silu": "exact from quick_gelu and relu; close from other activations",
+    "gelu": "Exact if the old activation is relu, and approximate from the tanh forms of GELU, silu and quick_gelu",
+    "gelu_new": "Exact if the old activation is gelu_tanh or relu, and approximate otherwise",
+    "gelu_tanh": "Exact if the old activation is gelu_new or relu, and approximate otherwise",
+    "gelu_bloom": "Exact if the old activation is relu, equal to 1e-9 from gelu_new and gelu_tanh, else approximate",
+    "quick_gelu": "Exact if the old activation is silu or relu, and approximate otherwise",
+    "relu": "No other activation is close to ReLU, so the model must be trained",
+    "silu": "Exact if the old activation is quick_gelu or relu, and approximate otherwise",
 }
 TARGETS = tuple(_NEEDS)  # the possible new activations
 _FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
@@ -138,7 +138,7 @@ def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in mlps)
     if known or mixed or asked.calibration is None:
         reason = (
-            "gptkit cannot fit mixtures of experts"
+            "gptkit cannot fit it for mixtures of experts"
             if mixed
             else f"the scale from {_one_of(mlps)} to {new} is known already"
         )
@@ -163,7 +163,7 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     exception = next((old for old in known if old not in _FROM[kind] or how(old, new) == "exact"), None)
     if exception or asked.approximate:
         reason = f"{exception} needs only one unit" if exception else "--approximate applies only to one unit"
-        hint = f"--activation {new}"
+        hint = f"Use --activation {new}."
         raise SwapRefused(
             f"--activation {asked.value} replaces one {' or '.join(_FROM[kind])} unit by two {new} units, but {reason}",
             hint,
@@ -253,12 +253,14 @@ def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: s
         apart=True,
         each_stack=True,
         form=form,
-        takes="activation of the feed-forward",
+        takes="the activation of the feed-forward",
         gives=new
-        + {"2": ", with two units for each old one", "fit": ", with a fitted slope"}.get(form.partition(":")[2], ""),
+        + {"2": ", with two units for every old one", "fit": ", with a slope fitted to a text"}.get(
+            form.partition(":")[2], ""
+        ),
         guarantee=("retrained" if new == "relu" else "exact") if plain else "approximate",
         needs=needs,
-        source="Hendrycks & Gimpel 1606.08415 (1.702); derived for gptkit; ReLU: 2310.04564",
+        source="Hendrycks & Gimpel 1606.08415 (the slope 1.702); ReLU: 2310.04564; other slopes are derived for gptkit",
         reshape=partial(reshape, new),
         examples=partial(_worth, new, form),
         by_layer=True,
@@ -283,6 +285,6 @@ OPTIONS = (
 )
 SWAPS = (
     *(_entry(name, name, _to_other, needs) for name, needs in _NEEDS.items()),
-    *(_entry(name, f"{name}:2", _to_two_units, "a feed-forward that may become twice as wide") for name in _DOUBLED),
-    *(_entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in _FITTED),
+    *(_entry(name, f"{name}:2", _to_two_units, "The feed-forward becomes twice as wide") for name in _DOUBLED),
+    *(_entry(name, f"{name}:fit", _to_fitted, "Needs a calibration text") for name in _FITTED),
 )

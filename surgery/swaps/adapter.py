@@ -103,7 +103,7 @@ class Adapter:
     def _wide(self, name: str, array: Any) -> Wide:
         values = to_float64(array, self.file.info[name][0])
         if not np.isfinite(values).all():
-            raise InvalidInput(f"{self.reference}: {name} has values that are not finite")
+            raise InvalidInput(f"{self.reference}: {name} has values that are NaN or infinite")
         return values
 
     def factors(self, module: str, expert: int | None, experts: int) -> tuple[Wide, Wide]:
@@ -158,7 +158,7 @@ class Adapter:
         settings = self.config.get("lora_parameters")
         scale = settings.get("scale") if isinstance(settings, dict) else None
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
-            raise SwapRefused(f"{self.reference}: lora_parameters in {ADAPTER_CONFIG} need a number as scale")
+            raise SwapRefused(f"{self.reference}: the scale in lora_parameters of {ADAPTER_CONFIG} must be a number")
         return float(scale)
 
     @cached_property
@@ -307,11 +307,11 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
         raise SwapRefused(f"{reference} is an adapter of the type {shown(method, 40)}, which gptkit cannot merge", hint)
     for name, why in _REFUSED.items():
         if config.get(name):
-            raise SwapRefused(f"{reference} is trained with {name}: {why}")
+            raise SwapRefused(f"gptkit cannot merge {reference}, which was trained with {name}: {why}")
     start = config.get("init_lora_weights", True)
     if not any(start is value or start == value for value in _INITIALISED):
         raise SwapRefused(
-            f"{reference} is trained with init_lora_weights {shown(start, 40)}: the adapter does not start from the"
-            " base model's",
+            f"{reference} was trained with init_lora_weights {shown(start, 40)}, which changes the base weights before"
+            " the training, so gptkit cannot merge the adapter into the original base weights",
             "Convert the adapter with peft: save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL).",
         )

@@ -254,13 +254,20 @@ OPTIONS = (
         parts=_PARTS,
     ),
 )
-_entry = partial(Swap, option="heads", takes="n query heads", by_layer=True, calibrated=True)
+_ALLOWED = "Needs a number of heads that the groups of grouped-query attention and the ALiBi slopes allow"
+_entry = partial(
+    Swap,
+    option="heads",
+    takes="query heads",
+    exact_where="the dropped heads output zeros",
+    by_layer=True,
+    calibrated=True,
+)
 SWAPS = (
     _entry(
         form="N:active",
-        gives="the N most active query heads, unchanged",
-        needs="a number of heads that fits the key-value groups and ALiBi's slopes, and a text; exact if the removed"
-        " heads write nothing",
+        gives="the N query heads with the largest outputs, unchanged",
+        needs=f"{_ALLOWED}, and a calibration text. Exact only if the dropped heads output zeros",
         source="Minitron 2407.14679",
         reshape=lambda spec, asked: _resize_heads(spec, asked.before_colon(), active=True),
         examples=lambda spec: tuple(f"{value}:active" for value in _examples(spec)[1:]),
@@ -268,9 +275,9 @@ SWAPS = (
     _entry(
         form="N",
         gives="N query heads",
-        needs="for more heads, a number that fits the key-value groups and ALiBi's slopes; for fewer heads, some that"
-        " write nothing, or a text to fit the others on",
-        source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
+        needs=f"{_ALLOWED}. More heads are exact. Fewer are exact only if the dropped heads output zeros; otherwise"
+        " the weights are fitted to a calibration text",
+        source="Net2Net 1511.05641 (more); Hassibi & Stork 1993, Optimal Brain Surgeon (fewer)",
         reshape=_resize_heads,
         cheaper=active,
         examples=_examples,

@@ -30,7 +30,9 @@ from .mlp import experts_alike, is_mixture, weights_sum_to_one
 def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
     """Reduce the number of experts in the chosen mixtures."""
     new = asked.number("a number of experts")
-    layers = asked.those(spec, is_mixture, "none of these layers has experts", "--mlp moe:8x2 makes 8 of each.")
+    layers = asked.those(
+        spec, is_mixture, "none of these layers has experts", "--mlp moe:8x2 makes 8 experts from each feed-forward."
+    )
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
     for layer, mixture in mixtures.items():
         _require(layer, mixture, new)
@@ -148,7 +150,8 @@ SWAPS = (
         form="N",
         takes="a mixture of experts",
         gives="N of its experts",
-        needs="a text to choose the experts by; exact if experts are equal, or if the removed ones are never chosen",
+        needs="Exact only if all experts are equal, or if the router never chooses the dropped ones. Otherwise a"
+        " calibration text decides which experts stay",
         source="REAP 2510.13999",
         reshape=_fewer_experts,
         examples=_examples,

@@ -68,7 +68,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
         tensors[value] = Filled((attention.kv_heads * attention.head_dim,), 0.0, value)
         changed[layer] = replace(attention, output_bias=True)
     if not changed:
-        raise SwapRefused("no layer has a value bias that is not zero")
+        raise SwapRefused("no layer has a value bias other than zero, so there is nothing to fold")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
@@ -154,7 +154,7 @@ def _clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
 
 
 _entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
-_UNSCALED = "nothing; in a model with ALiBi, a bias that is added after the scaling"
+_UNSCALED = "An ALiBi bias, if there is one, must not be multiplied by the scale"
 
 
 # --- biases that go ---------------------------------------------------------------------------------------------------
@@ -272,10 +272,11 @@ SWAPS = (
     Swap(
         option="drop",
         form="BIASES",
-        takes="biases",
-        gives="no biases",
-        needs="biases that are zero, or key biases without RoPE; the removal of other biases is approximate",
-        source="TransformerLens; adding a constant to all scores of a softmax",
+        takes="biases of one kind",
+        gives="no such biases",
+        needs="Exact for biases that are zero, and for biases of keys without RoPE and norm. Otherwise approximate",
+        exact_where="the dropped biases are zero",
+        source="TransformerLens; softmax ignores a constant that is added to all scores",
         reshape=_drop,
         examples=lambda spec: [name for name in NAMES if name != "biases" and _biases_of(spec, name)],
         by_layer=True,
@@ -290,25 +291,25 @@ SWAPS = (
     ),
     _entry(
         form="norm",
-        takes="gains γ and biases β of norms",
-        gives="weights and biases of the layers that read the norms",
-        needs="norms before attention and feed-forward (pre-norm)",
+        takes="weights and biases of norms",
+        gives="weights and biases of the linear layers after the norms",
+        needs="Needs pre-norm blocks",
         reshape=_fold_norm,
         clears=(Clears("*norm.bias"),),
     ),
     _entry(
         form="value-bias",
-        takes="the value bias of attention",
+        takes="the bias of the value projection",
         each_stack=True,
-        gives="a bias of attention's output projection",
-        needs="a value bias that is not zero",
+        gives="a bias of the output projection",
+        needs="Needs a bias other than zero",
         reshape=_fold_value_bias,
     ),
     _entry(
         form="scale",
         takes="the scale of attention scores",
         each_stack=True,
-        gives="rescaled queries, and a scale of 1",
+        gives="a scale of 1, with the old scale folded into the queries",
         needs=_UNSCALED,
         reshape=_fold_scale,
         clears=(Clears("*.scale"),),
@@ -317,7 +318,7 @@ SWAPS = (
         form="scale:WHERE",
         takes="the scale of attention scores",
         each_stack=True,
-        gives="rescaled queries, and a scale of 1/√head_dim",
+        gives="a scale of 1/√head_dim, with the rest folded into the queries",
         needs=_UNSCALED,
         reshape=_fold_scale,
         examples=lambda spec: ("scale:head",),

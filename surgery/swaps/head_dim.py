@@ -267,11 +267,11 @@ SWAPS = (
     Swap(
         option="head_dim",
         form="N",
-        takes="heads of dimension d",
-        gives="heads of dimension N",
-        needs="for wider heads, an even N if RoPE rotates the whole head; for narrower heads, dimensions that do not"
-        " affect the output",
-        source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for gptkit",
+        takes="heads of d dimensions",
+        gives="heads of N dimensions",
+        needs="A larger N must be even if RoPE rotates whole heads. A smaller N is possible only if the dropped"
+        " dimensions affect no output",
+        source="Net2Net 1511.05641; the new RoPE base and attention scale are derived for gptkit",
         reshape=_resize_heads,
         examples=_examples,
         clears=(Clears("*.head_dim", "head_dim={theirs}"),),

@@ -100,9 +100,9 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
     multiples = f"Possible: multiples of {old}, such as {2 * old}"
     if len(centred) > 1:
         raise SwapRefused(
-            f"with both LayerNorms and RMSNorms, the hidden size cannot change from {old} to {new}:"
-            " LayerNorm needs the mean in the new coordinates, and RMSNorm needs zeros",
-            f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
+            f"the hidden size cannot change from {old} to {new}, because the model has both LayerNorms and RMSNorms:"
+            " new coordinates must be the mean for a LayerNorm, and zero for an RMSNorm",
+            f"{multiples}. After --norm rmsnorm, if that is possible, any width is possible.",
         )
     if centred == {False}:
         # Readers may use any weights for new coordinates: copies of the old ones, so that training changes the writers.
@@ -193,7 +193,7 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"coordinates {new} to {old - 1} of the residual stream are not zero, and only a text shows which ones"
             " matter least",
-            "Give a text with --calibrate FILE, or use --approximate to keep the largest dimensions.",
+            "Give a text with --calibrate FILE, or use --approximate to keep the largest coordinates.",
         )
     return _sliced(spec, new, asked.calibration())
 
@@ -298,11 +298,11 @@ SWAPS = (
     Swap(
         option="hidden",
         form="N",
-        takes="hidden size d",
-        gives="hidden size N",
-        needs="for a larger size, a multiple of d, or norms that are all of one kind; for a smaller size, dimensions"
-        " that repeat others or are zero, or RMSNorms and a text",
-        source="zeros and copies after Net2Net 1511.05641; narrower: SliceGPT 2401.15024",
+        takes="a hidden size of d",
+        gives="a hidden size of N",
+        needs="A larger N must be a multiple of d, or all norms must be of one kind. A smaller N is exact only if the"
+        " dropped coordinates are redundant; otherwise it needs RMSNorm and a calibration text",
+        source="Net2Net 1511.05641 (larger); SliceGPT 2401.15024 (smaller)",
         reshape=_resize_hidden,
         examples=lambda spec: (str(spec.hidden_size + 8), str(2 * spec.hidden_size)),
         calibrated=True,

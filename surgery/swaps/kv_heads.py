@@ -67,7 +67,7 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
         if wanted != attention.kv_heads:
             changes[layer] = (attention, wanted)
     if not changes:
-        raise SwapRefused(f"all these layers already have {wanted} key-value heads")
+        raise SwapRefused(f"all layers to be changed already have {wanted} key-value heads")
     return changes
 
 
@@ -163,7 +163,8 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
             raise SwapRefused(reason, "Use fewer key-value heads: --attention gqa:N or mqa.")
         if attention.cap is not None:
             raise SwapRefused(
-                f"layer {layer} caps its scores at {attention.cap:g}, which latent attention does not support"
+                f"layer {layer} soft-caps attention scores at {attention.cap:g}, which latent attention "
+                "does not support"
             )
     return grouped
 
@@ -244,10 +245,8 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
         return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
     for layer, attention in old.items():
         if rank > whole(attention):
-            reason = f"layer {layer} has {whole(attention)} numbers per token, which is less than a latent of {rank}"
-            hint = (
-                f"Possible here: mla:{whole(attention)} or less, or mla:full ({most} with keys), which changes nothing."
-            )
+            reason = f"a latent of layer {layer} stores at most {whole(attention)} numbers per token, not {rank}"
+            hint = f"Possible here: mla:{whole(attention)} or less, or mla:full, which stores all keys and values."
             raise SwapRefused(reason, hint)
     several = any(isinstance(attention.position, Rotary) and attention.kv_heads > 1 for attention in old.values())
     if not several and all(rank == whole(attention) for attention in old.values()):
@@ -274,8 +273,8 @@ _entry = partial(
     Swap,
     option="attention",
     takes="key-value heads",
-    needs="more key-value heads than before, or equal heads; otherwise a calibration text, and the result is"
-    " approximate",
+    needs="Exact for more key-value heads than before, or if merged heads are equal. Otherwise approximate, and fitted"
+    " to a calibration text",
     source="Ainslie et al. 2305.13245; Shazeer 1911.02150; the fit is derived for gptkit",
     reshape=_change,
     by_layer=True,
@@ -285,7 +284,7 @@ _entry = partial(
 latent = partial(
     Swap,
     option="attention",
-    takes="separate keys and values of every head",
+    takes="keys and values per head",
     source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
     by_layer=True,
 )
@@ -322,22 +321,22 @@ SWAPS = (
     _entry(form="mqa", gives="one key-value head for all query heads (MQA)"),
     _entry(
         form="gqa:N",
-        gives="N key-value heads (GQA)",
+        gives="N key-value heads, each for a group of query heads (GQA)",
         examples=_fewer,
         clears=(Clears("*.kv_heads", "attention=gqa:{theirs}"),),
     ),
     latent(
         form="mla:full",
-        gives="a latent that contains all keys and values",
-        needs="attention without norms on queries and keys",
+        gives="latent attention (MLA), with a latent that stores all keys and values",
+        needs="Needs attention without norms of queries and keys",
         reshape=_to_whole,
         examples=lambda spec: ("mla:full",),
     ),
     latent(
         form="mla:R",
-        gives="a latent of R numbers and one rotary key",
+        gives="latent attention (MLA), with a latent of R numbers and one rotary key",
         guarantee="approximate",
-        needs="attention without norms on queries and keys, and a calibration text",
+        needs="Needs attention without norms of queries and keys, and a calibration text",
         reshape=_to_rank,
         examples=_half,
         calibrated=True,

@@ -131,9 +131,9 @@ ORDER = 91
 SWAPS = (
     latent(
         form="mla:deepseek",
-        takes="latent attention",
-        gives="latent attention as in DeepSeek-V3, with one wide rotary key and a norm on the latent",
-        needs="RoPE, and queries without a bias",
+        takes="latent attention (MLA)",
+        gives="latent attention in DeepSeek-V3's form, with one wide rotary key and a norm of the latent",
+        needs="Needs RoPE, and queries without a bias",
         reshape=_to_deepseek,
         examples=lambda spec: ("mla:deepseek",) if any(map(_is_latent, spec.blocks)) else (),
         clears=(Clears("*.rope_heads", ours=int), Clears("*.kv_norm", ours=type(None))),

@@ -81,8 +81,9 @@ def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
         number = int(asked.value)
         raise UsageError(
             f"--layers {asked.value} is ambiguous: it may mean layer {number}, or {number} layers",
-            f"keep:{number} keeps that layer alone, drop:{number} drops it; auto:{number} keeps the {number} most"
-            f" useful layers, 0-{max(number - 1, 0)} the first {number}; +{number} adds {number}.",
+            f"keep:{number} keeps only layer {number}, and drop:{number} drops it. auto:{number} keeps the"
+            f" {number} most useful layers, 0-{max(number - 1, 0)} keeps the first {number}, and +{number} adds"
+            f" {number} layers.",
         )
     named = layers_in(rest if colon else asked.value, layers)
     if word != "drop":
@@ -113,15 +114,15 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     normed = [old for old, copy in order if copy and spec.blocks[old].residual == "normed"]
     if normed:
         raise SwapRefused(
-            f"layer {normed[0]} takes its residual from a norm's output, so a block that adds nothing still"
-            " changes the residual stream",
+            f"layer {normed[0]} takes its residual from a norm's output, so even a new block that adds"
+            " nothing changes the residual stream",
             "Repeat layers instead, for example --layers keep:0-1,1-, and train the model.",
         )
     summed = [old for old, copy in order if copy and any(sublayer.sum_norm for sublayer in spec.blocks[old].sublayers)]
     if summed:
         raise SwapRefused(
-            f"layer {summed[0]} has a norm after the residual addition (sum_norm), so even a block that adds nothing"
-            " changes the residual stream",
+            f"layer {summed[0]} has a norm after the residual addition (sum_norm), so even a new block that adds"
+            " nothing changes the residual stream",
             "Repeat layers instead, for example --layers keep:0-1,1-, and train the model.",
         )
     new, tensors = _arranged(spec, [old for old, _ in order])
@@ -161,7 +162,8 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     if wanted > layers:
         missing = wanted - layers
         raise SwapRefused(
-            f"{wanted} layers cannot be kept, because the model has {layers}", f"--layers +{missing} adds {missing}."
+            f"{wanted} layers cannot be kept, because the model has only {layers}",
+            f"--layers +{missing} adds {missing} layers.",
         )
     plain = (*range(wanted - 1), layers - 1) if wanted > 1 else (0,)
     if asked.approximate:
@@ -192,6 +194,7 @@ def _examples(spec: ModelSpec) -> list[str]:
 
 
 _entry = partial(Swap, option="layers", takes="the layers")
+_NO_EFFECT = "the dropped layers add nothing to the residual stream"
 
 ORDER = 40
 OPTIONS = (
@@ -209,18 +212,18 @@ OPTIONS = (
 SWAPS = (
     _entry(
         form="+N",
-        gives="N more layers, copies that add nothing before they are trained",
-        needs="pre-norm blocks, which add to the residual stream itself",
+        gives="N more layers, copies whose output is zero until they are trained",
+        needs="Needs blocks that add their output to the residual stream without a norm after the addition",
         source="LLaMA Pro 2401.02415",
         reshape=_add,
         examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
     ),
     _entry(
         form="auto:N",
-        gives="the N layers that a greedy search by KL divergence chooses",
+        gives="the N layers that a greedy search by KL divergence keeps",
         guarantee="approximate",
-        needs="a calibration text",
-        source="greedy search by KL; block influence: ShortGPT 2403.03853",
+        needs="Needs a calibration text",
+        source="greedy search by KL divergence; block influence: ShortGPT 2403.03853",
         reshape=_drop,
         examples=lambda spec: (f"auto:{len(spec.blocks) - 1}",) if len(spec.blocks) > 1 else (),
         calibrated=True,
@@ -229,22 +232,25 @@ SWAPS = (
     ),
     _entry(
         form="drop:LAYERS",
-        gives="all layers except those in a list",
-        needs="nothing; exact if the dropped layers write nothing",
+        gives="all layers except LAYERS",
+        needs=f"Exact only if {_NO_EFFECT}",
+        exact_where=_NO_EFFECT,
         source="mergekit's passthrough; ShortGPT 2403.03853",
         reshape=_listed,
     ),
     _entry(
         form="keep:LAYERS",
-        gives="the layers in a list, in its order",
-        needs="nothing; exact if the dropped layers write nothing",
+        gives="only the layers LAYERS, in this order",
+        needs=f"Exact only if {_NO_EFFECT}",
+        exact_where=_NO_EFFECT,
         source="mergekit's passthrough; ShortGPT 2403.03853",
         reshape=_listed,
     ),
     _entry(
         form="LAYERS",
-        gives="the layers in a list like 0-5,8-, in its order",
-        needs="a range or a comma in the list; exact if the dropped layers write nothing",
+        gives="only the layers LAYERS, in this order",
+        needs=f"The list must contain a range or a comma, such as 0-5,8-. Exact only if {_NO_EFFECT}",
+        exact_where=_NO_EFFECT,
         source="mergekit's passthrough; ShortGPT 2403.03853",
         reshape=_listed,
         examples=_examples,

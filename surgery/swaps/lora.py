@@ -279,9 +279,10 @@ SWAPS = (
         option="merge_lora",
         apart=True,
         form="DIR",
-        takes="a model and its LoRA adapter",
-        gives="the merged model",
-        needs="an adapter that PEFT or mlx-lm trained on this model: LoRA, rsLoRA, DoRA, biases, modules_to_save",
+        takes="a model and a LoRA adapter",
+        gives="one model, with the adapter merged into its weights",
+        needs="Needs a PEFT or mlx-lm adapter that was trained on this model: LoRA, rsLoRA or DoRA, also with biases"
+        " and modules_to_save",
         source="LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353",
         reshape=_merge_lora,
     ),

@@ -120,7 +120,7 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
                 tensors |= refit.waiting([f"{path}.down_proj.weight"])
         blocks[layer] = with_dense(spec.blocks[layer], replace(plain[layer], up_bias=bias))
     summary = {"from": "gated", "to": "plain", "layers": gated, "refitted": varying if refit is not None else []}
-    note = f"in {in_words(varying)}, the factor without an activation was left out, although it depends on the input"
+    note = f"in {in_words(varying)}, up_proj was left out, although its output depends on the input"
     guarantee = guarantee_of(len(varying), len(spec.blocks))
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, (note,) if varying else ())
 
@@ -146,9 +146,9 @@ def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
     mixed = [layer for layer in layers if isinstance(spec.blocks[layer].feed_forward, MixtureOfExperts)]
     if mixed or asked.calibration is None:
         raise SwapRefused(
-            f"gated -> plain cannot be exact here: in {in_words(mixed or layers)} the factor without an activation"
-            " depends on the input (the weight of up_proj is not zero)",
-            "--approximate leaves that factor out and measures the damage.",
+            f"gated -> plain cannot be exact here: in {in_words(mixed or layers)}, the output of up_proj depends on the"
+            " input, because its weight is not zero",
+            "--approximate leaves out up_proj and measures the damage.",
         )
     return Scratch.by("feed_forward.downs", asked.calibration(), set(layers))
 
@@ -270,14 +270,14 @@ def _weighed(name: str, cut: slice, factor: float) -> Computed:
 
 def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     """Convert mixtures into single feed-forwards: exact if experts are equal or equally weighted, else their mean."""
-    hint = "--mlp moe:8x2 makes 8 experts from each."
+    hint = "--mlp moe:8x2 makes 8 experts from each feed-forward."
     layers = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
     for layer, mixture in mixtures.items():
         if mixture.extras:
-            reason = f"the mixture of experts of layer {layer} sets {', '.join(mixture.extras)}"
+            reason = f"the mixture of experts of layer {layer} uses {', '.join(mixture.extras)}"
             raise SwapRefused(
-                f"{reason}: this swap merges only experts that a plain softmax weighs, without a shared expert"
+                f"{reason}: this swap merges experts only if a plain softmax weighs them and no expert is shared"
             )
     equal = [layer for layer in layers if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
     weighed_equally = [layer for layer in layers if layer not in equal and _all_weighed_alike(spec, asked, layer)]
@@ -392,7 +392,7 @@ SWAPS = (
         form="gated",
         takes="plain feed-forward",
         gives="gated feed-forward",
-        needs="50 % more parameters: the gate is the old up projection, and the new up projection always gives 1",
+        needs="The feed-forward gets 50 % more parameters: gate_proj has the old weights, and up_proj outputs 1",
         source="derived for gptkit; gated units: Shazeer 2002.05202",
         reshape=_to_gated,
         clears=(Clears("*", theirs=GatedFeedForward),),
@@ -401,7 +401,9 @@ SWAPS = (
         form="plain",
         takes="gated feed-forward",
         gives="plain feed-forward",
-        needs="an up_proj whose weight is zero, as after --mlp gated; otherwise a text to fit down_proj on",
+        needs="Exact only if the weight of up_proj is zero, as after --mlp gated. Otherwise down_proj is fitted"
+        " to a calibration text",
+        exact_where="the weight of up_proj is zero",
         source="derived for gptkit",
         reshape=_to_plain,
         clears=(Clears("*", theirs=FeedForward),),
@@ -410,8 +412,8 @@ SWAPS = (
     _entry(
         form="moe:ExK:split",
         takes="dense feed-forward",
-        gives="E experts that are parts of the feed-forward",
-        needs="K = E, and a width that is divisible by E",
+        gives="E experts, each a part of the old feed-forward",
+        needs="K must equal E, and E must divide the width of the feed-forward",
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
         reshape=partial(_to_experts, True),
         examples=_parts_worth_trying,
@@ -419,8 +421,8 @@ SWAPS = (
     _entry(
         form="moe:ExK",
         takes="dense feed-forward",
-        gives="E experts that are copies, K per token",
-        needs="E times as many parameters in the feed-forward",
+        gives="E experts, copies of the old feed-forward, with K per token",
+        needs="The feed-forward gets E times as many parameters",
         source="Sparse Upcycling 2212.05055",
         reshape=partial(_to_experts, False),
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
@@ -430,9 +432,10 @@ SWAPS = (
         form="dense",
         takes="mixture of experts",
         gives="dense feed-forward",
-        needs="equal experts, or a router of zeros that uses all experts; otherwise a text, by which the mean of the"
-        " experts is weighted",
-        source="the inverse of Sparse Upcycling 2212.05055",
+        needs="Exact only if all experts are equal, or if the router gives all of them the same weight. Otherwise the"
+        " result is the mean of the experts, weighted on a calibration text",
+        exact_where="all experts are equal, or the router gives all of them the same weight",
+        source="the reverse of Sparse Upcycling 2212.05055",
         reshape=_to_dense,
         clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
         calibrated=True,

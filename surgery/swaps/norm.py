@@ -253,9 +253,9 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     router = _off_centre(spec, asked) if reason is None else None
     if router is not None:
         raise SwapRefused(
-            f"LayerNorm -> RMSNorm cannot be exact here: the norm's bias affects {router}, which has no bias "
-            "to take it over",
-            "Replace the norms before you make experts, or use --approximate.",
+            f"LayerNorm -> RMSNorm cannot be exact here: the norm's bias would have to move into {router}, which has "
+            "no bias",
+            "Replace the norms before --mlp moe makes the experts, or use --approximate.",
         )
     return layernorm_to_rmsnorm(spec, asked.layers)
 
@@ -349,7 +349,7 @@ SWAPS = (
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
-        needs="norms before attention and feed-forward (pre-norm), and only LayerNorms",
+        needs="Needs norms before attention and feed-forward (pre-norm), all of them LayerNorm",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=_to_rmsnorm,
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
@@ -358,9 +358,9 @@ SWAPS = (
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",
-        needs="pre-norm blocks, only RMSNorms on the residual stream, and one more hidden dimension unless the mean is"
-        " zero already",
-        source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
+        needs="Needs pre-norm blocks, with RMSNorm everywhere on the residual stream. The hidden size grows by 1,"
+        " unless the residual stream already has mean zero",
+        source="after SliceGPT 2401.15024, section 3: a linear map of the stream to vectors with mean zero",
         reshape=_to_layernorm,
         clears=(Clears("*norm", theirs=LayerNorm),),
     ),

@@ -66,7 +66,7 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     grouped = [layer for layer in serial if any(sublayer.beside for sublayer in spec.blocks[layer].sublayers)]
     if grouped:
         raise SwapRefused(
-            f"{in_words(grouped)}: attention already runs in parallel with another mixer, and the feed-forward "
+            f"{in_words(grouped)}: attention already runs in parallel with another sub-layer, and the feed-forward "
             "comes after both, which this swap does not support"
         )
     for layer in serial:
@@ -79,7 +79,7 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     differing = [layer for layer in two if not _norms_alike(spec, asked, layer)]
     if shared and differing:
         reason = f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared"
-        raise SwapRefused(reason, "--block parallel keeps both.")
+        raise SwapRefused(reason, "--block parallel keeps both norms.")
     blocks = {layer: spec.blocks[layer].replaced(parallel=True) for layer in serial}
     for layer in two if shared else ():
         blocks[layer] = blocks.get(layer, spec.blocks[layer]).replaced(feed_forward_norm=None)
@@ -127,6 +127,7 @@ def _rearranged(
 
 
 _entry = partial(Swap, option="block", by_layer=True)
+_NO_EFFECT = "attention or feed-forward adds nothing to the residual stream"
 
 ORDER = 160
 OPTIONS = (
@@ -143,28 +144,31 @@ OPTIONS = (
 SWAPS = (
     _entry(
         form="parallel:shared",
-        takes="serial block",
-        gives="parallel block with one norm",
-        needs="equal norms of attention and feed-forward; exact if one of the two writes nothing, or if the block is"
-        " parallel already",
+        takes="serial blocks",
+        gives="parallel blocks with one norm",
+        needs=f"Needs equal norms before attention and feed-forward. Exact only if {_NO_EFFECT}, or if"
+        " the block was already parallel",
+        exact_where=_NO_EFFECT,
         source="PaLM 2204.02311, section 2; Falcon 7b",
         reshape=partial(_to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
     ),
     _entry(
         form="parallel",
-        takes="serial block",
-        gives="parallel block",
-        needs="exact if attention or feed-forward writes nothing; close to the original if few layers change",
+        takes="serial blocks",
+        gives="parallel blocks",
+        needs=f"Exact only if {_NO_EFFECT}. Approximate if only few layers change",
+        exact_where=_NO_EFFECT,
         source="PaLM 2204.02311, section 2",
         reshape=partial(_to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
     ),
     _entry(
         form="serial",
-        takes="parallel block",
-        gives="serial block",
-        needs="exact if attention or feed-forward writes nothing; close to the original if few layers change",
+        takes="parallel blocks",
+        gives="serial blocks",
+        needs=f"Exact only if {_NO_EFFECT}. Approximate if only few layers change",
+        exact_where=_NO_EFFECT,
         source="PaLM 2204.02311, section 2",
         reshape=_to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),

@@ -88,7 +88,7 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
             raise SwapRefused(
                 f"RoPE rotates pairs of dimensions, but the head dimension of layer {layer} is "
                 f"{attention.head_dim}, an odd number",
-                f"First --head-dim {attention.head_dim + 1}.",
+                f"First use --head-dim {attention.head_dim + 1}.",
             )
         return Rotary(dim=attention.head_dim, base=base or _BASE, scaling=NEUTRAL if neutral else None)
 
@@ -114,7 +114,9 @@ def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"this model already has a table of {spec.positions.length:,} positions", hint)
     length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
     if length is None:
-        raise SwapRefused("the length of the position table is not known", "Give it: --position learned:LENGTH.")
+        raise SwapRefused(
+            "the model states no context length for the position table", "Give one: --position learned:LENGTH."
+        )
     table = LearnedPositions(length=length, size=spec.hidden_size)
     return _repositioned(spec, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
 
@@ -130,12 +132,12 @@ def _repositioned(
     """Return the model with the given positions of each layer, and with the given table or none."""
     changed = {layer: new for layer, new in positions.items() if spec.blocks[layer].attention.position != new}
     if not changed and table is None and spec.positions is None:
-        where = "these layers" if asked.layers is not None else "its layers"
+        where = "these layers" if asked.layers is not None else "all layers"
         raise SwapRefused(f"{where} already have this position encoding: {to}", hint)
     if spec.positions is not None and asked.layers is not None:
         raise SwapRefused(
             "the position table is added to the token embeddings, so it affects every layer",
-            f"Leave --blocks out, or first --position none and then --position {to} in the layers that need it.",
+            f"Leave --blocks out. Or use --position none first, and then --position {to} with --blocks.",
         )
     attention, tensors = dict[int, Any](), dict[str, Tensor]()
     for layer, position in changed.items():
@@ -172,7 +174,7 @@ def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tu
     before, rounding = attention.position, dict[str, Any]()
     if isinstance(attention, LatentAttention):
         if isinstance(before, Rotary) != isinstance(position, Rotary):
-            hint = "--position rope:neutral turns the rotation off and keeps them."
+            hint = "--position rope:neutral turns the rotation off and keeps these keys."
             raise SwapRefused(
                 f"layer {layer} has separate keys for RoPE in addition to its latent, which this swap does not support",
                 hint,
@@ -227,7 +229,7 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
             "the mean of the position table would have to be added by the RMSNorm after the embedding, which "
             "has no bias"
         )
-        raise SwapRefused(reason, "Use --approximate to leave the mean out.")
+        raise SwapRefused(reason, "Use --approximate to leave out the mean.")
     tensors["embedding.norm.bias"] = joining("embedding.norm.bias", norm.bias)
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 
@@ -240,14 +242,14 @@ def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-_entry = partial(Swap, "position", takes="position encoding", calibrated=True)
-_TRAINED = "training, unless the old encoding did not distinguish positions either"
-_TEXT = "; with a text, the start is better"
-_DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
+_entry = partial(Swap, "position", takes="any position encoding", calibrated=True)
+_TRAINED = "Exact only if the model had no position information before; otherwise it needs training"
+_TEXT = ". A calibration text gives training a better start"
+_DROPE = "DroPE 2512.12167; replacing RoPE by its mean rotation is derived for gptkit"
 _ROPE: dict[str, Any] = {
     "gives": "RoPE",
     "guarantee": "retrained",
-    "needs": f"heads with an even dimension{_TEXT}",
+    "needs": f"Needs an even head dimension{_TEXT}",
     "source": "Su et al. 2104.09864",
     "reshape": _to_rope,
     "by_layer": True,
@@ -306,7 +308,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     if table is None or table.length == length:
         rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
         if rotary and now is not None and length > now:
-            notes = ("only the number changes; to scale RoPE for a longer context, use --rope-scaling",)
+            notes = ("only the stated context length changes; to scale RoPE for a longer context, use --rope-scaling",)
         return Swapped(new, "exact", {}, summary, notes)
     move: Callable[..., Array]
     if length < table.length:
@@ -354,21 +356,21 @@ OPTIONS = (
 SWAPS = (
     _entry(
         "rope:neutral",
-        gives="RoPE whose angles are practically zero",
-        needs=_TRAINED,
+        gives="RoPE whose angles are all 0, which encodes no positions",
+        needs=_TRAINED + _TEXT,
         source="derived for gptkit: transformers' rope_type linear with factor 1e30",
         reshape=_to_rope,
         examples=partial(_examples, form="rope:neutral"),
         by_layer=True,
     ),
     _entry("rope", **_ROPE, clears=_TO_ROPE),
-    _entry("rope:BASE", **_ROPE),
+    _entry("rope:BASE", **{**_ROPE, "gives": "RoPE with the base BASE"}),
     _entry(
         "alibi",
         gives="ALiBi",
         guarantee="retrained",
-        needs=f"nothing{_TEXT}",
-        source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
+        needs=_TEXT.removeprefix(". "),
+        source="Press et al. 2108.12409; replacing RoPE by its mean rotation is derived for gptkit",
         reshape=_to_alibi,
         clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
         by_layer=True,
@@ -376,20 +378,24 @@ SWAPS = (
     _entry(
         "none",
         gives="no position encoding",
-        needs=f"{_TRAINED} (a table of equal rows, neutral RoPE){_TEXT}",
+        needs=f"{_TRAINED}. Such models have a table of equal rows, or RoPE whose angles are all 0{_TEXT}",
         source=_DROPE,
         reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
     ),
     _entry("learned", **_LEARNED, clears=_TO_LEARNED),
-    _entry("learned:LENGTH", **_LEARNED, examples=partial(_examples, form="learned:LENGTH")),
+    _entry(
+        "learned:LENGTH",
+        **{**_LEARNED, "gives": "a position table of LENGTH rows of zeros"},
+        examples=partial(_examples, form="learned:LENGTH"),
+    ),
     Swap(
         option="context",
         form="N",
         takes="context length",
-        gives="a context of N tokens",
-        needs="nothing; for a position table, exact only up to the shorter length",
+        gives="a context length of N tokens",
+        needs="With a position table, exact only up to the shorter of the two lengths",
         source="derived for gptkit, after Beltagy et al. 2004.05150",
         reshape=_to_context,
         examples=_lengths,

@@ -54,7 +54,8 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
         raise SwapRefused(
-            f"--weights int{bits} is not possible: gptkit rounds weights to at most 16 bits", "Possible: int2 to int16."
+            f"--quantize int{bits} is not possible: gptkit rounds weights to at most 16 bits",
+            "Possible: int2 to int16.",
         )
     size = asked.number("inputs a group") if group else None
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
@@ -116,7 +117,7 @@ def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> No
         return
     common = math.gcd(*widths.values())
     accepted = [n for n in (16, 32, 64, 128, 256) if common % n == 0] or [common]
-    forms = [f"int{bits}:{n}" for n in accepted if n > 1] or [f"int{bits}, one group a row"]
+    forms = [f"int{bits}:{n}" for n in accepted if n > 1] or [f"int{bits} (one group per row)"]
     reason = f"{refused} has {widths[refused]} inputs, which cannot be divided into groups of {size}"
     raise SwapRefused(reason, f"Possible here: {', '.join(forms)}.")
 
@@ -149,15 +150,15 @@ OPTIONS = (
 SWAPS = (
     _entry(
         form="intBITS:GROUP",
-        gives="rounded weights, with a scale and a zero point per group",
-        needs="a number of inputs that is divisible by the group size; with a text, GPTQ rounds the weights",
+        gives="weights of BITS bits, with a scale and a zero point per GROUP inputs",
+        needs="The group size must divide the number of inputs. With a calibration text, weights are rounded by GPTQ",
         source="torchao Int4WeightOnly; GPTQ 2210.17323",
         examples=lambda spec: (f"int4:{4 if spec.hidden_size % 16 else 16}",),
     ),
     _entry(
         form="intBITS",
-        gives="rounded weights, with a scale per row",
-        needs="nothing; with a text, GPTQ rounds the weights",
+        gives="weights of BITS bits, with a scale per row",
+        needs="With a calibration text, weights are rounded by GPTQ",
         source="torchao Int8WeightOnly; GPTQ 2210.17323",
         examples=lambda spec: ("int8", "int4"),
     ),

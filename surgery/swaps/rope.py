@@ -55,7 +55,7 @@ _KINDS = {
     "yarn": ("YaRN", "Peng et al. 2309.00071; transformers modeling_rope_utils.py"),
     "llama3": ("as in Llama 3", "Llama 3.1; transformers modeling_rope_utils.py"),
     "ntk": ("NTK: a larger base", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
-    "linear": ("linear: divided positions", "Chen et al. 2306.15595; kaiokendev 2023"),
+    "linear": ("positions divided by the factor", "Chen et al. 2306.15595; kaiokendev 2023"),
     "dynamic": ("dynamic NTK: the base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
 }
 """The scaling methods: their titles and sources."""
@@ -90,7 +90,7 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
     factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
         hint = "First set it with --context N."
-        raise SwapRefused("the model has no context length, from which RoPE scaling starts", hint)
+        raise SwapRefused("RoPE scaling extends the context length of a model, but this model states none", hint)
     for layer, rotary in layers.items():
         _require_unscaled(layer, rotary, kind)
     name = "linear" if asked.approximate else kind
@@ -193,7 +193,7 @@ def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
     wanted: Pairs = "adjacent" if asked.value == "adjacent" else "halves"
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.pairs != wanted}
     if not layers:
-        raise SwapRefused(f"the model's rotary pairs are already {wanted}")
+        raise SwapRefused(f"the pairs of dimensions that RoPE rotates are already {wanted}")
     tensors: dict[str, Tensor] = {}
     for layer, rotary in layers.items():
         for name, order in _pair_orders(f"blocks.{layer}.attention", spec.blocks[layer].attention, rotary, wanted):
@@ -227,7 +227,10 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     """
     match = re.fullmatch(r"(\d{1,9})(?::(slowest|fastest))?", asked.value)
     if match is None:
-        raise UsageError(f"--rotary-dim {asked.value!r}: expected a number, or 16:fastest to drop the fastest pairs")
+        raise UsageError(
+            f"--rotary-dim {asked.value!r}: expected a number such as 16, or 16:fastest, which drops the pairs with "
+            "the highest frequencies"
+        )
     size, drop = int(match[1]), match[2] or "slowest"
     layers = require_rotary(spec, asked)
     after, tensors, exact = dict[int, Attention](), dict[str, Tensor](), not asked.approximate
@@ -307,7 +310,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
             return candidate
     if dynamic_scaling or original is None:
         raise SwapRefused(
-            "the model's RoPE scaling computes each frequency from all pairs, so the fastest pairs cannot be dropped",
+            "the model's RoPE scaling computes each frequency from all pairs, so gptkit cannot drop the fastest pairs",
             f"Use --rotary-dim {size} to drop the slowest pairs.",
         )
     plain = frequencies(part)
@@ -385,9 +388,9 @@ _entry = partial(Swap, by_layer=True)
 
 def _way(kind: str, title: str, source: str) -> Swap:
     """Return the swap for a scaling method."""
-    needs, guarantee = "RoPE without a scaling, and a known context length", "approximate"
+    needs, guarantee = "Needs RoPE that is not scaled, and a known context length", "approximate"
     if kind == "dynamic":
-        needs, guarantee = f"{needs}; exact up to the original context", "exact"
+        needs, guarantee = f"{needs}. Exact up to the original context length", "exact"
 
     def examples(spec: ModelSpec) -> tuple[str, ...]:
         rotaries = rotary_layers(spec, range(len(spec.blocks))).values()
@@ -436,9 +439,9 @@ SWAPS = (
         option="rope_scaling",
         form="none",
         takes="scaled RoPE",
-        gives="RoPE without a scaling",
-        needs="scaled RoPE; exact only for dynamic scaling, up to the original context",
-        source="the definitions of the scalings",
+        gives="RoPE without scaling",
+        needs="Needs scaled RoPE. Exact only for dynamic scaling, up to the original context length",
+        source="the definitions of the scaling methods",
         reshape=_no_scaling,
         clears=(Clears("*.scaling", theirs=None),),
     ),
@@ -446,10 +449,11 @@ SWAPS = (
         option="rotary_dim",
         form="N",
         takes="RoPE",
-        gives="RoPE on N dimensions of every head",
-        needs="an even N below the number of dimensions that rotate now; exact if the removed pairs are zero or do not"
-        " rotate; with a text, gptkit fits attention's output projections",
-        source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
+        gives="RoPE on a smaller part of each head",
+        needs="N must be even, and smaller than the number of dimensions that RoPE rotates now. Exact only if the"
+        " dropped pairs do not rotate or are zero. With a calibration text, o_proj and down_proj are fitted to it",
+        exact_where="the dropped pairs do not rotate or are zero",
+        source="derived for gptkit, after partial RoPE in GPT-NeoX, and DroPE 2512.12167",
         reshape=_rotary_dim,
         examples=_examples,
         calibrated=True,
@@ -461,12 +465,15 @@ SWAPS = (
             option="rope_pairs",
             form=wanted,
             takes="RoPE",
-            gives=f"RoPE on pairs {described}",
-            needs="RoPE with the other kind of pairs",
+            gives=f"RoPE that rotates {described}",
+            needs="Needs RoPE that pairs the dimensions in the other way",
             source="transformers, convert_llama_weights_to_hf.py: permute",
             reshape=_rope_pairs,
             clears=(Clears("*.pairs", theirs=wanted),),
         )
-        for wanted, described in (("adjacent", "of adjacent dimensions"), ("halves", "that are half a head apart"))
+        for wanted, described in (
+            ("adjacent", "dimension 2i together with 2i + 1"),
+            ("halves", "dimension i together with i + d/2"),
+        )
     ),
 )

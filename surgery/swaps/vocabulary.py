@@ -126,7 +126,9 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
         some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:_NAMED])
-        message = f"some of the first {size:,} tokens are merged from {len(parts):,} that would be removed: {some}"
+        message = (
+            f"some of the first {size:,} tokens are merged from {len(parts):,} tokens that would be removed: {some}"
+        )
         raise SwapRefused(message, hint)
 
 
@@ -178,7 +180,8 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     if len(stay) == spec.vocab_size:
         hint = "Give a shorter list, or a text that uses fewer tokens."
         raise SwapRefused(
-            f"nothing to prune: the given tokens and those that they need are the whole vocabulary ({len(stay):,})",
+            f"nothing to prune: the given tokens and the tokens that they need are the whole vocabulary"
+            f" ({len(stay):,})",
             hint,
         )
     files, needed = vocabulary.cut({old: new for new, old in enumerate(stay)}), len(set(stay) - ids)
@@ -218,7 +221,10 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
     return vocabulary
 
 
-_PRUNED = "a tokenizer; special tokens, single characters and the parts of merged tokens stay in the vocabulary"
+_PRUNED = (
+    "Needs a tokenizer. Special tokens, single characters, and tokens from which kept tokens are merged always stay."
+    " Exact for the kept tokens"
+)
 _entry = partial(Swap, option="vocab", takes="vocabulary")
 _pruned = partial(_entry, needs=_PRUNED, source="Load What You Need 2010.05609")
 
@@ -299,7 +305,8 @@ SWAPS = (
         apart=True,
         takes="untied head",
         gives="tied head",
-        needs="equal matrices of head and embedding; otherwise both get the mean, and the result is approximate",
+        needs="Exact only if the matrices of head and embedding are equal. Otherwise both become their mean",
+        exact_where="the matrices of head and embedding are equal",
         reshape=_tie,
         clears=(Clears("head.tied", theirs=True),),
     ),
@@ -308,25 +315,28 @@ SWAPS = (
         apart=True,
         takes="tied head",
         gives="untied head",
-        needs="a tied head",
+        needs="Needs a tied head",
         reshape=_untie,
         clears=(Clears("head.tied", theirs=False),),
     ),
     _entry(
         form="multiple:N",
+        takes="vocabulary size",
         gives="a multiple of N",
-        needs="a vocabulary size that is not a multiple of N yet; exact for the old tokens",
-        source="Megatron-LM's padding, with zeros",
+        needs="Needs a size that is not yet a multiple of N. Exact for the old tokens",
+        source="the padding of Megatron-LM, with zeros",
         reshape=partial(_to_size, True),
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
     ),
     _pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
-    _pruned(form="prune-text:FILE", gives="the tokens that occur in a text", reshape=_prune_to_text),
+    _pruned(form="prune-text:FILE", gives="the tokens that a text uses", reshape=_prune_to_text),
     _entry(
         form="N",
+        takes="vocabulary size",
         gives="N tokens",
-        needs="for fewer tokens, a tokenizer that uses only the first N; exact for tokens that both vocabularies have",
-        source="derived for gptkit: rows of zeros, or rows left out",
+        needs="A smaller N is possible only if the tokenizer needs none of the dropped tokens. Exact for the tokens in"
+        " both vocabularies",
+        source="derived for gptkit: rows of zeros are added, or rows are dropped",
         reshape=partial(_to_size, False),
         examples=lambda spec: (str(spec.vocab_size + 3),),
     ),

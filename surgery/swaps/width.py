@@ -36,8 +36,8 @@ def _widths(spec: ModelSpec) -> set[int | None]:
 def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
     """Change the width of the feed-forwards in the chosen layers. `active` keeps the most active units."""
     size = asked.number("a width")
-    none = f"the hidden size of these feed-forwards is {size} already"
-    layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another dimension.")
+    none = f"the width of these feed-forwards is {size} already"
+    layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another width.")
     mlps = [mlp for layer in layers for mlp in experts(spec.blocks[layer], layer)]
     changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}
     new = with_blocks(spec, {layer: with_dense(spec.blocks[layer], dense) for layer, dense in changed.items()})
@@ -156,14 +156,15 @@ _entry = partial(
     apart=True,
     each_stack=True,
     takes="a feed-forward of m units",
+    exact_where="the dropped units output zeros",
     by_layer=True,
     calibrated=True,
 )
 SWAPS = (
     _entry(
         form="N:active",
-        gives="the N most active units, unchanged",
-        needs="a text to choose the units by; exact if the removed units write nothing",
+        gives="the N units with the largest outputs, unchanged",
+        needs="Needs a calibration text, to choose the units. Exact only if the dropped units output zeros",
         source="Minitron 2407.14679",
         reshape=lambda spec, asked: _resize_feed_forward(spec, asked.before_colon(), active=True),
         examples=lambda spec: tuple(f"{value}:active" for value in _examples(spec)[1:]),
@@ -171,8 +172,9 @@ SWAPS = (
     _entry(
         form="N",
         gives="a feed-forward of N units",
-        needs="a larger width, or units that write nothing; otherwise a text to choose and fit the units on",
-        source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
+        needs="Exact for a larger N, or if the dropped units output zeros. Otherwise gptkit chooses units and fits the"
+        " weights on a calibration text",
+        source="Net2Net 1511.05641 (larger); Hassibi & Stork 1993, Optimal Brain Surgeon (smaller)",
         reshape=_resize_feed_forward,
         cheaper=active,
         examples=_examples,

@@ -42,7 +42,7 @@ COMPARED |= {(name, "layer_types"): "layers are what other fields say, or all al
 COMPARED |= {("phimoe", "partial_rotary_factor"): "whole heads turn"}
 COMPARED |= {("bamba", "partial_rotary_factor"): "a half, whatever is said beside the rope parameters"}
 COMPARED |= {("recurrent_gemma", "lru_width"): "as wide as the stream"}
-COMPARED |= {("recurrent_gemma", "layer_types"): "the same layers as block_types"}
+COMPARED |= {("recurrent_gemma", "layer_types"): "the layer types that follow from block_types"}
 COMPARED |= {
     ("recurrent_gemma", name): "nothing is scaled" for name in ("rope_scaling", "original_max_position_embeddings")
 }

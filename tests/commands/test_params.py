@@ -142,8 +142,8 @@ def test_formats_of_weights() -> None:
     assert sums["tensor"] == sums["layer"] == models("gpt2", "--dtype", "q4_k_m")[0]["weights"]["bytes"]["total"]
     told = call("params", "gpt2", "--swap", "norm=rmsnorm", "--dtype", "q4_k_m", code=1).stderr
     assert (
-        "gptkit does not know which types llama.cpp uses for the tensors of a model without a transformers "
-        "architecture" in told
+        "gptkit does not know which quantisation types llama.cpp uses for the tensors of a model without a "
+        "transformers architecture" in told
     )
 
 

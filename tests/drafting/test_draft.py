@@ -100,7 +100,7 @@ def test_a_family_like_llama_passes_at_once(tmp_path: Path) -> None:
     assert found.todo == ()
     text = (tmp_path / "own.py").read_text()
     assert "the four proofs pass" in text and "TODO" not in text
-    assert "97 is the rows of model.embed_tokens.weight" in text
+    assert "97 is the number of rows of model.embed_tokens.weight" in text
 
 
 def test_what_nothing_explains_is_told(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_layer_by_itself_says_what_it_lacks() -> None:
     x = torch.randn(1, 3, 48)
     with pytest.raises(MissingComponent, match="uses shared block 0 ran before"):
         BlockModule(SPEC.blocks[4])(x, context)
-    with pytest.raises(MissingComponent, match="stores the input of the first layer"):
+    with pytest.raises(MissingComponent, match="needs the input of the first layer"):
         BlockModule(SPEC.blocks[1])(x, context)
     assert SPEC.extra_inputs == SharedTransformer.slot
 

@@ -370,11 +370,11 @@ BREAKS = {
     ),
     "in a pass": (
         {"body": "return self.table(ids.float())"},
-        r"your module raised RuntimeError: .*shapes.*, on the probe 'one token' in float32, in {name}\.py:13",
+        r"your module raised RuntimeError: .*shapes.*, for the input 'one token' in float32, in {name}\.py:13",
     ),
     "in float64": (
         {"body": "return self.table(torch.ones(*ids.shape, 4, dtype=torch.float32))"},
-        r"your module raised RuntimeError: .*, on the probe 'one token' in float64, in {name}\.py:13",
+        r"your module raised RuntimeError: .*, for the input 'one token' in float64, in {name}\.py:13",
     ),
     "with a dictionary": (
         {"body": "return {{'logits': ids}}"},

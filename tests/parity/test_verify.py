@@ -423,7 +423,7 @@ def test_activations_that_overflow_are_no_verdict(tmp_path: Path) -> None:
     save_hf(CONFIGS["llama"], tmp_path / "hf")
     gptkit.convert(tmp_path / "hf", tmp_path / "local")
     bad = damaged(tmp_path / "local", tmp_path / "bad", scale("head.weight", 1e38))
-    with pytest.raises(InvalidInput, match=r"gptkit's logits of .*bad are not finite"):
+    with pytest.raises(InvalidInput, match=r"gptkit's logits of .*bad are NaN or infinite"):
         verify(tmp_path / "hf", bad)
     loud = damaged(tmp_path / "local", tmp_path / "loud", scale("head.weight", 1e5))
     (loud / "manifest.json").unlink()
@@ -535,7 +535,7 @@ def test_a_swapped_model_alone_has_no_reference(tmp_path: Path) -> None:
     with pytest.raises(CannotExpress) as caught:
         verify(tmp_path / "rms")
     assert "RMSNorm" in caught.value.message
-    assert caught.value.hint == "To compare it with its original: gptkit verify ORIGINAL THIS"
+    assert caught.value.hint == "Compare the checkpoint with its original instead: gptkit verify ORIGINAL CHECKPOINT"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -585,7 +585,7 @@ def test_bad_input_has_its_exit_code(
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
     safetensors.torch.save_file(tensors, narrow / "model.safetensors", {"format": "pt"})
     for code, message, arguments in (
-        (4, "weights are not finite: final_norm.weight", [hf, nan]),
+        (4, "has weights that are NaN or infinite: final_norm.weight", [hf, nan]),
         (4, "vocabularies differ: 97 tokens", [hf, tmp_path / "other"]),
         (4, "weights are not floating-point numbers: model.norm.weight is F8_E4M3", [narrow]),
         (2, "unknown dtype 'float8_e4m3fn'", [hf, "--dtype", "float8_e4m3fn"]),

@@ -396,11 +396,11 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "plotly" else object())
     with pytest.raises(UsageError, match="--html needs plotly") as told:
         ready(tmp_path / "page.html")
-    assert told.value.hint == "Install with pip install plotly, or gptkit's extra html."
+    assert told.value.hint == "Install: pip install plotly, or pip install 'gptkit[html]'."
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--html needs jinja2 and plotly") as told:
         ready(tmp_path / "page.html")
-    assert told.value.hint.startswith("Install with pip install jinja2 plotly, ")
+    assert told.value.hint.startswith("Install: pip install jinja2 plotly, ")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

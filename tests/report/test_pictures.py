@@ -68,12 +68,12 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "kaleido" else object())
     with pytest.raises(UsageError, match="--svg needs kaleido") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
-    assert told.value.hint == "Install with pip install kaleido, or gptkit's extra images."
+    assert told.value.hint == "Install: pip install kaleido, or pip install 'gptkit[images]'."
     lacking = ("kaleido", "choreographer")
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name in lacking else object())
     with pytest.raises(UsageError, match="--svg needs kaleido and choreographer") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
-    assert told.value.hint.startswith("Install with pip install kaleido choreographer, ")
+    assert told.value.hint.startswith("Install: pip install kaleido choreographer, ")
     pictures.ready(tmp_path / "page.html", None, None)  # which needs none
 
 

@@ -252,7 +252,7 @@ REFUSALS = [
     ("gpt2-other-names", "silu:2", "quick_gelu needs only one unit"),
     ("gpt2-other-names", "silu:fit", "fits a scale on a text, but the scale from quick_gelu to silu is known"),
     ("gpt2-relu2", "silu", "silu cannot be rescaled to be close to relu2, the activation of layer 0"),
-    ("mixtral", "gelu:fit", "gptkit cannot fit mixtures of experts"),
+    ("mixtral", "gelu:fit", "gptkit cannot fit it for mixtures of experts"),
 ]
 
 

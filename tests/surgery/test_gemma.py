@@ -74,7 +74,7 @@ def test_layernorm_in_place_of_an_rmsnorm_keeps_its_one() -> None:
         ("gemma2", Step("fold", "norm"), "attention also has output_norm"),
         ("gemma", Step("fold", "norm"), "multiplies by 1 + weight"),
         ("gemma", Step("hidden", "96"), "multiplies by 1 + weight"),
-        ("gemma2", Step("attention", "mla:full"), "caps its scores"),
+        ("gemma2", Step("attention", "mla:full"), "soft-caps attention scores"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_name(name: str, step: Step, said: str) -> None:

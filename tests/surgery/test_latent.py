@@ -70,7 +70,7 @@ def test_refusals(tmp_path: Path) -> None:
     save_hf(CONFIGS["qwen3"], tmp_path / "qwen3")
     with pytest.raises(SwapRefused, match="normalises queries and keys"):
         gptkit.swap(tmp_path / "qwen3", tmp_path / "out", attention="mla:full")
-    with pytest.raises(SwapRefused, match="has 16 numbers per token, which is less than a latent of 28") as caught:
+    with pytest.raises(SwapRefused, match="a latent of layer 0 stores at most 16 numbers per token, not 28") as caught:
         gptkit.swap("sample:falcon", tmp_path / "out", attention="mla:28")
     assert "mla:16" in str(caught.value.hint)
     with pytest.raises(UsageError, match="at least 1"):

@@ -315,7 +315,7 @@ def test_layers_that_mlx_trained_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lora_parameters": {"rank": 3}}, "need a number as scale"),
+        ({"lora_parameters": {"rank": 3}}, "the scale in lora_parameters of .* must be a number"),
         ({"fine_tune_type": "prefix"}, "fine_tune_type 'prefix', which gptkit does not know"),
     ],
 )

@@ -84,7 +84,7 @@ def test_where_both_factors_depend_on_the_input(tmp_path: Path) -> None:
         gptkit.swap(tmp_path / "hf", tmp_path / "out", mlp="plain")
     assert "--approximate" in str(caught.value.hint)
     result = gptkit.swap(tmp_path / "hf", tmp_path / "out", mlp="plain", approximate=True)
-    assert result.guarantee == "retrained" and result.chain.notes[0].startswith("in layers 0, 1, 2, the factor")
+    assert result.guarantee == "retrained" and result.chain.notes[0].startswith("in layers 0, 1, 2, up_proj")
     assert result.measured is not None and result.measured.relative["float64"] > 0.1
     one = gptkit.swap(tmp_path / "hf", tmp_path / "one", mlp="plain", blocks="1", approximate=True)
     assert one.guarantee == "approximate" and "in layer 1, " in one.chain.notes[0]
@@ -99,7 +99,7 @@ def test_refusals(tmp_path: Path) -> None:
     for name, value, words in (
         ("llama", "gated", "these feed-forwards are gated already"),
         ("gpt2", "plain", "these feed-forwards are plain already"),
-        ("mixtral", "plain", "gated -> plain cannot be exact here: in layers 0, 1, 2 the factor"),
+        ("mixtral", "plain", "gated -> plain cannot be exact here: in layers 0, 1, 2, the output of up_proj"),
     ):
         save_hf(CONFIGS[name], tmp_path / name)
         with pytest.raises(SwapRefused, match=words) as caught:

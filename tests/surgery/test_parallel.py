@@ -50,7 +50,7 @@ def test_a_norm_is_shared_where_both_are_alike(tmp_path: Path) -> None:
     save_hf(CONFIGS["falcon-40b"], tmp_path / "hf")
     with pytest.raises(SwapRefused, match=r"differ in layers 0, 1, 2: they cannot be shared") as caught:
         gptkit.swap(tmp_path / "hf", tmp_path / "out", block="parallel:shared")
-    assert caught.value.hint == "--block parallel keeps both."
+    assert caught.value.hint == "--block parallel keeps both norms."
 
     def alike(weights: dict[str, torch.Tensor]) -> None:
         for name in weights:

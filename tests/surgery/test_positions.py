@@ -282,8 +282,8 @@ def test_without_a_table_the_number_alone_changes(tmp_path: Path) -> None:
         ("bloom", Step("position", "alibi"), "this position encoding: alibi", None),
         ("llama", Step("position", "rope", blocks="1"), "already have this position encoding", "rope:BASE"),
         ("gpt2", Step("position", "learned"), "already has a table of 256 positions", "--context N"),
-        ("gpt2", Step("position", "rope", blocks="0"), "affects every layer", "first --position none"),
-        ("bloom", Step("position", "learned"), "the length of the position table", "learned:LENGTH"),
+        ("gpt2", Step("position", "rope", blocks="0"), "affects every layer", "--position none first"),
+        ("bloom", Step("position", "learned"), "no context length for the position table", "learned:LENGTH"),
         ("gpt2", Step("context", "256"), "context is already 256 tokens", None),
         ("llama", Step("context", "256"), "context is already 256 tokens", None),
     ],
@@ -299,7 +299,7 @@ def test_refusals_of_heads_without_room() -> None:
     odd = spec_of({**CONFIGS["gpt2"], "n_embd": 20})
     with pytest.raises(SwapRefused, match="the head dimension of layer 0 is 5") as refused:
         apply(Weights(odd), Step("position", "rope"))
-    assert refused.value.hint == "First --head-dim 6."
+    assert refused.value.hint == "First use --head-dim 6."
     llama = spec_of(CONFIGS["llama-2"])
     latent = with_blocks(llama, attention=LATENT)
     with pytest.raises(SwapRefused, match="come from a latent, so they cannot take RoPE") as refused:

@@ -101,7 +101,7 @@ SWAPS = (
         form="plain",
         takes="a model",
         gives="the same",
-        needs="nothing",
+        needs="It is always possible",
         source="this test",
         reshape=lambda spec, asked: Swapped(spec, "exact", {}),
     ),

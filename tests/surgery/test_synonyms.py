@@ -87,7 +87,7 @@ def test_a_name_of_two_steps(tmp_path: Path) -> None:
     (step,) = read_recipe(tmp_path / "one.toml").steps
     with pytest.raises(UsageError) as caught:  # a step of a recipe is one step, and its number is that of the file
         swap_for(step.option, step.value)
-    assert caught.value.hint == "It is two steps here: mlp = gated, then activation = silu"
+    assert caught.value.hint == "Request it as two steps: mlp = gated, then activation = silu"
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def test_an_option_of_two_steps_is_named_as_it_was_written() -> None:
     ("option", "value", "words"),
     [
         ("heads", "8", "8 query heads"),
-        ("mlp", "moe:4x2", "4 experts that are copies, 2 per token"),
-        ("head_dim", "partial:28", "heads of dimension 28"),
+        ("mlp", "moe:4x2", "4 experts, copies of the old feed-forward, with 2 per token"),
+        ("head_dim", "partial:28", "heads of 28 dimensions"),
         ("vocab", "multiple:64", "a multiple of 64"),
         ("norm", "rmsnorm", "RMSNorm"),
     ],

@@ -92,7 +92,7 @@ def test_fitted_on_a_text_it_costs_less(sample: str, tmp_path: Path) -> None:
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SwapRefused, match="the hidden size of these feed-forwards is 72 already"):
+    with pytest.raises(SwapRefused, match="the width of these feed-forwards is 72 already"):
         gptkit.swap(saved("llama", folder), tmp_path / "out", intermediate="72")
     with pytest.raises((SwapRefused, UsageError), match="text"):
         gptkit.swap(saved("mixtral", folder), tmp_path / "out", intermediate="40")

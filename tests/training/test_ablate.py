@@ -191,7 +191,7 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     "no variants": ({}, "variant = []", "variant is empty"),
     "two of a name": ({}, VARIANTS + '[[variant]]\nname = "mha"\nswap = ["tie"]', "two variants have this name"),
     "nothing changed": ({}, '[[variant]]\nname = "x"', "variant 'x' changes nothing"),
-    "include": ({}, '[[variant]]\nname = "x"\ninclude = ["y"]', "variant 'x': include has 'y'"),
+    "include": ({}, '[[variant]]\nname = "x"\ninclude = ["y"]', "variant 'x': include names 'y'"),
     "key of a variant": ({}, '[[variant]]\nname = "x"\nswaps = ["tie"]', "no key is called swaps; did you mean swap"),
     "swap": ({}, '[[variant]]\nname = "x"\nswap = ["nrom=rmsnorm"]', "variant 'x': .*nrom"),
     "path": ({}, '[[variant]]\nname = "x"\nset = { "blocks.*.attn.heads" = 2 }', "heads' matches no field"),
@@ -225,7 +225,7 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
         {"how": '"heal"', "base": '{ model_type = "gpt2" }'}, '[[variant]]\nname = "x"\nswap = ["norm=rmsnorm"]',
         "base: how = 'heal' needs a base with weights, but this plan"
     ),
-    "set of a healed one": ({"how": '"heal"'}, VARIANTS, "'no positions': set and remove do not work"),
+    "set of a healed one": ({"how": '"heal"'}, VARIANTS, "'no positions': the keys set and remove need"),
 }  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def test_a_run_of_no_number_is_not_gone_on_with_at_another_rate(tmp_path: Path, 
     path = plan(tmp_path, rate="9.0", every="1")
     with monkeypatch.context() as patched:
         patched.setattr(loop._Engine, "_lost", broken)
-        with pytest.raises(NoNumber, match="Try a smaller rate or clip in the plan") as caught:
+        with pytest.raises(NoNumber, match=r"Try a smaller rate .* in the plan") as caught:
             ran(tmp_path, path)
     assert "--lr" not in str(caught.value) and not list(tmp_path.glob("out/runs/*"))
     ablation = ran(tmp_path, plan(tmp_path, every="1"), resume=True)

@@ -249,9 +249,9 @@ def test_a_document_does_not_see_another(name: str, attention: str) -> None:
 
 def test_documents_go_with_no_cache_or_mask(tmp_path: Path) -> None:
     model, ids = load("sample:llama"), torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(UsageError, match="documents has the shape"):
+    with pytest.raises(UsageError, match="documents must have the shape"):
         model(ids, documents=ids[:, :2])
-    with pytest.raises(UsageError, match="documents has the shape"):
+    with pytest.raises(UsageError, match="documents cannot be combined"):
         model(ids, documents=ids, attention_mask=ids)
 
 
