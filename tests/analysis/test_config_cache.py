@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from gptkit.analysis.allocators import CachedLayer, held
+from gptkit.analysis.allocators import CachedLayer, cached_numbers
 from gptkit.analysis.config_cache import layers_of_config
 from gptkit.errors import UnknownFamily
 
@@ -70,7 +70,7 @@ def test_what_layers_keep_is_what_transformers_caches(kind: str) -> None:
         pytest.skip(f"its sizes do not go together when they are cut down: {error}")
     if not hasattr(cache, "layers"):
         pytest.skip("transformers has no cache of layers for it")
-    assert sum(map(bytes_kept, cache.layers)) == held(layers, ids.shape[1]) * 4
+    assert sum(map(bytes_kept, cache.layers)) == cached_numbers(layers, ids.shape[1]) * 4
 
 
 HYBRID = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "pad_token_id": 0}
@@ -124,7 +124,7 @@ def test_states_are_those_that_transformers_keeps(kind: str) -> None:
         cache = model(torch.arange(5, 25)[None], use_cache=True).past_key_values
     layers = layers_of_config(model.config.to_dict())
     assert any(each.state for each in layers) and any(each.per_token for each in layers)
-    assert sum(map(bytes_kept, cache.layers)) == held(layers, 20) * 4
+    assert sum(map(bytes_kept, cache.layers)) == cached_numbers(layers, 20) * 4
 
 
 CONFIG: dict[str, Any] = {"model_type": "nobody", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
