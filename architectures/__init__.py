@@ -1,4 +1,4 @@
-"""The families gptkit knows, each a file of `families/`; nothing else asks for a family's name."""
+"""The families that gptkit supports. Every one is a file in `families/`, and no other code compares a family's name."""
 
 import difflib
 import functools
@@ -18,7 +18,7 @@ __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_o
 
 
 class _Families(MutableMapping[str, Architecture]):
-    """The families by name or by model type, the oldest first, and then those of plugins.
+    """The families by name or by model type, in the order of their release. Those of plugins come last.
 
     Looking up a family imports only the file of that name, if it has one. Everything else imports all files.
     """
@@ -54,7 +54,7 @@ class _Families(MutableMapping[str, Architecture]):
 
 @functools.cache
 def _files() -> frozenset[str]:
-    return frozenset(each.name for each in pkgutil.iter_modules(families.__path__))
+    return frozenset(module.name for module in pkgutil.iter_modules(families.__path__))
 
 
 @functools.cache
@@ -65,8 +65,8 @@ def _in_file(name: str) -> tuple[Architecture, ...]:
 
 
 def _in_order() -> list[Architecture]:
-    found = {family.name: family for name in _files() for family in _in_file(name)}
-    return sorted(found.values(), key=lambda family: (family.released, family.name))
+    by_name = {family.name: family for name in _files() for family in _in_file(name)}
+    return sorted(by_name.values(), key=lambda family: (family.released, family.name))
 
 
 ARCHITECTURES = _Families(lambda family: (family.name,))
@@ -74,30 +74,26 @@ BY_MODEL_TYPE = _Families(lambda family: family.model_types)
 
 
 def register(family: Architecture) -> None:
-    """Make a family known.
+    """Register the family of a plugin.
 
     Raises:
-        ConfigError: another has its name, or one of its model types.
+        ConfigError: another family has its name, or one of its model types.
     """
-    taken = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
-    if taken:
-        raise ConfigError(f"a model family with the name or model type {taken[0]} is already registered")
+    existing = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
+    if existing:
+        raise ConfigError(f"a model family with the name or model type {existing[0]} is already registered")
     ARCHITECTURES[family.name] = family
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 
 
-_NEAR = 0.75  # how alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6
+_NEAR = 0.75  # the similarity to a known model_type above which gptkit assumes a typo. mamba and llama have 0.6.
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
-"""transformers' files that name its model types, in releases from 5 on and before."""
+"""transformers' files with its model types: in releases from 5 on, and in older ones."""
 
 
 def named(name: str) -> Architecture:
-    """The family of that name.
-
-    Raises:
-        UnknownFamily: with the list of known ones.
-    """
+    """Return the family with this name. Raises UnknownFamily."""
     if name not in ARCHITECTURES:
         raise UnknownFamily(
             (f"gptkit does not support the architecture {shown(name)}"),
@@ -107,19 +103,22 @@ def named(name: str) -> Architecture:
 
 
 def expressed(spec: ModelSpec) -> tuple[str | None, ModelSpec]:
-    """The first family that has this tree, and the tree in its arithmetic; None and the tree itself where none has."""
-    found, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",), nearest=False)
-    if found is None or found.found is None:
+    """Return the name of the first family that can express a tree, and the tree with the rounding of this family.
+
+    If no family can, the name is None and the tree is unchanged.
+    """
+    expression, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",), nearest=False)
+    if expression is None or expression.tree is None:
         return None, spec
-    return list(ARCHITECTURES)[len(refused)], found.found
+    return list(ARCHITECTURES)[len(refused)], expression.tree
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The family of a config.json, told from its `model_type`.
+    """Return the family of a config.json, which its `model_type` names.
 
     Raises:
-        ConfigError: it names no model_type.
-        UnknownFamily: no architecture file knows the model_type.
+        ConfigError: the config has no model_type.
+        UnknownFamily: no family has this model_type.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in BY_MODEL_TYPE:
@@ -130,33 +129,36 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
     guess = f" (did you mean {near[0]}?)" if near else ""
     raise UnknownFamily(
-        (f"gptkit does not support the model_type {shown(kind)} in config.json{guess}"), _way_on(config, known)
+        (f"gptkit does not support the model_type {shown(kind)} in config.json{guess}"), _hint(config, known)
     )
 
 
-def _way_on(config: Mapping[str, Any], known: str) -> str:
-    """Say what to do about a model of no known family: a composite may have a language model of one."""
+def _hint(config: Mapping[str, Any], known: str) -> str:
+    """Return the hint for an unknown family. If the language model of a composite model is known, it says so."""
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
-    if isinstance(kind, str) and (kind in BY_MODEL_TYPE or any(kind in each.texts for each in ARCHITECTURES.values())):
+    if isinstance(kind, str) and (
+        kind in BY_MODEL_TYPE or any(kind in family.texts for family in ARCHITECTURES.values())
+    ):
         return f"its language model is a {shown(kind)}: gptkit extract text MODEL OUT writes that by itself"
     return f"gptkit draft MODEL writes a definition to start from; {known}"
 
 
 def _in_transformers(kind: str) -> bool:
-    """Whether transformers has a model of that type, which then is no typo: looked up in the text of its list of them,
-    since to import it takes a second.
+    """Return whether transformers has this model_type, so that it is not a typo.
+
+    gptkit searches the text of transformers' list, since importing transformers takes a second.
     """
     return f'"{kind}"' in transformers_lists(*_LISTS)
 
 
 @functools.cache
 def transformers_lists(*names: str) -> str:
-    """The source of these files of transformers' models/auto, as far as it has them; "" where there is none."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
+    """Return the source of those files in transformers' models/auto that exist, joined. It may be empty."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
         return ""
-    folder = Path(found.origin).parent / "models" / "auto"
+    folder = Path(package.origin).parent / "models" / "auto"
     try:
         return "".join((folder / name).read_text("utf-8") for name in names if (folder / name).is_file())
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""What an architecture file declares, and the one walk that turns the declaration into a weight map for a tree.
+"""The record with which a file in `families/` declares a family, and the code that makes a weight map of it.
 
-An `Architecture` says how a family's config.json becomes a ModelSpec and back, and lists its `leaves`: every tensor
-the family's checkpoints may hold, each with the shared tensors it stands for and the layout between them. A leaf is
-in use where its shared tensors exist in the tree, so optional biases and norms need no code. `bind` proves for the
-tree at hand that every shared tensor comes from exactly one leaf and that the shapes agree.
+An `Architecture` converts a family's config.json to a ModelSpec and back. Its `leaves` list every tensor that the
+family's checkpoints may contain, with the shared tensors that it stands for and the layout between the two. A leaf is
+used if its shared tensors exist in the tree, so optional biases and norms need no code. `bind` checks for a tree that
+every shared tensor comes from exactly one leaf, and that the shapes agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a checkpoint, and the shared tensors that it holds. It is used if the tree has those."""
+    """A tensor of a checkpoint, and the shared tensors that it contains. It is used if the tree has these tensors."""
 
     checkpoint: str
     """The template of its name: `{layer}` is the index of a block, `{expert}` of an expert, `{head}` of a head. A leaf
@@ -38,17 +38,18 @@ class Leaf:
     """The templates of the shared names. If the tensor holds all experts, only these have `{expert}`. `{layer}` is the
     layer that runs the block."""
     layout: Layout = IDENTITY
-    """How the shared tensors are arranged in the tensor; `Layout.each` names the axis of experts."""
+    """How the shared tensors are arranged in the tensor; `Layout.stack` names the axis of experts."""
     when: Callable[[Block], bool] | None = None
-    """Returns whether a block has this leaf, if variants of a family name one thing differently. None: every block."""
+    """Returns whether a block has this leaf, for families whose variants name a module differently. None: every block
+    has it."""
     buffer: bool = False
     """Whether transformers' module stores the tensor as a buffer, which is not counted as a parameter."""
-    beside: str = ""
+    requires: str = ""
     """A shared tensor that the tree must have for this leaf."""
     unless: str = ""
     """A shared tensor that the tree must not have for this leaf."""
     value: int = 0
-    """Which of the values that transformers' module returns is the component's result."""
+    """The index of the component's result among the values that transformers' module returns."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,23 +57,29 @@ class Leaf:
 
 
 def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None = None) -> tuple[Leaf, ...]:
-    """The leaves of modules that checkpoints have as they are: the module's name there -> the shared module's. Each has
-    its weight and its bias, where the tree has them.
+    """Return the leaves of modules whose tensors are stored unchanged: a leaf for the weight and one for the bias.
+
+    Args:
+        modules: the shared name of each module, by its name in checkpoints.
+        when: as in `Leaf`.
     """
     suffixes = ("weight", "bias")
-    return tuple(Leaf(f"{a}.{each}", f"{b}.{each}", when=when) for a, b in modules.items() for each in suffixes)
+    return tuple(Leaf(f"{a}.{suffix}", f"{b}.{suffix}", when=when) for a, b in modules.items() for suffix in suffixes)
 
 
 def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Leaf, ...]:
-    """Leaves in the order in which transformers writes models whose modules hold several tensors in one: by the name of
-    the module's parameter, a tensor of all experts before the next.
+    """Return the leaves in the order in which transformers writes models with `stacked` parameters.
+
+    They are sorted by the names of the modules' parameters. A tensor of all experts comes before the next tensor.
     """
-    held = {name: each.parameter for each in stacked for name in each.checkpoint}
-    return tuple(sorted(leaves, key=lambda leaf: held.get(leaf.checkpoint, leaf.checkpoint).replace("{expert}.", "")))
+    parameters = {name: parameter.parameter for parameter in stacked for name in parameter.checkpoint}
+    return tuple(
+        sorted(leaves, key=lambda leaf: parameters.get(leaf.checkpoint, leaf.checkpoint).replace("{expert}.", ""))
+    )
 
 
 def only_eager(why: str = "transformers has no sdpa path for this family") -> dict[str, Any]:
-    """Return the fields of an `Architecture` for which transformers' eager path alone computes as it should."""
+    """Return the fields of an `Architecture` for which only transformers' eager path is correct, with the reason."""
     return {"reference": lambda _: ("eager",), "reference_quirk": why}
 
 
@@ -84,7 +91,7 @@ def qkv(suffix: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class BoundLeaf:
-    """A leaf for one tree: with names instead of templates, shapes, and the sizes of its layout."""
+    """A leaf for one tree, with names instead of templates, with shapes, and with the sizes of its layout."""
 
     checkpoint: str
     shape: Shape
@@ -94,7 +101,7 @@ class BoundLeaf:
     sizes: Mapping[str, int]
     buffer: bool = False
     module: str = ""
-    """The name of the parameter of transformers' modules that computes with it, if that is another layer's."""
+    """The name of the parameter in transformers' modules that uses the tensor, if it belongs to another layer."""
     value: int = 0
 
     def to_shared(self, tensor: Any) -> list[Any]:
@@ -107,8 +114,8 @@ class BoundLeaf:
 
     @property
     def stacked(self) -> bool:
-        """Whether the tensor holds a matrix of each expert, one after the other along its first dimension."""
-        return self.layout.each is not None and len(self.shape) == 3
+        """Whether the tensor contains the matrices of all experts, stacked along its first dimension."""
+        return self.layout.stack is not None and len(self.shape) == 3
 
     def of_expert(self, expert: int) -> BoundLeaf:
         """Return the matrix of one expert of a `stacked` tensor as a leaf of its own."""
@@ -137,17 +144,19 @@ class Stacked:
     `{expert}`, the parts of all experts are stacked along a new first dimension."""
 
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
-        """Of each layer that has experts, or of all: the parameter, and its parts' names, an expert's together."""
+        """Yield the name of the parameter in every layer that has it, and the names of its parts, grouped by expert."""
         for layer, block in enumerate(spec.blocks):
             count = getattr(block.mixer("feed_forward"), "experts", None) if self.of_experts else 1
             if count is not None:
                 experts = range(count)
-                names = [[each.format(layer=layer, expert=expert) for each in self.checkpoint] for expert in experts]
+                names = [
+                    [template.format(layer=layer, expert=expert) for template in self.checkpoint] for expert in experts
+                ]
                 yield self.parameter.format(layer=layer), names
 
     @property
     def of_experts(self) -> bool:
-        """Return whether the parameter holds all experts, stacked along its first dimension."""
+        """Return whether the parameter contains all experts, stacked along its first dimension."""
         return "{expert}" in self.checkpoint[0]
 
     def leaf(self, name: str, parts: Sequence[Sequence[BoundLeaf]]) -> BoundLeaf:
@@ -155,15 +164,15 @@ class Stacked:
         if not self.of_experts:
             return replace(parts[0][0], checkpoint=name)
         (rows, columns), count = parts[0][0].shape, len(parts[0])
-        layout = Layout("experts (part rows) columns", split="part", parts=("1",) * count, each="experts")
+        layout = Layout("experts (part rows) columns", split="part", parts=("1",) * count, stack="experts")
         sizes = {"experts": len(parts), "rows": rows, "columns": columns}
-        leaves = [leaf for each in parts for leaf in each]
+        leaves = [leaf for group in parts for leaf in group]
         shared, shapes = (tuple(x for leaf in leaves for x in getattr(leaf, of)) for of in ("shared", "shared_shapes"))
         return BoundLeaf(name, (len(parts), count * rows, columns), shared, shapes, layout, sizes)
 
     def gather(self, names: Sequence[Sequence[str]], read: Callable[[str], Any]) -> Any:
-        """Return the parameter, made of the checkpoint tensors that `read` returns."""
-        parts = [concatenate([read(name) for name in each], 0) for each in names]
+        """Return the parameter, joined from the checkpoint tensors that `read` returns."""
+        parts = [concatenate([read(name) for name in group], 0) for group in names]
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
 
@@ -175,24 +184,24 @@ CARRIED = {
     "tasks": "belong to heads for other tasks",
     "scales": "scale quantised weights",
 }
-"""Groups of tensors that are carried along and not computed, and what they do, in words."""
+"""Groups of carried tensors, which conversions keep and no layer reads. The text completes "tensors that …"."""
 _SCALES = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
-"""Names of what transformers' fp8 quantizers have beside weights that keep their name and shape."""
+"""The ends of names of scales that transformers' fp8 quantizers add to weights, which keep their names and shapes."""
 OUTSIDE = ("vision", "audio")
-"""Those that make a model composite: no class of the language model alone has a place for them."""
+"""The groups that make a model composite: no class of the language model alone has a place for their tensors."""
 
 _OTHER_HEADS = re.compile(
     r"Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|Reward|Score|ValueHead|DoubleHeads"
 )
-"""What names of transformers' classes have in them that end in another head than a language model's."""
+"""Parts of the names of transformers' classes that have another head than that of a language model."""
 _NO_HEAD = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)Model")
-"""What transformers' classes without a head are called."""
+"""The names of transformers' classes without a head."""
 
-BEHIND = {"mtp": ("model.layers.{behind}.",)}
-"""How names begin where a layer behind the last drafts tokens: `carried` of most families that have such."""
+DRAFT_LAYER = {"mtp": ("model.layers.{next}.",)}
+"""`Architecture.carried` of most families in which an extra layer after the last one drafts tokens."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Config fields that are about the vocabulary, and true of it whatever family the weights are written for."""
+"""Config fields that describe the vocabulary, and so stay the same when the weights are written for another family."""
 
 
 def _not_drawn(_chosen: Random) -> Config:
@@ -231,7 +240,7 @@ class Architecture:
     optional: tuple[str, ...] = ()
     """Parts of a tree that config.json does not mention and files may lack."""
     own_head: Callable[[ModelSpec], bool] = lambda spec: False
-    """Returns whether files of a tree may hold a head of their own although config.json says that it is tied."""
+    """Returns whether files of a tree may contain a separate head although config.json says that the head is tied."""
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Other spellings of config fields."""
     foreign_fields: tuple[str, ...] = ()
@@ -241,37 +250,37 @@ class Architecture:
     prefix: str = ""
     """The beginning of tensor names that older files lack."""
     part: str = ""
-    """The field of composite configs that holds the language model's config ("text_config"). `irrelevant` and `refused`
-    account for the fields next to it."""
+    """The field of composite configs that contains the language model's config ("text_config"). `irrelevant` and
+    `refused` also list the fields next to it."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Pairs of beginnings of names: in files of composite models, and here."""
+    """Pairs of prefixes of names: in files of composite models, and here."""
     modules: tuple[str, str] = ("", "")
-    """How names begin in files and in transformers' modules, where these differ."""
+    """The prefix of names in files and the one in transformers' modules, where these differ."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Pairs of name templates: in older files, and here."""
     dropped: tuple[str, ...] = ()
-    """Name templates of buffers in files that hold no weights."""
+    """Name templates of buffers that files may contain. They are not weights, so gptkit ignores them."""
     unwritten: Callable[[ModelSpec], int] = lambda spec: 0
-    """Returns how many numbers of a tree are parameters of transformers' modules but in no file."""
+    """Returns how many numbers of a tree are parameters of transformers' modules, but are in no file."""
     repeated: Mapping[str, str] = field(default_factory=dict)
-    """Parameters of transformers' modules that are the same as another one, with its checkpoint name. Files that hold
-    them must hold equal values, since transformers would otherwise untie them."""
-    made: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
-    """Tensors that transformers computes from the config, but takes from files that hold them: functions that return
-    their values, numpy arrays, for a tree."""
+    """Parameters of transformers' modules that are the same as another one, with its checkpoint name. If files contain
+    both, the values must be equal, since transformers would otherwise untie them."""
+    computed: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
+    """Tensors that transformers computes from the config unless files contain them. The functions return their values
+    for a tree, as numpy arrays."""
     lent: str = ""
-    """How names of shared blocks begin. transformers has a module in each layer that runs such a block, and checkpoints
-    have the parameters of the first one."""
+    """The prefix of the names of shared blocks. transformers has a module in every layer that runs such a block, and
+    checkpoints have the parameters of the first one."""
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """How names of tensors begin that have no place in a tree and that conversions carry along, by a group of
-    `CARRIED`. `{layer}` is the number of a layer, `{behind}` that of the layer after the last one."""
+    """The prefixes of carried tensors, by group (`CARRIED`). `{layer}` is the number of a layer, and `{next}` is the
+    number after that of the last layer."""
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Model types of language models within composite ones that compute as this family if all tokens are text, with
-    the defaults of their config class that differ from this family's."""
+    """Model types of language models in composite models that compute the same as this family if all tokens are text,
+    with the defaults of their config class that differ from this family's."""
     stacked: tuple[Stacked, ...] = ()
-    """Parameters that transformers' modules hold in another form than checkpoints."""
+    """Parameters that transformers' modules store in another form than checkpoints."""
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
-    """The config class's defaults for `TOKEN_IDS`; a missing one is None."""
+    """The config class's defaults for `TOKEN_IDS`. A missing one is None."""
     stated: Mapping[str, Any] = field(default_factory=dict)
     """Config fields without which there is no tree, with their usual values."""
     irrelevant: Mapping[str, str | None] = field(default_factory=dict)
@@ -284,45 +293,45 @@ class Architecture:
     """Returns transformers' attention paths that compute a tree correctly: all, unless `reference_quirk` says why."""
     reference_quirk: str = ""
     """Why `reference` leaves out a path."""
-    apart: tuple[Literal["padding", "steps"], ...] = ()
-    """What transformers' class computes wrongly for batches, which gptkit then does not compare: "padding" before some
-    texts, which it reads as tokens, or "steps" of one token per text."""
+    wrong_batches: tuple[Literal["padding", "steps"], ...] = ()
+    """The kinds of batch for which transformers' class computes wrong logits, so that gptkit does not compare them:
+    "padding" before some texts, which the class reads as tokens, or "steps" of one token per text."""
     bounded: bool = False
     """Whether transformers' class accepts at most as many tokens as the context, although the tree would accept
     more."""
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
     """Returns the tensors of a tree that transformers' class multiplies before it computes, with the factors."""
     prepare: Callable[[Any], None] = lambda model: None
-    """Prepares transformers' model before each comparison: does now what it does to its own weights later, and makes
-    its modules forget earlier passes. It may be called again."""
+    """Prepares transformers' model before a comparison: changes its weights now if transformers would change them
+    later, and makes its modules forget earlier passes. It may be called several times."""
     model: str = ""
     """The function that makes the reference model if transformers has no class for it ("package.module:function"). It
     takes a config.json and an attention path, and returns a torch module. The module's parameters have checkpoint
-    names, and each is used only by the module that has it. `forward` takes `input_ids` and `attention_mask`, and its
-    result has `logits`."""
+    names, and no other module uses them. `forward` takes `input_ids` and `attention_mask`, and its result has
+    `logits`."""
 
     # --- config.json <-> tree ---
 
     @property
     def refusals(self) -> dict[str, tuple[tuple[Any, ...], str]]:
         """Return the config fields that the family refuses, with their harmless values and the reason."""
-        return {name: each for name, each in {**COMMON_REFUSED, **self.refused}.items() if each is not None}
+        return {name: refusal for name, refusal in {**COMMON_REFUSED, **self.refused}.items() if refusal is not None}
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Return the config fields that change nothing in this family, each with the reason."""
-        found = {**COMMON_IRRELEVANT, **self.irrelevant}
-        return {name: reason for name, reason in found.items() if reason is not None}
+        """Return the config fields that change nothing in this family, with the reason for every field."""
+        reasons = {**COMMON_IRRELEVANT, **self.irrelevant}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
         """Return a reader of the language model's fields that knows this family's other spellings."""
         return ConfigReader(config, self.config_aliases).part(self.part)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
-        """The tree of a config.json.
+        """Return the tree of a config.json.
 
         Raises:
-            ConfigError: a field of the wrong type or range, or one that is refused.
+            ConfigError: a field has the wrong type or is out of range, or the family refuses it.
         """
         return self.spec_and_unknown(config)[0]
 
@@ -330,8 +339,8 @@ class Architecture:
         """Return the tree, and the config fields that neither gptkit nor transformers knows."""
         reader = self.reader(config)
         whole = reader.outer or reader
-        for each in dict.fromkeys((whole, reader)):
-            each.refuse(self.refusals)
+        for part in dict.fromkeys((whole, reader)):
+            part.refuse(self.refusals)
         spec = self.read(reader)
         reader.refuse_other_windows([_kind(block.mixer("attention")) for block in spec.blocks])
         return spec, whole.unknown(self.ignored)
@@ -345,24 +354,24 @@ class Architecture:
         return {"model_type": self.name, "vocab_size": VOCAB, **outside, **self.draw(chosen)}
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Sizes that the config does not state and transformers has a default for; raises as `spec`."""
+        """Return the sizes that the config leaves to transformers' defaults. Raises the errors of `spec`."""
         reader = self.reader(config)
         self.read(reader)
         return reader.assumed
 
     def config_for(self, spec: ModelSpec) -> dict[str, Any]:
-        """A config.json for the tree.
+        """Return a config.json for the tree.
 
         Raises:
-            CannotExpress: this family has no config for the tree; the components in the way are listed.
+            CannotExpress: this family has no config for the tree. The message lists the components that prevent it.
         """
-        found = express(self, spec, clear=())
-        if found.found is None:
-            raise found.refusal()
+        expression = express(self, spec, clear=())
+        if expression.tree is None:
+            raise expression.refusal()
         return self._config(spec)
 
     def _config(self, spec: ModelSpec) -> dict[str, Any]:
-        # transformers builds no model whose padding, if only by its class' default, is beyond the vocabulary.
+        # transformers cannot build a model whose padding token is outside the vocabulary, even if it is a default.
         name = "pad_token_id"
         pad = self.token_ids.get(name)
         beyond = {name: None} if isinstance(pad, int) and pad >= spec.vocab_size else {}
@@ -373,9 +382,7 @@ class Architecture:
         return self.hf_class if spec.head is not None or not self.base_class else self.base_class
 
     def other_class(self, config: Mapping[str, Any] | None) -> str | None:
-        """Return the class that config.json names where it has no head, or another one than a language model's; None
-        where it has what every tree of this family has.
-        """
+        """Return the class that config.json names, if it has no head or not the head of a language model; else None."""
         named = (config or {}).get("architectures")
         name = named[0] if isinstance(named, list) and named else None
         if self.base_class or not isinstance(name, str) or not name.isidentifier() or len(name) > 80:
@@ -383,26 +390,31 @@ class Architecture:
         return name if name != self.hf_class and (_OTHER_HEADS.search(name) or _NO_HEAD.fullmatch(name)) else None
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """The tree that config.json would be read as where this one was written; see `obstacles.Target`."""
-        return self._as_far(self.spec(self._config(spec)), spec)
+        """Return the tree that gptkit reads from the config.json that it writes for `spec`."""
+        return self._completed(self.spec(self._config(spec)), spec)
 
-    def _as_far(self, told: ModelSpec, spec: ModelSpec) -> ModelSpec:
-        """The tree that a config tells of, without what files may lack and `spec` does."""
+    def _completed(self, tree: ModelSpec, spec: ModelSpec) -> ModelSpec:
+        """Return the tree of a config, with those parts taken from `spec` that only the files decide.
+
+        These are the `optional` parts that `spec` lacks, and its separate head.
+        """
         lacking = {name: None for name in self.optional if getattr(spec, name) is None}
-        told = structs.replace(told, **lacking) if lacking else told
-        return told if spec.tied or not self.own_head(told) else _with_own_head(told)
+        tree = structs.replace(tree, **lacking) if lacking else tree
+        return tree if spec.tied or not self.own_head(tree) else _with_own_head(tree)
 
     def in_files(self, spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
-        """The tree that a config tells of, without the `optional` parts of which files with tensors of these names have
-        nothing, and with the head that they have (`own_head`).
+        """Return the tree of a config as files with these tensor names have it.
+
+        It has only those `optional` parts of which the files have tensors, and a separate head if the files have one
+        (`own_head`).
         """
-        there = {each for name in names for each in self.spellings(name)} if self.optional else {*names}
-        if self.head in there and self.own_head(spec):
+        stored = {spelling for name in names for spelling in self.spellings(name)} if self.optional else {*names}
+        if self.head in stored and self.own_head(spec):
             spec = _with_own_head(spec)
         lacking: dict[str, None] = {}
         for part in self.optional:
             own = [leaf.checkpoint for leaf in self.leaves if leaf.names[0].startswith(f"{part}.")]
-            lacking |= {part: None} if there.isdisjoint(own) else {}
+            lacking |= {part: None} if stored.isdisjoint(own) else {}
         return structs.replace(spec, **lacking) if lacking else spec
 
     @property
@@ -410,17 +422,17 @@ class Architecture:
         return self.name
 
     def takes(self, spec: ModelSpec) -> int | None:
-        """Return the most tokens that transformers' class takes of a tree that would take more; None for any number."""
+        """Return the largest number of tokens that transformers' class accepts for a tree, or None for no limit."""
         return spec.context_length if self.bounded else None
 
     def module(self, name: str) -> str:
-        """Return what a module or parameter is called in transformers, by its name in files."""
+        """Return the name in transformers of a module or parameter, given its name in files."""
         in_files, built = self.modules
         return built + name.removeprefix(in_files) if name.startswith(in_files) else name
 
     @property
     def two_stacks(self) -> bool:
-        """Whether its trees have an encoder beside the decoder."""
+        """Whether the family's trees have both an encoder and a decoder."""
         return CrossAttention in self.kinds
 
     @cached_property
@@ -443,50 +455,56 @@ class Architecture:
         Args:
             spec: the tree.
             original: the config.json that the tree was read from.
-            whole: the tensors of a composite model beside the language model are written too, so that the config has
-                to describe both.
+            whole: all tensors of a composite model are written, so the config has to describe the whole model.
             quantised: the weights are written as they were stored, with their scales.
-            standard: transformers' class of this family must be able to read the config, so that an original with
-                another model_type of the family, or with field names that transformers ignores, is rewritten.
+            standard: transformers' class of this family must be able to read the config. An original with another
+                model_type of the family, or with field names that transformers ignores, is then rewritten.
 
         Raises:
-            CannotExpress: as `config_for`.
+            CannotExpress: this family has no config for the tree.
         """
         config = self.config_for(spec)
         if original is None or original.get("model_type") not in self.model_types:
             return config
         reader = self.reader(original)
-        same = not differences(spec, self._as_far(self.read(reader), spec))
+        same = not differences(spec, self._completed(self.read(reader), spec))
         whole = whole and reader.outer is not None
         other = original.get("model_type") != self.name or any(name in original for name in self.foreign_fields)
         composite = reader.outer is not None and not whole
         dequantised = not quantised and quantisation(original) is not None
         if same and not (composite or dequantised or (standard and other and not whole)):
             return None
-        left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *(() if quantised else QUANTISED)))}
-        kept = {key: value for key, value in reader.data.items() if reader.place + key not in left}
+        replaced = {
+            *reader.used,
+            *(f"{reader.place}{name}" for name in ("auto_map", *(() if quantised else QUANTISED))),
+        }
+        others = {key: value for key, value in reader.data.items() if reader.place + key not in replaced}
         if whole:
             config.pop("architectures")
-            return {**original, self.part: {**kept, **config}}
-        return {**kept, **config, **{key: original[key] for key in TOKEN_IDS if key in original}}
+            return {**original, self.part: {**others, **config}}
+        return {**others, **config, **{key: original[key] for key in TOKEN_IDS if key in original}}
 
     # --- checkpoint names <-> shared names ---
 
     def parameters(self, spec: ModelSpec) -> dict[str, tuple[Stacked, list[list[str]]]]:
-        """The parameters of transformers' modules that are no tensors of their own in a checkpoint: see `Stacked`."""
-        return {name: (each, parts) for each in self.stacked for name, parts in each.bound(spec)}
+        """Return the parameters that transformers' modules store in another form than checkpoints, see `Stacked`.
+
+        The values are the declaration and the names of the checkpoint tensors, grouped as in `Stacked.bound`.
+        """
+        return {name: (parameter, parts) for parameter in self.stacked for name, parts in parameter.bound(spec)}
 
     def borrowed(self, spec: ModelSpec) -> dict[str, str]:
-        """Of a tree's shared blocks the parameters of transformers' modules that are those of the layer that stores
-        them, under whose names files have them.
+        """Return the names of parameters of shared blocks in layers that do not store the block -> their stored names.
+
+        transformers has a module in every layer that runs a shared block. Files store the parameters of the first.
         """
-        found: dict[str, str] = {}
+        stored_names: dict[str, str] = {}
         for layer, places in _uses(spec).items() if self.lent else ():
             own = self.lent.format(layer=layer)
             names = [leaf.checkpoint for leaf in self.bind(spec) if leaf.checkpoint.startswith(own)]
-            others = [self.lent.format(layer=each["runs"]) for each in places[1:]]
-            found |= {name.replace(own, other, 1): name for name in names for other in others}
-        return found
+            others = [self.lent.format(layer=place["runs"]) for place in places[1:]]
+            stored_names |= {name.replace(own, other, 1): name for name in names for other in others}
+        return stored_names
 
     def repeats(self, spec: ModelSpec) -> dict[str, str]:
         """Return all parameters of transformers' modules that are the same as another parameter."""
@@ -495,10 +513,10 @@ class Architecture:
         return {**repeated, **self.borrowed(spec)}
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """The weight map of a tree, in the order of its leaves.
+        """Return the weight map of a tree, in the order of the leaves.
 
         Raises:
-            CannotExpress: a shared tensor has no leaf here.
+            CannotExpress: no leaf of this family contains one of the shared tensors.
         """
         bound = bind(self.name, self.leaves, spec)
         if self.base_class and spec.head is None:
@@ -507,15 +525,18 @@ class Architecture:
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
         """Return the weight map of files that have tensors of these names."""
-        found = {each for name in names for each in self.spellings(name)} if self.stacked else set()
-        return self.bind(spec) if found.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
+        spellings = {spelling for name in names for spelling in self.spellings(name)} if self.stacked else set()
+        return self.bind(spec) if spellings.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
     def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """The weight map where files hold what transformers' modules do (`stacked`), as transformers reads them too."""
+        """Return the weight map of files that store parameters as transformers' modules do (`stacked`).
+
+        transformers reads such files too.
+        """
         leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
-        made = self._of_modules(spec, leaves)
-        parts = {part for name in made for group in self.parameters(spec)[name][1] for part in group}
-        return [leaf for name, leaf in leaves.items() if name not in parts] + list(made.values())
+        of_modules = self._of_modules(spec, leaves)
+        parts = {part for name in of_modules for group in self.parameters(spec)[name][1] for part in group}
+        return [leaf for name, leaf in leaves.items() if name not in parts] + list(of_modules.values())
 
     def bind_all(self, spec: ModelSpec) -> dict[str, BoundLeaf]:
         """Return the weight map under the names of checkpoints and under those of transformers' modules together."""
@@ -523,41 +544,48 @@ class Architecture:
         return {**leaves, **self._of_modules(spec, leaves)}
 
     def _of_modules(self, spec: ModelSpec, leaves: Mapping[str, BoundLeaf]) -> dict[str, BoundLeaf]:
-        """Return as leaves the parameters of transformers' modules that are no tensors of their own in a checkpoint."""
-        found: dict[str, BoundLeaf] = {}
+        """Return a leaf for every parameter that transformers' modules store in another form than checkpoints."""
+        as_leaves: dict[str, BoundLeaf] = {}
         for name, (stacked, groups) in self.parameters(spec).items():
             own = [[leaves[part] for part in parts if part in leaves] for parts in groups]
             if own[0]:
-                found[name] = stacked.leaf(name, own)
-        return found
+                as_leaves[name] = stacked.leaf(name, own)
+        return as_leaves
 
     def carries(self, name: str, layers: int) -> tuple[str, str] | None:
-        """The group that a tensor is carried along with in a model of so many layers, and its name with its prefix."""
-        places = {"layer": _layer(name), "behind": layers}
+        """Return the group of a carried tensor (`CARRIED`) and its full name, or None if the tensor is not carried.
+
+        Args:
+            name: the tensor's name in a file.
+            layers: the number of layers of the model.
+        """
+        places = {"layer": _layer(name), "next": layers}
         for group, templates in self.carried.items():
-            begins = tuple(each.format(**places) for each in templates)
-            found = next((each for each in self.spellings(name) if each.startswith(begins)), None)
-            if found is not None:
-                return group, found
+            begins = tuple(template.format(**places) for template in templates)
+            full_name = next((spelling for spelling in self.spellings(name) if spelling.startswith(begins)), None)
+            if full_name is not None:
+                return group, full_name
         return ("scales", name) if _SCALES.search(name) else None
 
     def as_composite(self, name: str, headers: Iterable[str]) -> str:
-        """A tensor's name as the composite model has it whose files have these headers."""
+        """Return the name that a tensor has in a composite model. `headers` are those of the model's weight files."""
         text = "".join(headers)
         pairs = ((theirs, ours) for theirs, ours in self.renamed if name.startswith(ours) and f'"{theirs}' in text)
         theirs, ours = next(pairs, ("", ""))
         return theirs + name.removeprefix(ours)
 
     def spellings(self, name: str) -> list[str]:
-        """What a tensor in a file may be called here."""
-        found = [name, self.prefix + name] if self.prefix else [name]
-        found += [name.removeprefix(self.prefix)] if self.base_class else []
-        return found + [ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs)]
+        """Return the names in this family that a tensor of a file may have."""
+        spellings = [name, self.prefix + name] if self.prefix else [name]
+        spellings += [name.removeprefix(self.prefix)] if self.base_class else []
+        return spellings + [
+            ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs)
+        ]
 
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
-        """The declared name of a tensor found in a file: itself, without the prefix, or under an old name.
+        """Return the declared name of a tensor in a file, which may lack the prefix or have an older name.
 
-        None for a dropped buffer. A name that is not known comes back as it is.
+        The result is None for a buffer that is dropped. An unknown name is returned unchanged.
         """
         candidates = self.spellings(name)
         for candidate in candidates:
@@ -570,7 +598,7 @@ class Architecture:
             for old, new in self.aliases:
                 if old.format(layer=layer) == candidate:
                     named = new.format(layer=layer)
-                    return next((each for each in self.spellings(named) if each in known), named)
+                    return next((spelling for spelling in self.spellings(named) if spelling in known), named)
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name
@@ -596,12 +624,17 @@ def _kind(attention: Any) -> str | None:
 
 
 def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]:
-    """The weight map of a tree by these declarations, in their order; `owner` names them in errors.
+    """Return the weight map of a tree, in the order of the leaves.
 
-    That is the order of transformers' modules, which decides how it deals tensors out over shards.
+    This is the order of transformers' modules, which decides how transformers distributes tensors over shards.
+
+    Args:
+        owner: the name of the family or format in error messages.
+        leaves: the leaves of that family or format.
+        spec: the tree.
 
     Raises:
-        CannotExpress: a shared tensor has no leaf here, or its shape does not fit the leaf's layout.
+        CannotExpress: a shared tensor has no leaf, or its shape does not fit the leaf's layout.
     """
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     encoded = [leaf for leaf in leaves if leaf.names[0].startswith("encoder.")]
@@ -611,8 +644,8 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
         bound += _bound(owner, encoded, spec.encoder, shapes)
     bound += _bound(owner, [leaf for leaf in leaves[first:] if leaf not in encoded], spec, shapes)
     covered = [name for leaf in bound for name in leaf.shared]
-    found = set(covered)
-    missing = [name for name in shapes if name not in found]
+    bound_names = set(covered)
+    missing = [name for name in shapes if name not in bound_names]
     if missing:
         raise CannotExpress(
             f"{owner} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}", OWN_FORMAT
@@ -626,7 +659,7 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
 def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[BoundLeaf]:
     ends = {"hidden": spec.hidden_size, "vocab": spec.vocab_size}
     stem = next((leaf.checkpoint.partition("{layer}")[0] for leaf in leaves if "{layer}" in leaf.checkpoint), "")
-    of_first = f"{stem}0."  # how names begin of what the first block alone has
+    of_first = f"{stem}0."  # the prefix of tensors that only the first block has
     per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint or leaf.checkpoint.startswith(of_first)]
     runs = [[*run] for _, run in groupby(per_block, lambda leaf: leaf.checkpoint.partition("{use}")[0])]
     uses = _uses(spec)
@@ -647,47 +680,48 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
 
 
 def _repeats(template: str, sizes: Mapping[str, int]) -> int:
-    """Return how many tensors a name template may stand for in a layer."""
-    return next((sizes.get(f"{each}s", 0) for each in ("expert", "head") if f"{{{each}}}" in template), 1)
+    """Return the number of tensors in a layer that a name template may stand for."""
+    return next((sizes.get(f"{kind}s", 0) for kind in ("expert", "head") if f"{{{kind}}}" in template), 1)
 
 
 def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
-    """Of each layer that stores the weights of a shared block the places of the layers that run it (see `Leaf`)."""
-    found: dict[int, list[dict[str, int]]] = {}
+    """Return the uses of shared blocks, by the layer that stores the block. The values fill templates (see `Leaf`)."""
+    places: dict[int, list[dict[str, int]]] = {}
     for use, (layer, stored) in enumerate(spec.lenders.items()):
-        found.setdefault(stored, []).append({"layer": stored, "runs": layer, "use": use})
-    return found
+        places.setdefault(stored, []).append({"layer": stored, "runs": layer, "use": use})
+    return places
 
 
 def _places(run: Sequence[Leaf], layer: int, uses: Mapping[int, list[dict[str, int]]]) -> list[dict[str, int]]:
-    """The places of a layer that leaves one behind the other are for."""
+    """Return the values with which consecutive leaves fill their name templates in a layer."""
     return uses.get(layer, []) if "{use}" in run[0].checkpoint else [{"layer": layer}]
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
-    """The axes of layouts in a block: the sizes of its mixers, by the names of their fields and `axes`; `half` is that
-    of a head.
+    """Return the sizes of the axes that layouts may name in a block.
+
+    They are the integers among the fields and `axes` of the mixers; `half` is half the width of a head.
     """
-    found = {"experts": 0, "one": 1, "two": 2}
+    sizes = {"experts": 0, "one": 1, "two": 2}
     for sublayer in block.sublayers:
         for name in (*sublayer.mixer.__struct_fields__, *sublayer.mixer.axes):
             size = getattr(sublayer.mixer, name, None)
             if type(size) is int:
-                found[name.removesuffix("_size")] = size
-    found |= {"half": found["head_dim"] // 2} if "head_dim" in found else {}
-    return found | {"hidden": spec.hidden_size}
+                sizes[name.removesuffix("_size")] = size
+    sizes |= {"half": sizes["head_dim"] // 2} if "head_dim" in sizes else {}
+    return sizes | {"hidden": spec.hidden_size}
 
 
 def _bind_one(
     owner: str, leaf: Leaf, place: Mapping[str, int], shapes: Mapping[str, Shape], sizes: Mapping[str, int]
 ) -> Iterator[BoundLeaf]:
-    several = range(leaf.layout.repeats(sizes)) if leaf.layout.each else ()
-    places = [{**place, "expert": index} for index in several] if leaf.layout.each else [place]
+    several = range(leaf.layout.repeats(sizes)) if leaf.layout.stack else ()
+    places = [{**place, "expert": index} for index in several] if leaf.layout.stack else [place]
     runs = {"layer": place["runs"]} if "runs" in place else {}
-    names = tuple(name.format(**{**each, **runs}) for each in places for name in leaf.names)
+    names = tuple(name.format(**{**place, **runs}) for place in places for name in leaf.names)
     if not names or not all(name in shapes for name in names):
         return
-    if (leaf.beside and leaf.beside not in shapes) or leaf.unless in shapes:
+    if (leaf.requires and leaf.requires not in shapes) or leaf.unless in shapes:
         return
     own, name = tuple(shapes[name] for name in names), leaf.checkpoint.format(**place)
     try:
@@ -704,10 +738,10 @@ def _bind_one(
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:
-    """The first layer, for a `write`: with its attention and feed-forward, of the kinds that most families have.
+    """Return the first layer, its attention and its feed-forward, for the `write` of a family with the usual kinds.
 
     Raises:
-        CannotExpress: they are of others.
+        CannotExpress: the attention or the feed-forward is of another kind.
     """
     first = spec.blocks[0]
     return first, of_kind(first.attention, Attention), of_kind(first.feed_forward, FeedForward, GatedFeedForward)

@@ -45,30 +45,14 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
         InvalidInput: the model is not multimodal, its weights are quantised, or gptkit does not know the family of its
             language model.
     """
-    model_type = shown(config.get("model_type"))
-    text = config.get(_PART)
-    if not isinstance(text, dict):
-        if config.get("vision_config") is None:
-            raise InvalidInput(
-                f"the config of the model_type {model_type} has no {_PART}, so it is not a multimodal model",
-                "Give a model that reads images and text.",
-            )
-        text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
+    text = _inner_config(config)
     if quantisation(config) or quantisation(text):
         raise InvalidInput(
             "the weights are quantised, so gptkit cannot tell which tensors belong together",
             "Give a checkpoint whose weights are not quantised.",
         )
-    family = next((family for family in ARCHITECTURES.values() if text.get("model_type") in family.texts), None)
-    usual = {} if family is None else dict(family.texts[text["model_type"]])
-    if family is None:
-        try:
-            family = architecture_of(text)
-        except ConfigError as error:
-            raise InvalidInput(
-                f"gptkit does not support the language model of this multimodal model: {error.message}"
-            ) from error
-    if any(name in text for name in ("rope_theta", *_ROPES)):
+    family, usual = _family_of(text)
+    if any(name in text for name in ("rope_theta", *_ROPES)):  # the defaults only apply if the config states no RoPE
         usual = {key: value for key, value in usual.items() if key not in _ROPES}
     ids = {key: config[key] for key in (*TOKEN_IDS, "dtype", "torch_dtype") if config.get(key) is not None}
     plain = {**ids, **usual, **{key: value for key, value in text.items() if key not in _OUTER}}
@@ -76,6 +60,33 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
         if isinstance(plain.get(name), dict):
             plain[name] = _plain_rope(plain[name])
     return family, {**plain, "model_type": family.name, "architectures": [family.hf_class]}
+
+
+def _inner_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the language model. Older multimodal models have its fields next to those of the towers."""
+    text = config.get(_PART)
+    if isinstance(text, dict):
+        return text
+    if config.get("vision_config") is None:
+        model_type = shown(config.get("model_type"))
+        raise InvalidInput(
+            f"the config of the model_type {model_type} has no {_PART}, so it is not a multimodal model",
+            "Give a model that reads images and text.",
+        )
+    return {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
+
+
+def _family_of(text: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
+    """Return the family of a language model, and the defaults of its config class that differ from the family's."""
+    for family in ARCHITECTURES.values():
+        if text.get("model_type") in family.texts:
+            return family, dict(family.texts[text["model_type"]])
+    try:
+        return architecture_of(text), {}
+    except ConfigError as error:
+        raise InvalidInput(
+            f"gptkit does not support the language model of this multimodal model: {error.message}"
+        ) from error
 
 
 def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -111,9 +122,9 @@ def text_names(
             continue
         carried = [group[1] for group in groups if group]
         canonical = [family.canonical_name(candidate, known, layers) for candidate in candidates]
-        right = next((name for name in canonical if name in known), carried[0] if carried else None)
-        if right is not None:
-            matched[name] = right
+        own_name = next((name for name in canonical if name in known), carried[0] if carried else None)
+        if own_name is not None:
+            matched[name] = own_name
         elif len(candidates) > 1 and None not in canonical:
             unknown.append(name)
     if unknown:

@@ -1,8 +1,8 @@
-"""Reading config.json: every field typed and bounded, and every field accounted for.
+"""Read config.json with typed and bounded fields, and find the fields that nobody reads.
 
-A family's parser reads fields through `ConfigReader`, which remembers what was read. What a family does not read it
-declares: irrelevant to the function (with a reason), or refused unless it has its harmless value. A field that is
-neither is reported as unknown by `load`, since transformers ignores it too.
+A family reads fields through `ConfigReader`, which remembers their names. It declares the fields that it does not read:
+they are irrelevant to the function (with a reason), or refused unless they have a harmless value. `load` reports other
+fields as unknown. transformers ignores these fields too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from ..errors import ConfigError, shown
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_CONFIG_VALUES = 500_000
-"""Of objects and lists together, and of keys, counted by their signs: each costs some hundred bytes of memory, however
-short it is written."""
+"""The largest number of objects and lists, and of keys. They are counted by their brackets and colons before parsing,
+since one costs about a hundred bytes of memory, however short its text is."""
 
 SUMMARIES = dict.fromkeys(
     (
@@ -33,7 +33,7 @@ SUMMARIES = dict.fromkeys(
     ),
     "heads other than the language model's",
 )
-"""What configs of GPT-2's kin say of a classifier's head, for a family's `irrelevant`."""
+"""Fields about a classifier's head in configs of families like GPT-2, for `Architecture.irrelevant`."""
 GPT2_ALIASES = {
     "n_embd": ("hidden_size",),
     "n_head": ("num_attention_heads",),
@@ -43,7 +43,7 @@ GPT2_ALIASES = {
 
 
 OF_GPT2 = {"n_ctx": "an old copy of n_positions", **SUMMARIES}
-"""Fields of GPT-2's config class that others took over, and that change nothing."""
+"""Fields of GPT-2's config class that other families copied, and that change nothing."""
 
 _TRAINING = (
     "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop decoder_layerdrop dropout"
@@ -95,7 +95,7 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 QUANTISED = ("quantization_config", "quantization")
-"""The fields that say that weights are stored as something else than floating-point numbers: transformers', MLX's."""
+"""The fields of quantised checkpoints: that of transformers, and that of MLX."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 _CONVERT = "gptkit convert --dtype bfloat16"
@@ -103,12 +103,14 @@ _DEQUANTISED = {
     **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"), _CONVERT),
     "mlx": "mlx_lm.convert --dequantize",
 }
-"""What makes floating-point weights of them again, by method."""
+"""The command that converts quantised weights to floating-point weights, by the method of quantisation."""
 
 
 def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | None:
-    """How a config.json says that its weights are quantised, in words ("gptq, 4 bits, groups of 128"), and what makes
-    floating-point ones of them, where that is known. None where it says nothing of the kind.
+    """Return how the weights are quantised according to a config.json, or None if they are not.
+
+    Returns:
+        The method in words ("gptq, 4 bits, groups of 128"), and the command that dequantises the weights, if known.
     """
     given = next((config[key] for key in QUANTISED if config.get(key) is not None), None) if config else None
     if given is None:
@@ -116,29 +118,37 @@ def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | N
     if not isinstance(given, dict):
         return "in a way that config.json does not tell", None
     usual = "mlx" if "group_size" in given and "bits" in given else "some method"
-    if True in (given.get("load_in_4bit"), given.get("load_in_8bit")):  # as transformers takes it
+    if True in (given.get("load_in_4bit"), given.get("load_in_8bit")):  # transformers does the same
         usual = "bitsandbytes"
     method = given.get("quant_method", usual)
-    groups = given.get("config_groups")  # of compressed-tensors
-    first = next((each for each in groups.values() if isinstance(each, dict)), {}) if isinstance(groups, dict) else {}
-    told = first.get("weights")
-    weights = told if isinstance(told, dict) else {}
+    words = [method if isinstance(method, str) and method.isprintable() and len(method) < 40 else "some method"]
+    return ", ".join([*words, *_sizes_in_words(given)]), _DEQUANTISED.get(words[0])
+
+
+def _sizes_in_words(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the number of bits and the sizes of groups and blocks in a quantisation config, in words."""
+    groups = given.get("config_groups")  # compressed-tensors has this field
+    listed = groups.values() if isinstance(groups, dict) else ()
+    first: Mapping[str, Any] = next((group for group in listed if isinstance(group, dict)), {})
+    stated = first.get("weights")
+    weights = stated if isinstance(stated, dict) else {}
     bits = given.get("bits", weights.get("num_bits"))
     bits = next((count for count in (4, 8) if given.get(f"load_in_{count}bit") is True), bits)
     size, block = given.get("group_size", weights.get("group_size")), given.get("weight_block_size")
-    words = [method if isinstance(method, str) and method.isprintable() and len(method) < 40 else "some method"]
-    words += [f"{bits} bits"] if type(bits) is int and 0 < bits < 64 else []
-    words += [f"groups of {size}"] if type(size) is int and 0 < size < 2**31 else []
+    if type(bits) is int and 0 < bits < 64:
+        yield f"{bits} bits"
+    if type(size) is int and 0 < size < 2**31:
+        yield f"groups of {size}"
     if isinstance(block, list) and len(block) == 2 and all(type(side) is int and 0 < side < 2**31 for side in block):
-        words.append(f"blocks of {block[0]} × {block[1]}")
-    return ", ".join(words), _DEQUANTISED.get(words[0])
+        yield f"blocks of {block[0]} × {block[1]}"
 
 
 def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
-    """The object in a config.json.
+    """Return the object in the text of a config.json. `where` names the file in messages.
 
     Raises:
-        ConfigError: empty, not JSON, not an object, larger than 16 MB, or of half a million objects.
+        ConfigError: the text is empty, not JSON, not an object, larger than 16 MB, or has more than half a million
+            values.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise _too_long(where, len(text))
@@ -160,10 +170,10 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
-    """The object in the file `path`, and its text.
+    """Return the object in a config.json, and the text of the file.
 
     Raises:
-        ConfigError: as `parse_config_text`, or the file cannot be read.
+        ConfigError: the file cannot be read, or `parse_config_text` refuses its text.
     """
     try:
         with path.open("rb") as file:
@@ -179,7 +189,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _too_long(where: str, size: int) -> ConfigError:
-    """The error for a file of so many bytes, to be raised by the caller."""
+    """Return the error for a file that is too large. The caller raises it."""
     return ConfigError(f"{where} has {size:,} bytes, which is too large for a config.json")
 
 
@@ -187,14 +197,14 @@ _KINDS_OF_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 class ConfigReader:
-    """Typed access to a config.json, or to an object in it, that remembers which fields were asked for.
+    """Typed access to a config.json, or to an object in it, that remembers which fields were read.
 
-    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). `outer` is the reader of what an
-    object lies in, whose `used` has this one's fields under their dotted name: `text_config.hidden_size`.
+    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). `outer` is the reader of the config
+    that contains this object. Its `used` has the fields of the object under dotted names: `text_config.hidden_size`.
     """
 
     def __init__(
@@ -210,52 +220,57 @@ class ConfigReader:
         self.used: set[str] = set() if outer is None else outer.used
         self.objects: dict[str, ConfigReader] = {}
         self.assumed: dict[str, int] = {}
-        """Sizes that the file does not state, and the default that was taken for each."""
+        """The sizes that the file does not state, with the defaults that were used."""
 
     def inner(
         self, name: str, aliases: Mapping[str, tuple[str, ...]] | None = None, more: Mapping[str, Any] | None = None
     ) -> ConfigReader:
-        """A reader of the object in a field, which has nothing where the field is null or absent. `more`: what is said
-        of it elsewhere, and counts more.
+        """Return a reader of the object in a field. A field that is null or absent is read as an empty object.
+
+        Args:
+            name: the field.
+            aliases: other spellings of the object's fields.
+            more: values that replace those of the object.
 
         Raises:
-            ConfigError: it is no object.
+            ConfigError: the value of the field is not an object.
         """
         value = self.raw(name)
         if value is not None and not isinstance(value, dict):
             raise self.fail(name, value, "an object or null")
-        found = ConfigReader({**(value or {}), **(more or {})}, aliases, self, f"{self.place}{name}.")
-        self.objects[name] = found
-        return found
+        reader = ConfigReader({**(value or {}), **(more or {})}, aliases, self, f"{self.place}{name}.")
+        self.objects[name] = reader
+        return reader
 
     def part(self, name: str) -> ConfigReader:
-        """A reader of that part of a composite config (`text_config`); this one where it is not composite."""
+        """Return a reader of a part of a composite config (`text_config`), or this reader if it is not composite."""
         return self.inner(name, self.aliases) if name and isinstance(self.data.get(name), dict) else self
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The value as it stands; `default` where the key is absent.
+        """Return the value of a field unchecked, or `default` if it is absent.
 
         Raises:
-            ConfigError: two spellings of the field have two values (transformers takes now the one, now the other).
+            ConfigError: two spellings of the field have different values. transformers uses sometimes one of them and
+                sometimes the other.
         """
-        found, told = default, ""
+        result, stated_as = default, ""
         for key in (name, *self.aliases.get(name, ())):
             self.used.add(self.place + key)
-            if key not in self.data or (told and self.data[key] is None):
+            if key not in self.data or (stated_as and self.data[key] is None):
                 continue
             value = self.data[key]
-            if told and found is not None and value != found:
-                both = f"{self.place}{told} is {shown(found)} and {self.place}{key} is {shown(value)}"
+            if stated_as and result is not None and value != result:
+                both = f"{self.place}{stated_as} is {shown(result)} and {self.place}{key} is {shown(value)}"
                 raise ConfigError(f"config.json: {both}, but transformers uses both names for the same field")
-            found, told = value, key
-        return found
+            result, stated_as = value, key
+        return result
 
     def fail(self, name: str, value: Any, wanted: str) -> ConfigError:
-        """The error for a field that is not what it should be, to be raised by the caller."""
+        """Return the error for an invalid value of a field. The caller raises it."""
         return ConfigError(f"config.json: {self.place}{name} is {shown(value)}, expected {wanted}")
 
     def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-        """A positive integer up to `most`; required when there is no default."""
+        """Return a positive integer up to `most`. The field is required if there is no default."""
         value = self.raw(name, default)
         if value is None:
             raise self.fail(name, value, "a positive integer")
@@ -266,11 +281,11 @@ class ConfigReader:
         return value
 
     def layers(self, name: str, default: int | None = None) -> int:
-        """A number of layers: bounded, since a tree is built from it before any weight is seen."""
+        """Return a number of layers. It is bounded, since the tree is built before any weights are read."""
         return self.integer(name, default, most=MAX_LAYERS)
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """A positive integer, or None where it is null or absent (and has no default)."""
+        """Return a positive integer, or None if the field is null, or is absent and has no default."""
         value = self.raw(name, default)
         if value is None:
             return None
@@ -281,7 +296,7 @@ class ConfigReader:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above zero that float32, in which models use it, can hold."""
+        """Return a number above zero in the range of float32, in which models use it."""
         value = self.raw(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number above zero")
@@ -296,11 +311,11 @@ class ConfigReader:
         return number
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A finite number above zero, or None where it is null or absent (and has no default)."""
+        """Return a finite number above zero, or None if the field is null, or is absent and has no default."""
         return None if self.raw(name, default) is None else self.number(name, default)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; null counts as absent."""
+        """Return a boolean. A field that is null counts as absent."""
         value = self.raw(name, default)
         if value is None:
             return default
@@ -309,21 +324,21 @@ class ConfigReader:
         return value
 
     def string(self, name: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.raw(name, default)
         if not isinstance(value, str):
             raise self.fail(name, value, "a string")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """What `choices` has for the string."""
+        """Return the value that `choices` has for the string in a field."""
         value = self.string(name, default)
         if value not in choices:
             raise self.fail(name, value, "one of " + ", ".join(choices))
         return choices[value]
 
     def refuse(self, refusals: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-        """Raise ConfigError for a field whose value is none of its harmless ones."""
+        """Raise ConfigError if a field has a value that is not one of its harmless values."""
         for name, (harmless, reason) in refusals.items():
             outer, _, inside = name.rpartition(".")
             if outer:
@@ -334,16 +349,19 @@ class ConfigReader:
                 raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")
 
     def refuse_other_windows(self, types: Sequence[str | None]) -> None:
-        """Raise ConfigError for fields by which transformers' cache (`get_layer_types_and_kwargs`) would keep other
-        tokens than layers of these types look at. It reads them in every family; the families' own code does not. A
-        layer without attention (None) is of the type that its family has read.
+        """Raise ConfigError for fields with which transformers' cache would not store the tokens that layers attend to.
+
+        The cache (`get_layer_types_and_kwargs`) reads these fields in every family. The families' own code may not.
+
+        Args:
+            types: the type of every layer. None is a layer without attention, whose type the family has already read.
         """
-        said = self.kinds_of_layers()
-        if isinstance(said, list) and len(said) == len(types):
-            types = [own or other for own, other in zip(types, said, strict=True)]
+        stated = self.kinds_of_layers()
+        if isinstance(stated, list) and len(stated) == len(types):
+            types = [own or other for own, other in zip(types, stated, strict=True)]
         reason = "transformers' KV cache uses this field, but the layers of this model_type ignore it"
-        if said not in (None, list(types)):
-            raise ConfigError(f"config.json: {self.place}layer_types is {shown(said)}: {reason}")
+        if stated not in (None, list(types)):
+            raise ConfigError(f"config.json: {self.place}layer_types is {shown(stated)}: {reason}")
         refused: dict[str, tuple[tuple[Any, ...], str]] = {}
         for name in ("sliding_window", "attention_chunk_size"):
             if f"{self.place}{name}" not in self.used:
@@ -351,17 +369,22 @@ class ConfigReader:
         self.refuse(refused)
 
     def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
-        """The fields that nobody asked for and nobody declared, in the file's order; those of objects after them."""
+        """Return the fields that were neither read nor declared, in the order of the file, those of objects last."""
         own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
-        return own + [name for each in self.objects.values() for name in each.unknown(irrelevant)]
+        return own + [name for inner in self.objects.values() for name in inner.unknown(irrelevant)]
 
     def kinds_of_layers(self, name: str = "layer_types") -> Any:
-        """`layer_types` as they stand, but for the names that transformers takes for others in every family."""
-        said = self.raw(name)
-        return [_KINDS_OF_LAYERS.get(each, each) for each in said] if _are_names(said) else said
+        """Return `layer_types` unchecked, with older names replaced by those that transformers uses in every family."""
+        stated = self.raw(name)
+        return [_KINDS_OF_LAYERS.get(kind, kind) for kind in stated] if _are_names(stated) else stated
 
     def layer_types(self, usual: Sequence[str], near: str = "sliding_attention") -> tuple[str, ...]:
-        """The kind of every layer's attention, full or `near`; `usual`, one a layer, where it is null or absent."""
+        """Return the kind of attention of every layer from `layer_types`: "full_attention" or `near`.
+
+        Args:
+            usual: the kinds of all layers if the field is null or absent.
+            near: the second kind.
+        """
         types = self.kinds_of_layers()
         if types is None:
             return tuple(usual)

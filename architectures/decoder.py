@@ -1,9 +1,10 @@
-"""The tree that most families share, read from a table of config fields and written by the same table.
+"""The tree that most families share. One table of config fields reads it from config.json and writes it back.
 
-A field of the table names what it says by a *role*. Plain roles are sizes that the tree is built from (`hidden`,
-`heads`, `eps`); a dotted role is a field of one kind of component in every layer or at an end (`attention.cap`,
-`feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`, `branch.multiplier`). What a family has beside
-such fields it says as arguments of `DecoderFamily.read`, and adds to what `DecoderFamily.write` gives.
+Every field of the table has a *role*, which names its place in the tree. Plain roles are sizes that the tree is built
+from (`hidden`, `heads`, `eps`). A dotted role is a field of one kind of component, in every layer or at one end of the
+model (`attention.cap`, `feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`, `branch.multiplier`).
+A family that has more than such fields passes further values to `DecoderFamily.read`, and adds fields to the result of
+`DecoderFamily.write`.
 """
 
 import re
@@ -33,7 +34,7 @@ from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
 from .draws import CONTEXTS, EVEN, ODD, TABLE, VOCAB, Config, experts, grouped_heads, placed
 from .fields import ACTIVATIONS, PRE, Fields
-from .fields import Field as Field  # which definitions of users import from here
+from .fields import Field as Field  # definitions of users import it from here
 from .lenses import ALL_LAYERS, Lens
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, draw_rotary, read_rotary, write_rotary
@@ -42,7 +43,7 @@ from .usual import ROTARY_BUFFERS, STACKED
 
 @dataclass(frozen=True)
 class Mixtures:
-    """What all mixtures of experts of a family have in common, besides the fields with the roles of a mixture."""
+    """The properties of a family's mixtures of experts that are not fields of config.json."""
 
     sparse: Lens = ALL_LAYERS
     """Which layers are mixtures."""
@@ -56,38 +57,39 @@ class Mixtures:
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """What all trees of a family have in common."""
+    """The properties that all trees of a family share."""
 
     fields: Fields
-    """What config.json says. The plain roles of a mixture of experts are `expert_size` (the width of an expert, by
-    default that of a dense layer), `shared_size` (the width of the shared expert) or `shared_experts` (the same in
-    widths of an expert). Its dotted roles are `mixture.experts`, `mixture.top_k` and so on."""
+    """The fields of config.json. The plain roles of a mixture of experts are `expert_size` (the width of an expert, by
+    default that of a dense layer), `shared_size` (the width of the shared expert) or `shared_experts` (the same width
+    as a multiple of an expert's). Its dotted roles are `mixture.experts`, `mixture.top_k` and so on."""
     norm: type[Any] = RMSNorm
     """The kind of the norms."""
     mixer: type[Any] = Attention
-    """The kind of attention. A subclass overrides `attentions` for another kind than `Attention`."""
+    """The kind of the attention. A subclass overrides `attentions` for another kind than `Attention`."""
     inner: type[Any] = GatedFeedForward
     """The kind of the feed-forwards."""
     norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
-    """The norms of a block, by their names in it, or a function of the values of roles. A recurrence has
-    attention's."""
+    """The names of a block's norms, or a function that returns them for the values of roles. A recurrence has the norms
+    of attention."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of roles that no field says, or functions of the values that the fields say."""
+    """Values of roles that no field states, or functions that compute them from the values of other roles."""
     rotary: RotaryKind | None = USUAL_ROTARY
-    """What is assumed of RoPE. None: `layers` makes the positions, or there are none."""
+    """The assumptions of the config class about RoPE. None: `layers` returns the positions, or there are none."""
     learned: bool = False
     """Whether there is a table of positions."""
     table: type[Any] = LearnedPositions
-    """The kind of that table."""
+    """The kind of the table of positions."""
     head_norms: Literal["", "same", "own", "apart", "whole"] = ""
-    """The norms of queries and keys: the "same" for every head, its "own" for each, its own and "apart" (a tensor for
-    each head, without bias), or one for all heads as a "whole". A field with this role says whether there are any."""
+    """The norms of queries and keys. "same": all heads share the weights. "own": every head has its own weights.
+    "apart": the same, stored as one tensor per head, without biases. "whole": one norm over all heads. If a config
+    field has the role "head_norms", it switches these norms on."""
     embedding_norm: bool = False
     """Whether the embedding has a norm."""
     layers: Lens | None = None
-    """What differs by layer in attention."""
+    """The fields of attention that differ by layer."""
     recurrent: Lens | None = None
-    """What the layers without attention have."""
+    """The mixers of the layers without attention."""
     mixtures: Mixtures | None = None
     """The mixtures of experts, if the family has any."""
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
@@ -97,13 +99,14 @@ class DecoderFamily:
     together: tuple[str, ...] = ()
     """Config fields of which transformers needs the same value."""
     whole_heads: bool = False
-    """Whether transformers' config class refuses a hidden size that the heads do not divide, even with a head_dim."""
+    """Whether transformers' config class refuses a hidden size that the number of heads does not divide, even if the
+    config states a head_dim."""
     square: bool = False
-    """Whether all heads together must be as wide as the hidden states, even with a head_dim."""
+    """Whether all heads together must be as wide as the hidden states, even if the config states a head_dim."""
 
     @property
     def kinds(self) -> Kinds:
-        """Return the components of the family's trees, for `Architecture.kinds`."""
+        """The components of the family's trees, for `Architecture.kinds`."""
         positions = {self.table} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
         lenses = [lens for lens in (self.layers, self.recurrent) if lens is not None]
@@ -111,10 +114,14 @@ class DecoderFamily:
         return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures, *others})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """Return the family of these trees.
+        """Return the family with these trees.
 
-        Unless `more` states them, the stacked parameters and the buffers of old files are those that most families
-        have.
+        Args:
+            name: the name of the family.
+            hf_class: the transformers class.
+            leaves: the tensors of checkpoints.
+            more: further fields of `Architecture`. The stacked parameters and the buffers of old files are by default
+                those that most families have.
         """
         stored = {leaf.checkpoint for leaf in leaves}
         longest = {"context": TABLE} if more.get("bounded") else {}
@@ -127,96 +134,111 @@ class DecoderFamily:
             "draw": lambda chosen: self.draw(chosen, more.get("stated", {}), **longest),
             "prefix": "model.",
             "dropped": () if more.get("prefix") else ROTARY_BUFFERS,
-            "stacked": STACKED if stored.issuperset(name for each in STACKED for name in each.checkpoint) else (),
+            "stacked": STACKED
+            if stored.issuperset(name for parameter in STACKED for name in parameter.checkpoint)
+            else (),
         }
         return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
-        """The tree of a config.
+        """Return the tree of a config.
 
         Args:
-            config: what is read.
-            more: values of roles that no field says, with two underscores for a dot.
+            config: the reader of the config.
+            more: values of roles that no field states, with two underscores for a dot.
 
         Raises:
-            ConfigError: a field of another type or range.
+            ConfigError: a field has the wrong type or is out of range.
         """
+        values, names = self._values(config, more)
+        tied, hidden = values["tied"], values["hidden"]
+        if config.outer is not None:  # in a composite model, the field of the whole model decides
+            tied = config.outer.boolean(names["tied"], tied)
+        norm = self.norm(size=hidden, eps=values["eps"], **_of_part(values, "norm"))
+        feed_forwards = self._feed_forwards(config, values, names)
+        attentions = self.attentions(config, values, _of_part(values, "attention"), _of_part(values, "norm"))
+        tables = (getattr(getattr(attention, "position", None), "table", None) for attention in attentions)
+        table = next((table(values["heads"]) for table in tables if table is not None), None)
+        return ModelSpec(
+            embedding=Embedding(
+                vocab_size=values["vocab"],
+                hidden_size=hidden,
+                norm=norm if self.embedding_norm else None,
+                **_of_part(values, "embedding"),
+            ),
+            positions=(
+                self.table(length=values["context"], size=hidden, **_of_part(values, "positions"))
+                if self.learned
+                else None
+            ),
+            relative_bias=table,
+            blocks=self._blocks(values, norm, attentions, feed_forwards),
+            final_norm=replace(norm, **_of_part(values, "final_norm")) if values.get("final_norm", True) else None,
+            head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **_of_part(values, "head")),
+            context_length=values["context"],
+        )
+
+    def _values(self, config: ConfigReader, more: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the values of all roles, and the config fields that have them. `more` is that of `read`."""
         values: dict[str, Any] = dict.fromkeys(("kv_heads", "head_dim", "intermediate", "context"))
         names: dict[str, str] = {}
         for outer in dict.fromkeys(name.rpartition(".")[0] for name in self.fields if "." in name):
             config.inner(outer).refuse(COMMON_REFUSED)
-        for name, each in self.fields.items():
-            roles = each.role.split()
+        for name, declared in self.fields.items():
+            roles = declared.role.split()
             names |= dict.fromkeys(roles, name)
-            values |= dict.fromkeys(roles, each.value(config, name))
-        hidden, count, context = (values[role] for role in ("hidden", "layers", "context"))
+            values |= dict.fromkeys(roles, declared.value(config, name))
         self.complete(config, values, names)
         fixed = {**self.fixed, **{role.replace("__", "."): value for role, value in more.items()}}
         values |= {role: value(values) if callable(value) else value for role, value in fixed.items()}
-        tied = values["tied"]
-        if config.outer is not None:  # of a composite model it is the whole that says so
-            tied = config.outer.boolean(names["tied"], tied)
+        return values, names
 
-        def of(part: str) -> dict[str, Any]:
-            """Return the values of a part's dotted roles. A scale of None is left out: the usual one applies."""
-            said = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
-            return {role.partition(".")[2]: value for role, value in said.items() if role.startswith(f"{part}.")}
-
-        norm = self.norm(size=hidden, eps=values["eps"], **of("norm"))
-
+    def _blocks(
+        self, values: Mapping[str, Any], norm: Any, attentions: Sequence[Any], feed_forwards: Sequence[Any]
+    ) -> tuple[Block, ...]:
+        """Return the blocks with these mixers. Equal blocks are the same object."""
         norms = self.norms(values) if callable(self.norms) else self.norms
-        dense = self.inner(
-            hidden_size=hidden,
-            intermediate_size=values["intermediate"] or 4 * hidden,
-            activation=values["activation"],
-            **of("feed_forward"),
-        )
+        normed = self.mixtures is not None and self.mixtures.normed
 
         @cache
         def layer(attention: Any, feed_forward: Any) -> Block:
             sublayers = []
             for slot, mixer in (("attention", attention), ("feed_forward", feed_forward)):
                 places = [name.removeprefix(f"{slot}_") for name in norms if name.startswith(slot)]
-                if self.mixtures is not None and self.mixtures.normed and hasattr(mixer, "expert"):
+                if normed and hasattr(mixer, "expert"):
                     places.append("output_norm")
-                sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
-            return Block(sublayers=tuple(sublayers), **of("block"))
+                sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **_of_part(values, "branch")))
+            return Block(sublayers=tuple(sublayers), **_of_part(values, "block"))
 
-        inner = [dense] * count
-        if self.mixtures is not None:
-            sparse = self.mixtures.sparse.get(config, values)
-            mixture = self._mixture(config, values, names, dense, of("mixture")) if any(sparse) else None
-            inner = [mixture if each else dense for each in sparse]
-        attentions = self.attentions(config, values, of("attention"), of("norm"))
-        tables = (getattr(getattr(each, "position", None), "table", None) for each in attentions)
-        table = next((each(values["heads"]) for each in tables if each is not None), None)
-        return ModelSpec(
-            embedding=Embedding(
-                vocab_size=values["vocab"],
-                hidden_size=hidden,
-                norm=norm if self.embedding_norm else None,
-                **of("embedding"),
-            ),
-            positions=self.table(length=context, size=hidden, **of("positions")) if self.learned else None,
-            relative_bias=table,
-            blocks=tuple(map(layer, attentions, inner)),
-            final_norm=replace(norm, **of("final_norm")) if values.get("final_norm", True) else None,
-            head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **of("head")),
-            context_length=context,
+        return tuple(map(layer, attentions, feed_forwards))
+
+    def _feed_forwards(self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str]) -> list[Any]:
+        """Return the feed-forward of every layer, which may be a mixture of experts."""
+        dense = self.inner(
+            hidden_size=values["hidden"],
+            intermediate_size=values["intermediate"] or 4 * values["hidden"],
+            activation=values["activation"],
+            **_of_part(values, "feed_forward"),
         )
+        if self.mixtures is None:
+            return [dense] * values["layers"]
+        sparse = self.mixtures.sparse.get(config, values)
+        mixture = self._mixture(config, values, names, dense) if any(sparse) else None
+        return [mixture if is_sparse else dense for is_sparse in sparse]
 
     def _mixture(
-        self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str], dense: Any, own: dict[str, Any]
+        self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str], dense: Any
     ) -> MixtureOfExperts:
-        """The mixture that the values of roles say, beside a dense feed-forward of theirs; `own` are its own fields."""
+        """Return the mixture of experts. Its experts are like the feed-forward `dense`, except for their width."""
         assert self.mixtures is not None
+        own = _of_part(values, "mixture")
         for role in ("experts", "top_k"):
             if own[role] is None:
                 raise config.fail(names[f"mixture.{role}"], None, "a positive integer")
         experts, top_k = own["experts"], own["top_k"]
         if top_k > experts:
-            told = names["mixture.experts"]
-            raise config.fail(names["mixture.top_k"], top_k, f"at most {experts}, the number of experts ({told})")
+            counted = names["mixture.experts"]
+            raise config.fail(names["mixture.top_k"], top_k, f"at most {experts}, the number of experts ({counted})")
         width = values.get("expert_size") or dense.intermediate_size
         expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
         size = values.get("shared_size") or width * (values.get("shared_experts") or 0)
@@ -230,7 +252,7 @@ class DecoderFamily:
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Add the values that follow from others. `names` maps roles to config fields, for error messages."""
+        """Add values that follow from other values. `names` maps roles to config fields, for error messages."""
         if values["head_dim"] is None:
             if values["hidden"] % values["heads"]:
                 wanted = f"a multiple of {names['heads']} ({values['heads']})"
@@ -246,7 +268,14 @@ class DecoderFamily:
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], norm: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """The attention of each layer: of the values of roles, and the fields of attention and of norms among them."""
+        """Return the attention of every layer.
+
+        Args:
+            config: the reader of the config.
+            values: the values of all roles.
+            own: the values of the roles of attention.
+            norm: the values of the roles of norms.
+        """
         heads, head_dim, count = values["heads"], values["head_dim"], values["layers"]
 
         def head_norm(count: int) -> Any:
@@ -271,29 +300,24 @@ class DecoderFamily:
             **own,
         }
         layers = ({},) * count if self.layers is None else self.layers.get(config, values)
-        found = [self.mixer(**{**shared, **each}) for each in layers]
+        mixers = [self.mixer(**{**shared, **fields}) for fields in layers]
         if self.recurrent is None:
-            return found
+            return mixers
         others = self.recurrent.get(config, values)
-        return [each if other is None else other for each, other in zip(found, others, strict=True)]
+        return [mixer if other is None else other for mixer, other in zip(mixers, others, strict=True)]
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """The config fields of a tree.
+        """Return the config fields of a tree.
 
         Raises:
-            CannotExpress: it has a component of another kind where the fields are about one, or sizes that
-                transformers refuses.
+            CannotExpress: the tree has a component of another kind than a field describes, or sizes that transformers
+                refuses.
         """
         if spec.head is None:
             raise CannotExpress("the model has no language model head, but this architecture has one")
         first = next((block for block in spec.blocks if block.mixer("attention") is not None), spec.blocks[0])
         attention = of_kind(first.attention, self.mixer)
-        inners: list[Any] = [block.feed_forward for block in spec.blocks]
-        mixture = next((each for each in inners if hasattr(each, "expert")), None)
-        dense = next((each for each in inners if not hasattr(each, "expert")), None)
-        if mixture is not None and dense is None:
-            apart = any("expert_size" in each.role.split() for each in self.fields.values())
-            dense = mixture.shared if apart and mixture.shared is not None else mixture.expert
+        dense, mixture = self._dense_and_mixture(spec)
         inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(
@@ -303,23 +327,10 @@ class DecoderFamily:
         norm: Any = next(iter(first.norms().values()), spec.final_norm)
         if norm is None:
             raise CannotExpress("the model has no norm after the last layer, but this architecture needs one")
-        sizes = {
-            "vocab": spec.vocab_size,
-            "hidden": spec.hidden_size,
-            "layers": len(spec.blocks),
-            "context": spec.context_length,
-            "tied": spec.tied,
-            "eps": norm.eps,
-            "intermediate": inner.intermediate_size,
-            "head_norms": attention.q_norm is not None,
-            "output_norms": first.sublayers[0].output_norm is not None,
-        }
-        if mixture is not None:
-            width, beside = mixture.intermediate_size, mixture.shared_size
-            sizes |= {"expert_size": width, "shared_size": beside, "shared_experts": beside // width}
-        ends = {"embedding": spec.embedding, "positions": spec.positions, "head": spec.head}
         parts = {
-            **ends,
+            "embedding": spec.embedding,
+            "positions": spec.positions,
+            "head": spec.head,
             "attention": attention,
             "position": getattr(attention, "position", None),
             "feed_forward": inner,
@@ -329,25 +340,9 @@ class DecoderFamily:
             "block": first,
             "mixture": mixture,
         }
-        fields: dict[str, Any] = {}
-        for name, each in self.fields.items():
-            role = each.role.split()[0]
-            part, _, inside = _ROLES.get(role, role).partition(".")
-            if mixture is None and (part == "mixture" or part in _MIXTURE):
-                continue  # no layer has what it is about
-            value = getattr(parts[part], inside) if inside and each.of is None else sizes.get(role)
-            if self.square and role == "head_dim" and each.default is None:
-                continue  # it is no other
-            if value is not None or each.default is not None or role != "context":
-                outer, _, name = name.rpartition(".")
-                into = fields.setdefault(outer, {}) if outer else fields
-                into[name] = each.written(value) if each.of is None else each.of(spec)
+        fields = self._written_fields(spec, parts)
         if self.rotary is not None:
-            mixers = (block.mixer("attention") for block in spec.blocks)
-            positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
-            none = Rotary(dim=attention.head_dim, base=self.rotary.base)
-            rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
-            fields |= write_rotary(rotary, attention.head_dim, self.rotary)
+            fields |= self._written_rotary(spec, attention.head_dim, self.rotary)
         if self.mixtures is not None:
             fields |= self.mixtures.sparse.put(spec)
         for lens in (self.layers, self.recurrent):
@@ -358,6 +353,60 @@ class DecoderFamily:
                 f"transformers needs the same value for these config fields, but the model needs {said}"
             )
         return {**fields, **self.written(spec)}
+
+    def _dense_and_mixture(self, spec: ModelSpec) -> tuple[Any, Any]:
+        """Return the first dense feed-forward and the first mixture of experts, or None for the latter.
+
+        If all layers are mixtures, the dense feed-forward is the expert, or the shared expert if experts have a width
+        of their own.
+        """
+        inners: list[Any] = [block.feed_forward for block in spec.blocks]
+        mixture = next((inner for inner in inners if hasattr(inner, "expert")), None)
+        dense = next((inner for inner in inners if not hasattr(inner, "expert")), None)
+        if mixture is not None and dense is None:
+            apart = any("expert_size" in declared.role.split() for declared in self.fields.values())
+            dense = mixture.shared if apart and mixture.shared is not None else mixture.expert
+        return dense, mixture
+
+    def _written_fields(self, spec: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the table for a tree with these components, by the part of a role that names them."""
+        mixture, first = parts["mixture"], parts["block"]
+        sizes = {
+            "vocab": spec.vocab_size,
+            "hidden": spec.hidden_size,
+            "layers": len(spec.blocks),
+            "context": spec.context_length,
+            "tied": spec.tied,
+            "eps": parts["norm"].eps,
+            "intermediate": parts["feed_forward"].intermediate_size,
+            "head_norms": parts["attention"].q_norm is not None,
+            "output_norms": first.sublayers[0].output_norm is not None,
+        }
+        if mixture is not None:
+            width, shared_size = mixture.intermediate_size, mixture.shared_size
+            sizes |= {"expert_size": width, "shared_size": shared_size, "shared_experts": shared_size // width}
+        fields: dict[str, Any] = {}
+        for name, declared in self.fields.items():
+            role = declared.role.split()[0]
+            part, _, inside = _ROLES.get(role, role).partition(".")
+            if mixture is None and (part == "mixture" or part in _MIXTURE):
+                continue  # the field describes mixtures, and the tree has none
+            value = getattr(parts[part], inside) if inside and declared.of is None else sizes.get(role)
+            if self.square and role == "head_dim" and declared.default is None:
+                continue  # the width follows from the hidden size
+            if value is not None or declared.default is not None or role != "context":
+                outer, _, name = name.rpartition(".")
+                into = fields.setdefault(outer, {}) if outer else fields
+                into[name] = declared.written(value) if declared.of is None else declared.of(spec)
+        return fields
+
+    def _written_rotary(self, spec: ModelSpec, head_dim: int, kind: RotaryKind) -> dict[str, Any]:
+        """Return the RoPE fields of the first layer that has positions. `head_dim` is the width of a head."""
+        mixers = (block.mixer("attention") for block in spec.blocks)
+        positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
+        none = Rotary(dim=head_dim, base=kind.base)
+        rotary = of_kind(next((position for position in positions if position is not None), none), Rotary)
+        return write_rotary(rotary, head_dim, kind)
 
     def draw_sizes(self, chosen: Random) -> Config:
         """Draw the sizes of a tree, by role. They fit together."""
@@ -390,9 +439,9 @@ class DecoderFamily:
         """Return a random legal config.
 
         Args:
-            chosen: what chooses.
+            chosen: the source of randomness.
             stated: the config fields that every file of the family states.
-            own: sizes by role that are other than the drawn ones.
+            own: sizes by role, which replace drawn ones.
         """
         sizes = self.draw_sizes(chosen)
         sizes = {**sizes, **self.sized(chosen, sizes), **own}
@@ -411,6 +460,12 @@ class DecoderFamily:
         return placed(config)
 
 
+def _of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return the values of a part's dotted roles. A scale of None is left out, so that the usual one applies."""
+    stated = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
+    return {role.partition(".")[2]: value for role, value in stated.items() if role.startswith(f"{part}.")}
+
+
 Decoder = DecoderFamily
 """The name that drafts of earlier versions import."""
 
@@ -418,6 +473,6 @@ _ROLES = {
     **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},
     "activation": "feed_forward.activation",
 }
-"""Plain roles that are fields of a part."""
+"""Plain roles that are fields of a component, as dotted roles."""
 
-_MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that are about mixtures alone
+_MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that only describe mixtures

@@ -1,7 +1,7 @@
-"""Random legal configs: what the draws of fields, lenses, kinds of RoPE and families have in common.
+"""Random legal configs: functions for drawing fields, lenses, kinds of RoPE and families.
 
-A drawn config is small and may be odd or useless, but transformers accepts it and computes with it. Every draw takes
-the `random.Random` that chooses, so a seed always gives the same config.
+A drawn config is small and may be strange or useless, but transformers accepts it and computes with it. Every draw gets
+a `random.Random`, so a seed always gives the same config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,17 @@ ROWS = (8, 24, 40, 64)
 """Widths for experts: torch's grouped product needs rows of a multiple of 16 bytes."""
 CONTEXTS = (16, 40, 256)
 TABLE = 256
-"""The context of models with a table of positions, which must be as long as any text of the tests."""
+"""The context length of models with a table of positions. No text in the tests may be longer."""
 WINDOWS = (1, 2, 3, 8, 17, 300)
 
 
 def sometimes(chosen: Random, fields: Config) -> Config:
-    """Return some of the fields, each with a probability of one half."""
+    """Return some of the fields. Every field is chosen with a probability of one half."""
     return {name: value for name, value in fields.items() if chosen.random() < 0.5}
 
 
 def among(*values: Any) -> Callable[[Random, Sizes], Any]:
-    """Return the draw of a field that has one of the values."""
+    """Return the draw of a field that has one of these values."""
     return lambda chosen, _sizes: chosen.choice(values)
 
 
@@ -40,7 +40,7 @@ def divisor(chosen: Random, number: int, most: int = 12) -> int:
 
 
 def kind_by_layer(chosen: Random, layers: int, *kinds: Any) -> list[Any]:
-    """Return a kind for each layer."""
+    """Return a random kind for every layer."""
     return [chosen.choice(kinds) for _ in range(layers)]
 
 

@@ -1,7 +1,7 @@
-"""What encoders have in common beside `decoder`'s table: attention in both directions, and what stands at either end.
+"""Encoders: `decoder`'s table with attention in both directions, and with their embeddings, heads and poolers.
 
-One family has trees of two kinds, by the class that config.json names: with the head of a masked language model, or
-without any, as sentence encoders and classifiers have them (`Architecture.base_class`).
+A family has two kinds of trees: with the head of a masked language model, or without a head, as in sentence encoders
+and classifiers (`Architecture.base_class`). The class that config.json names decides which.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ OF_BERT: dict[str, str | None] = {
     ),
     "architectures": None,
 }
-"""`Architecture.irrelevant` of BERT's kin, which read the class."""
+"""`Architecture.irrelevant` of families like BERT, which read `architectures`."""
 
 DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False, None), "gptkit supports this family only as an encoder, and a decoder has causal attention"),
@@ -58,17 +58,17 @@ DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
         "gptkit does not support relative position embeddings for this family",
     ),
 }
-"""Fields that BERT's kin refuse beside the common ones."""
+"""Fields that families like BERT refuse, in addition to the common ones."""
 
 ALWAYS_TIED = {"tied": True}
-"""`DecoderFamily.fixed` beside these of families that refuse a head of its own."""
+"""Part of `DecoderFamily.fixed` for families that refuse an untied head."""
 
 TIED = {
     "tie_word_embeddings": ((True, None), "an untied head has two biases in this family, only one of which is used")
 }
 
 TASKS = ("classifier.", "qa_outputs.")
-"""How names begin of what stands on hidden states for another task than to fill in masked tokens."""
+"""The prefixes of tensors of heads for other tasks than filling in masked tokens."""
 
 
 BOTH_WAYS: dict[str, Any] = {
@@ -83,13 +83,7 @@ BOTH_WAYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Encoder(DecoderFamily):
-    """What is the same in all trees of a family of encoders.
-
-    masked: the classes whose trees have a head. first_norm: whether a norm stands behind all that is embedded. types:
-    the field that says how many types of tokens there are, and what is assumed, where there is a table of them.
-    pooled: whether trees without a head have a pooler, unless files lack it. transform: what its config says of what is
-    before the head, where it is not the layers' activation, or has no bias.
-    """
+    """The properties that all trees of a family of encoders share."""
 
     inner: type[Any] = FeedForward
     norm: type[Any] = LayerNorm
@@ -98,10 +92,16 @@ class Encoder(DecoderFamily):
     rotary: Any = None
     learned: bool = True
     masked: tuple[str, ...] = ()
+    """The transformers classes whose trees have a head."""
     first_norm: bool = True
+    """Whether there is a norm on the sum of all embeddings."""
     types: tuple[str, int] | None = ("type_vocab_size", 2)
+    """The config field with the number of token types, and its default. None: there is no table of token types."""
     pooled: bool = False
+    """Whether trees without a head have a pooler, unless the files lack it."""
     transform: Callable[[ConfigReader], Mapping[str, Any]] = lambda _: {}
+    """Returns fields of the transform before the head that differ from the usual ones: the activation of the layers,
+    and a bias."""
 
     @property
     def kinds(self) -> Kinds:
@@ -117,8 +117,8 @@ class Encoder(DecoderFamily):
         if not isinstance(classes, list) or not classes or not {*map(str, classes)}.isdisjoint(self.masked):
             own: Any = of_kind(spec.blocks[0].feed_forward, self.inner)
             transform = {"activation": own.activation, "bias": True, **self.transform(config)}
-            made = HeadTransform(hidden_size=hidden, norm=norm, **transform)
-            ends = {"head": replace(spec.has_head(), transform=made)}
+            before_head = HeadTransform(hidden_size=hidden, norm=norm, **transform)
+            ends = {"head": replace(spec.has_head(), transform=before_head)}
         elif self.pooled:
             ends["pooler"] = Pooler(hidden_size=hidden, activation="tanh")
         return replace(
@@ -135,7 +135,7 @@ class Encoder(DecoderFamily):
         )
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config; the arguments are those of `DecoderFamily.draw`."""
+        """Return a random legal config. The arguments are those of `DecoderFamily.draw`."""
         headless = self.masked[0].replace("ForMaskedLM", "Model")
         types = {} if self.types is None else sometimes(chosen, {self.types[0]: chosen.choice((1, 3))})
         config = {**super().draw(chosen, stated, **own), **types}
@@ -147,15 +147,15 @@ class Encoder(DecoderFamily):
             return {**super().write(spec), **types}
         usual = Head(vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, tied=True)
         fields = super().write(replace(spec, head=usual, pooler=None))
-        about = {name for name, each in self.fields.items() if each.role.startswith("head.")}
-        return {**{name: value for name, value in fields.items() if name not in about}, **types}
+        of_head = {name for name, declared in self.fields.items() if declared.role.startswith("head.")}
+        return {**{name: value for name, value in fields.items() if name not in of_head}, **types}
 
 
 _B, LAYER = "blocks.{layer}.", "bert.encoder.layer.{layer}."
 
 
 def layers_of(layer: str) -> tuple[Leaf, ...]:
-    """Return the leaves of BERT's layers, whose checkpoint names begin with `layer`."""
+    """Return the leaves of BERT's layers. Their checkpoint names begin with `layer`."""
     return leaves_of(
         {
             layer + "attention.self.query": _B + "attention.q_proj",
@@ -171,7 +171,7 @@ def layers_of(layer: str) -> tuple[Leaf, ...]:
 
 
 def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
-    """Return the leaves of BERT's embeddings."""
+    """Return the leaves of BERT's embeddings. Their checkpoint names begin with `prefix`."""
     return leaves_of(
         {
             prefix + "embeddings.word_embeddings": "embedding",

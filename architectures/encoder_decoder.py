@@ -1,4 +1,4 @@
-"""What encoder-decoders have in common: two stacks, each read from a table as `decoder`'s, of one config.json."""
+"""Encoder-decoders: two stacks in one config.json, which are read and written by two tables like `decoder`'s."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -21,26 +21,29 @@ OF_BOTH: dict[str, Any] = {
 """`Architecture.refused` of encoder-decoders."""
 
 GENERATION = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "task_specific_params"), "generation")
-"""`Architecture.irrelevant` of encoder-decoders beside their own."""
+"""Part of `Architecture.irrelevant` of encoder-decoders."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """What is the same in all trees of a family of encoder-decoders: its two tables. Cross-attention has the sizes,
-    biases and norms of the decoder's own attention. first_norm: whether a norm as in the layers is on all that is
-    embedded, in either stack.
+    """The properties that all trees of a family of encoder-decoders share.
+
+    Cross-attention has the sizes, biases and norms of the decoder's self-attention.
     """
 
     encoder: DecoderFamily
+    """The table of the encoder."""
     decoder: DecoderFamily
+    """The table of the decoder."""
     first_norm: bool = False
+    """Whether there is a norm on the sum of all embeddings, in both stacks."""
     kinds: Kinds = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", self.encoder.kinds | self.decoder.kinds | {CrossAttention})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """Return the family of these trees. `more` are fields of `Architecture` other than the usual ones."""
+        """Return the family with these trees. `more` are further fields of `Architecture`."""
         usual = {
             "model_types": (name,),
             "hf_config": hf_class.replace("ForConditionalGeneration", "Config"),
@@ -58,11 +61,11 @@ class EncoderDecoder:
         return {**drawn[0], **drawn[1]}
 
     def read(self, config: ConfigReader) -> ModelSpec:
-        """Read the tree of a config. Raises ConfigError for a field of another type or range."""
+        """Return the tree of a config. Raises ConfigError if a field has the wrong type or is out of range."""
         encoder, decoder = self.encoder.read(config), self.decoder.read(config)
         blocks = {block: _across(block) for block in dict.fromkeys(decoder.blocks)}
         first = [
-            next(iter(each.blocks[0].norms().values())) if self.first_norm else None for each in (encoder, decoder)
+            next(iter(stack.blocks[0].norms().values())) if self.first_norm else None for stack in (encoder, decoder)
         ]
         table = replace(encoder.embedding, shared=True)
         return replace(
@@ -73,14 +76,17 @@ class EncoderDecoder:
         )
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the config fields of a tree. Raises CannotExpress for one stack, or for other components."""
+        """Return the config fields of a tree. Raises CannotExpress if it has no encoder, or other components."""
         encoder = spec.encoder
         if encoder is None:
             raise CannotExpress("the model has no encoder, but this architecture needs one")
         table = replace(encoder.embedding, shared=False)
         head = None if spec.head is None else replace(spec.head, vocab_size=encoder.vocab_size)
         alone = tuple(
-            replace(block, sublayers=tuple(each for each in block.sublayers if each.mixer.slot != CrossAttention.slot))
+            replace(
+                block,
+                sublayers=tuple(sublayer for sublayer in block.sublayers if sublayer.mixer.slot != CrossAttention.slot),
+            )
             for block in spec.blocks
         )
         first = self.encoder.write(replace(encoder, head=head, embedding=table))

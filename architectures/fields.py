@@ -1,7 +1,7 @@
-"""Config fields: what each says of a tree, how it is read, and how it is written.
+"""Config fields: their place in the tree, and how they are read and written.
 
-A table maps the name of a field in config.json to a `Field`. `USUAL` has those of LlamaConfig; a family's table is
-`USUAL` with other defaults and with further fields.
+A table maps the name of a field in config.json to a `Field`. `USUAL` has the fields of LlamaConfig. The table of a
+family is `USUAL` with other defaults and with further fields.
 """
 
 import math
@@ -22,8 +22,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "swish": "silu",
 }
-"""transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
-parameters of their own: prelu, and xielu, which a family names where it has it."""
+"""transformers' names in ACT2FN -> ours. If a value has several names, the first is written. Activations with
+parameters are missing: prelu, and xielu, which the family that has it adds."""
 
 
 _ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
@@ -38,8 +38,8 @@ def name_of(activation: Activation) -> str:
 
 def activation_named(config: ConfigReader, name: str, default: str) -> Activation:
     """Read the activation that a field names."""
-    found: Activation = config.choice(name, default, ACTIVATIONS)
-    return found
+    activation: Activation = config.choice(name, default, ACTIVATIONS)
+    return activation
 
 
 def same(value: Any) -> Any:
@@ -59,8 +59,8 @@ class Field(NamedTuple):
     write: Callable[[Any], Any] = same
     """Turns the tree's value into the file's."""
     of: Callable[[ModelSpec], Any] | None = None
-    """`of(spec)` returns the file's value, if the role is no place in the tree but the family's own ("own.pre_norm").
-    Other roles follow from it in `DecoderFamily.fixed`."""
+    """`of(spec)` returns the file's value if the role is not a place in the tree ("own.pre_norm").
+    `DecoderFamily.fixed` then computes other roles from it."""
     draw: Callable[[Random, Sizes], Any] | None = None
     """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide."""
 
@@ -70,21 +70,21 @@ class Field(NamedTuple):
         config = config.inner(outer) if outer else config
         read = self.read or READERS.get(self.role)
         if read is None:
-            read = next((each for kind, each in _BY_DEFAULT if isinstance(self.default, kind)), None)
+            read = next((read for kind, read in _BY_DEFAULT if isinstance(self.default, kind)), None)
         if read is None:
             read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
         return read(config, name, self.default)
 
     def written(self, value: Any) -> Any:
-        """Return the file's value of the tree's."""
+        """Return the value for the file, given the tree's value."""
         return name_of(value) if self.role.split()[0] == "activation" and self.write is same else self.write(value)
 
     def drawn(self, name: str, chosen: Random, sizes: Sizes) -> Config:
-        """Return the field with a random legal value, or nothing where only the default is sure to be legal.
+        """Return the field with a random legal value, or an empty config if no other value is certain to be legal.
 
         Args:
             name: the field's name in config.json.
-            chosen: what chooses.
+            chosen: the source of randomness.
             sizes: the drawn values by role, which have to fit together.
         """
         role = self.role.split()[0]
@@ -110,7 +110,7 @@ _Value = TypeVar("_Value")
 
 
 def size(role: str, default: int, *values: int) -> Field:
-    """Return a field that is a positive integer; `values` are those that are drawn."""
+    """Return a field that is a positive integer. A draw chooses one of `values`."""
     return Field(role, default, draw=among(*(values or ODD)))
 
 
@@ -152,12 +152,12 @@ def read_fields(table: Fields, config: ConfigReader) -> dict[str, Any]:
 
 
 def write_fields(table: Fields, component: Any) -> Config:
-    """Return the config fields of a component whose attributes are the roles of the table."""
+    """Return the config fields of a component. The roles of the table are attributes of the component."""
     return {name: field.written(getattr(component, field.role)) for name, field in table.items()}
 
 
 def draw_fields(table: Fields, chosen: Random, sizes: Sizes) -> Config:
-    """Draw the fields of a table: sizes always, others with a probability of 0.7."""
+    """Draw the fields of a table. Sizes are always drawn, other fields with a probability of 0.7."""
     config: Config = {}
     for name, field in table.items():
         drawn = field.drawn(name, chosen, sizes)
@@ -172,7 +172,7 @@ def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> 
 
 
 def same_in_all_layers(config: ConfigReader, name: str, default: int) -> int | None:
-    """Read the number of experts of every layer, or a list with this number for each layer."""
+    """Read the number of experts in all layers. It may also be a list with the same number for every layer."""
     value = config.raw(name, default)
     layers = config.layers("num_hidden_layers", 32)
     if isinstance(value, list) and len(value) == layers and len({str(number) for number in value}) == 1:
@@ -181,7 +181,7 @@ def same_in_all_layers(config: ConfigReader, name: str, default: int) -> int | N
 
 
 def none_or_more(config: ConfigReader, name: str, default: int) -> int:
-    """Read a whole number from 0."""
+    """Read an integer of at least 0."""
     value = config.raw(name, default)
     if type(value) is not int or not 0 <= value < 2**31:
         raise config.fail(name, value, "an integer from 0")
@@ -229,7 +229,7 @@ def is_scaled(multiplier: float) -> bool:
 
 
 def _inverse(config: ConfigReader, name: str, default: float) -> float:
-    """Return the factor of the logits, which config.json gives as a divisor."""
+    """Return the factor of the logits. config.json has its inverse, a divisor."""
     divisor = config.number(name, default)
     if 1 / divisor > FLOAT32_MAX:
         raise config.fail(name, divisor, "a number whose inverse is in the range of float32")
@@ -258,7 +258,7 @@ def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
 
 
 def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
-    """Return a field whose string stands for a value in the tree. Of two strings for a value the first is written.
+    """Return a field whose string stands for a value in the tree. If a value has two strings, the first is written.
 
     Writing raises CannotExpress for a value without a string.
     """
@@ -310,14 +310,14 @@ BIASED = dict.fromkeys(
 """`DecoderFamily.fixed` of families whose linears in layers all have biases."""
 
 
-PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: before each sub-layer
+PRE = ("attention_norm", "feed_forward_norm")  # `DecoderFamily.norms` of blocks with a norm before every sub-layer
 
 
 ATTENTION_BIAS = Field("attention.qkv_bias attention.output_bias", False)
 MLP_BIAS = Field("feed_forward.up_bias feed_forward.down_bias", False)
 LOGITS_DIVISOR = Field("head.multiplier", 1.0, _inverse, lambda factor: float(f"{1 / factor:.14g}"))
 WINDOW = Field("attention.window", 4096, ConfigReader.optional_integer)
-"""A sliding window of all layers; absent means the default, and null means none."""
+"""A sliding window in all layers. If the field is absent it has the default width, and if it is null there is none."""
 GROUPED_EXPERTS: Fields = {
     "n_group": Field("mixture.groups", 1),
     "topk_group": Field("mixture.top_groups", 1),
@@ -325,9 +325,9 @@ GROUPED_EXPERTS: Fields = {
     "routed_scaling_factor": Field("mixture.multiplier", 1.0),
     "num_experts_per_tok": Field("mixture.top_k", 8),
 }
-"""The fields of DeepSeek-V3 about the choice of experts."""
+"""DeepSeek-V3's fields for the choice of experts."""
 
-# --- values of roles that no field says: `DecoderFamily.fixed` ---
+# --- values of roles that no field states: `DecoderFamily.fixed` ---
 
 ROUNDED_ROUTER: dict[str, Any] = {"mixture.rounded": True}
 SIGMOID_ROUTER: dict[str, Any] = {
@@ -337,13 +337,13 @@ SIGMOID_ROUTER: dict[str, Any] = {
     "mixture.in_order": False,
     "mixture.wide_choice": True,
 }
-"""How DeepSeek-V3 and its followers choose experts."""
+"""The choice of experts in DeepSeek-V3 and the families that follow it."""
 
-# --- where a block has its norms: `DecoderFamily.norms` ---
+# --- the norms of a block: `DecoderFamily.norms` ---
 
 OUTPUT_NORMS = ("attention_output_norm", "feed_forward_output_norm")
-"""Each sub-layer's output is normalised before it is added to the residual stream (OLMo 2)."""
+"""A norm on the output of every sub-layer, before it is added to the residual stream (OLMo 2)."""
 AROUND = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
-"""A norm before each sub-layer and one on its output (Gemma 2)."""
+"""A norm before every sub-layer and one on its output (Gemma 2)."""
 SUM_NORMS = ("attention_sum_norm", "feed_forward_sum_norm")
-"""Post-norm: the sum of each sub-layer's input and output is normalised (BERT)."""
+"""Post-norm: a norm on the sum of a sub-layer's input and output (BERT)."""

@@ -1,11 +1,11 @@
-"""ggml's element types: their numbers, and how many elements share a block of how many bytes. Plain data."""
+"""ggml's element types: their numbers, and the sizes of their blocks in elements and bytes. This file is plain data."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """An element type: its name, and how many elements share a block of how many bytes."""
+    """An element type: its name, and the size of its blocks in elements and in bytes."""
 
     name: str
     block: int

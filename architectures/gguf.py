@@ -1,9 +1,10 @@
-"""llama.cpp's model architectures in GGUF files: their tensors as leaves, their metadata as each family's config.json.
+"""llama.cpp's model architectures in GGUF files: their tensors as leaves, and their metadata as a family's config.json.
 
-A GGUF file names an architecture ("llama", "gpt2", …), says its sizes under that prefix (`llama.block_count`) and
-holds tensors under llama.cpp's own names (`blk.0.attn_q.weight`). What each is in a family's words is a row of
-`gguf_table`. A tree is written and read back: where the two trees differ, GGUF has no place for the difference. Tensors
-that stand for numbers of the tree (`rope_freqs.weight`) are `extras`.
+A GGUF file names an architecture ("llama", "gpt2", …), states the sizes under that prefix (`llama.block_count`) and
+contains tensors under llama.cpp's own names (`blk.0.attn_q.weight`). A row of `gguf_table` maps them to the names and
+fields of a family. To find out whether GGUF can express a tree, gptkit writes the tree and reads it back: GGUF has no
+place for a difference between the two trees. Tensors that encode numbers of the tree (`rope_freqs.weight`) are
+`extras`.
 """
 
 from dataclasses import dataclass, field
@@ -21,38 +22,37 @@ from .obstacles import first_of
 
 
 def gguf_rows(name: object) -> list[GgufArchitecture]:
-    """The families of llama.cpp's architecture of that name. Raises UnknownFamily."""
-    found = [row for row in GGUF.values() if row.name == name]
-    if not found:
+    """Return the rows of llama.cpp's architecture `name`, one for every family. Raises UnknownFamily."""
+    rows = [row for row in GGUF.values() if row.name == name]
+    if not rows:
         known = ", ".join(dict.fromkeys(row.name for row in GGUF.values()))
         raise UnknownFamily(f"gptkit does not support the GGUF architecture {shown(name)}", f"known: {known}")
-    return found
+    return rows
 
 
 def gguf_architecture(facts: GgufFacts) -> GgufArchitecture:
-    """The family of a file. Raises UnknownFamily."""
-    found = gguf_rows(facts.name)
-    return next((row for row in found if row.fits(facts)), found[-1])
+    """Return the row that a file belongs to. Raises UnknownFamily."""
+    rows = gguf_rows(facts.name)
+    return next((row for row in rows if row.fits(facts)), rows[-1])
 
 
 def gguf_keeps(family: str, windowed: bool) -> bool:
-    """Whether one of the architectures here is written for a family's models, and has windows where these have some."""
+    """Return whether gptkit can write a family's models as GGUF, with sliding windows if `windowed`."""
     return any(family in kind.written and (kind.windows is not None or not windowed) for kind in GGUF.values())
 
 
 @dataclass(frozen=True)
 class _Expressed:
-    """A tree in GGUF's terms.
-
-    metadata: its keys with the architecture's prefix (integers are uint32, floats float32); `general.architecture` is
-        left to the writer.
-    leaves: the tensors; extras: further fp32 tensors by name, [n] each, that stand for numbers of the tree.
-    """
+    """A tree as the contents of a GGUF file."""
 
     architecture: GgufArchitecture
     metadata: dict[str, Value]
+    """The keys with the architecture's prefix. Integers are stored as uint32, floats as float32. The writer adds
+    `general.architecture`."""
     leaves: list[BoundLeaf]
+    """The tensors."""
     extras: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Further fp32 tensors of one dimension, by name, that encode numbers of the tree."""
     notes: tuple[str, ...] = ()
 
 
@@ -62,31 +62,32 @@ _ROUNDED = (
 
 
 def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
-    """Return a tree as llama.cpp reads it, `family`'s architecture tried before the others.
+    """Return a tree as the contents of a GGUF file. The architectures for `family` are tried before the others.
 
-    YaRN is written although llama.cpp always truncates its ramp (ggml_rope_yarn_corr_dims), with a note: gpt-oss is
-    released untruncated, and every GGUF of it is of this kind.
+    llama.cpp always truncates YaRN's ramp (ggml_rope_yarn_corr_dims). Trees without truncation are written all the
+    same, with a note: gpt-oss was released untruncated, and all GGUF files of it have this difference.
 
-    Raises CannotExpress: none of llama.cpp's architectures here computes this tree; the message says what is in the
-    way, and names the family first where no architecture is written for it.
+    Raises:
+        CannotExpress: no architecture in `gguf_table` computes this tree. The message lists the differences, and names
+            the family first if no architecture is written for it.
     """
     before, spec = spec, spec.mapped(_truncated)
     kinds = sorted(GGUF.values(), key=lambda kind: family not in kind.written)
-    found, refused = first_of(kinds, spec, clear=("rounding",))
-    if found is None:
+    expression, refused = first_of(kinds, spec, clear=("rounding",))
+    if expression is None:
         if family in kinds[0].written:
             raise refused[0].refusal()
-        error = min(refused, key=lambda each: each.weight).refusal()
-        whose = "a model that was not read from a transformers architecture" if family is None else family
+        error = min(refused, key=lambda refusal: refusal.weight).refusal()
+        model = "a model that was not read from a transformers architecture" if family is None else family
         error.message = (
-            f"gptkit cannot write {whose} as GGUF. The most similar llama.cpp architecture differs: {error.message}"
+            f"gptkit cannot write {model} as GGUF. The most similar llama.cpp architecture differs: {error.message}"
         )
         raise error
-    kind = cast("GgufArchitecture", found.target)
+    kind = cast("GgufArchitecture", expression.target)
     notes = () if spec == before else (_ROUNDED,)
     return _Expressed(kind, kind.metadata(spec), kind.bind(spec), kind.extras(spec), notes)
 
 
 def _truncated(node: Component, _: str) -> Component:
-    """Return a scaling whose ramp may be truncated as one whose ramp is."""
+    """Return the component, with a truncated ramp if it is a YaRN scaling."""
     return msgspec.structs.replace(node, truncate=True) if getattr(node, "truncate", True) is False else node

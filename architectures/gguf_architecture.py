@@ -20,9 +20,9 @@ from .layout import Shape
 from .obstacles import Kinds, of_kind
 from .rope import USUAL_ROTARY, RotaryKind, write_rotary
 
-Made = Callable[[GgufFacts], Any]  # computes a field of config.json that has no key
+FieldOfFile = Callable[[GgufFacts], Any]  # computes a field of config.json that has no key
 
-_Told = Callable[[Mapping[str, Any]], Value | None]  # computes the value of a key from a config.json
+_KeyOfConfig = Callable[[Mapping[str, Any]], Value | None]  # computes the value of a key from a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
 """Suffixes of matrices that llama.cpp's converter writes as fp32, like all tensors of one dimension."""
@@ -55,21 +55,21 @@ class GgufArchitecture:
     """The family that files are read as, by default the one with the same name."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Keys -> the values that llama.cpp assumes if a file lacks them. All other keys are required."""
-    always: Mapping[str, Value | _Told] = field(default_factory=dict)
+    always: Mapping[str, Value | _KeyOfConfig] = field(default_factory=dict)
     """Keys -> their constant value, or a function that computes it from a config.json."""
-    assumed: Mapping[str, Any | Made] = field(default_factory=dict)
+    assumed: Mapping[str, Any | FieldOfFile] = field(default_factory=dict)
     """Fields without a key -> their value, or a function that computes it from a file."""
     biases: Mapping[str, str] = field(default_factory=dict)
-    """Fields that say whether there are biases -> the tensor of the first layer that then has one."""
-    told: tuple[str, ...] = ()
+    """Fields that say whether there are biases -> the tensor of the first layer that has a bias in that case."""
+    signs: tuple[str, ...] = ()
     """Keys that a file has only if it is of this family. Integers in `always` must agree, too. Rows with these keys
-    precede other rows of the same name.
+    come before other rows of the same name.
     """
     rotary: RotaryKind | None = USUAL_ROTARY
     """How the family's config.json describes rotary positions. None if it has none."""
     by_kind: bool = False
-    """Whether layers with a window have their own entry in `rope_parameters`. It is unscaled, and its base is a key if
-    `absent` has that key.
+    """Whether layers with a window have their own entry in `rope_parameters`. It is unscaled, and the file states its
+    base if `absent` has the key.
     """
     divisors: tuple[str, ...] = ()
     """The rope scalings that llama.cpp reads from a tensor."""
@@ -94,7 +94,7 @@ class GgufArchitecture:
 
     @property
     def reads(self) -> str:
-        """The family that files are read as."""
+        """The family as which files are read."""
         return self.family or self.name
 
     @property
@@ -120,7 +120,7 @@ class GgufArchitecture:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Tensors that the tree does not need."""
+        """The tensors of a file that the tree does not need."""
         return () if self.rotary is None else _ROPE_BUFFERS
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
@@ -132,7 +132,7 @@ class GgufArchitecture:
     def fits(self, facts: GgufFacts) -> bool:
         """Return whether a file of this architecture is of this family."""
         fixed = {key: value for key, value in self.always.items() if isinstance(value, int)}
-        return all(facts.raw(key) is not None for key in self.told) and all(
+        return all(facts.raw(key) is not None for key in self.signs) and all(
             facts.raw(key) in (None, value) for key, value in fixed.items()
         )
 
@@ -143,31 +143,40 @@ class GgufArchitecture:
                 "expert_count", facts.raw("expert_count"), "no such field: this architecture has no experts"
             )
         width = None if self.latent else facts.head_dim(only=WIDTH not in {**self.fields, **self.always})
+        config = self._read_fields(facts, width)
+        config |= {name: f"blk.0.{tensor}.bias" in facts.shapes for name, tensor in self.biases.items()}
+        if self.windows is not None:
+            config |= self._read_windows(facts, self.windows(facts.layers))
+        if self.rotary is not None:
+            config |= self._read_rotary(facts, width)
+        for name, value in self.assumed.items():
+            _put(config, name, value(facts) if callable(value) else value)
+        self._check_constants(facts, config)
+        return config
+
+    def _read_fields(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
+        """Return the fields of a config.json that have a key, and those that the tensors show."""
         absent = {"attention.head_count_kv": facts.raw("attention.head_count"), WIDTH: width, **self.absent}
-        found: dict[str, Any] = {"vocab_size": facts.vocab_size}
-        found["tie_word_embeddings"] = facts.tied if self.tied is None else self.tied
+        config: dict[str, Any] = {"vocab_size": facts.vocab_size}
+        config["tie_word_embeddings"] = facts.tied if self.tied is None else self.tied
         for key, name in self.fields.items():
             default = (absent[key](facts) if callable(absent[key]) else absent[key],) if key in absent else ()
             value = facts.layers if key == "block_count" else facts.value(key, *default)
             if value is not None:
-                _put(found, name, value)
-        found |= {name: f"blk.0.{tensor}.bias" in facts.shapes for name, tensor in self.biases.items()}
-        if self.windows is not None:
-            found |= self._read_windows(facts, self.windows(facts.layers))
-        if self.rotary is not None:
-            found |= self._read_rotary(facts, width)
-        for name, value in self.assumed.items():
-            _put(found, name, value(facts) if callable(value) else value)
+                _put(config, name, value)
+        return config
+
+    def _check_constants(self, facts: GgufFacts, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the value of a key in `always` is not the one that follows from the config."""
         for key, value in self.always.items():
-            wanted, stated = value(found) if callable(value) else value, facts.raw(key)
+            wanted, stated = value(config) if callable(value) else value, facts.raw(key)
             if isinstance(wanted, list) and type(stated) in (bool, int):  # one value for all layers
                 stated = [stated] * len(wanted)
             if stated is not None and not (stated == wanted or _is_close(stated, wanted)):
                 raise facts.fail(key, stated, shown(wanted))
-        return found
 
     def _read_windows(self, facts: GgufFacts, every: int | None) -> dict[str, Any]:
-        """Each layer's, by the pattern that a file states or llama.cpp assumes."""
+        """Return the config fields of the windows, from the pattern that the file states or llama.cpp assumes."""
         layers, pattern = facts.layers, facts.raw(PATTERN)
         width = facts.value(WINDOW, *((None,) if self.unwindowed or every == 0 else ()))
         if every == 0 or width is None:
@@ -177,15 +186,15 @@ class GgufArchitecture:
             every = facts.integer(PATTERN, every)
             sliding = [(layer + 1) % every != 0 for layer in range(layers)]
         sliding = sliding if isinstance(sliding, list) else []
-        if len(sliding) != layers or any(type(each) is not bool for each in sliding):
+        if len(sliding) != layers or any(type(has_window) is not bool for has_window in sliding):
             raise facts.fail(
                 PATTERN, pattern, f"a list of {layers} booleans, or N if every N-th layer has full attention"
             )
-        types = ["sliding_attention" if each else "full_attention" for each in sliding]
+        types = ["sliding_attention" if has_window else "full_attention" for has_window in sliding]
         return {"sliding_window": width, "layer_types": types}
 
     def _read_rotary(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
-        """What config.json says of positions, `width` that of a head."""
+        """Return the config fields of the positions. `width` is that of a head."""
         assert self.rotary is not None
         dim = facts.integer("rope.dimension_count", width)
         if not self.rotary.part and width is not None:
@@ -196,13 +205,13 @@ class GgufArchitecture:
             local = facts.number(LOCAL_BASE, self.absent[LOCAL_BASE]) if LOCAL_BASE in self.absent else base
             kinds = {"full_attention": {"rope_theta": base, **(scaling or {"rope_type": "default"})}}
             return {"rope_parameters": {**kinds, "sliding_attention": {"rope_theta": local, "rope_type": "default"}}}
-        found = write_rotary(Rotary(dim=dim, base=base), width or dim, self.rotary)
-        return found if scaling is None else {**found, "rope_scaling": scaling}
+        fields = write_rotary(Rotary(dim=dim, base=base), width or dim, self.rotary)
+        return fields if scaling is None else {**fields, "rope_scaling": scaling}
 
     # --- a tree -> metadata ---
 
     def metadata(self, spec: ModelSpec) -> dict[str, Value]:
-        """The metadata of a tree, keys with the architecture's prefix. Raises CannotExpress."""
+        """Return the metadata of a tree. The keys have the architecture's prefix. Raises CannotExpress."""
         if self.square:
             attention = of_kind(spec.blocks[0].attention, Attention)
             if attention.heads * attention.head_dim != spec.hidden_size:
@@ -211,22 +220,22 @@ class GgufArchitecture:
                     f"but it is {spec.hidden_size}"
                 )
         config = self.architecture.write(spec)
-        found: dict[str, Value | None] = {key: _get(config, name) for key, name in self.fields.items()}
+        values: dict[str, Value | None] = {key: _get(config, name) for key, name in self.fields.items()}
         if WIDTH in self.fields:
-            found["attention.value_length"] = found[WIDTH]
-        found |= {key: value(config) if callable(value) else value for key, value in self.always.items()}
+            values["attention.value_length"] = values[WIDTH]
+        values |= {key: value(config) if callable(value) else value for key, value in self.always.items()}
         if self.windows is not None:
-            found |= self._write_windows(config, self.windows(len(spec.blocks)))
+            values |= self._write_windows(config, self.windows(len(spec.blocks)))
         if self.rotary is not None:
-            full, local = _turned(spec)
-            found |= write_rope(full, config.get("rope_scaling") if self.latent else None) if full is not None else {}
+            full, local = _rotaries(spec)
+            values |= write_rope(full, config.get("rope_scaling") if self.latent else None) if full is not None else {}
             if LOCAL_BASE in self.absent and local is not None:
-                found[LOCAL_BASE] = local.base
-        return {f"{self.name}.{key}": value for key, value in found.items() if value is not None}
+                values[LOCAL_BASE] = local.base
+        return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
 
     def _write_windows(self, config: Mapping[str, Any], every: int | None) -> dict[str, Value | None]:
-        """The window, and which layers have one where that is not what llama.cpp assumes."""
-        sliding = [each == "sliding_attention" for each in config["layer_types"]]
+        """Return the keys of the window, and of the layers that have one unless llama.cpp assumes the same layers."""
+        sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
         if every == 0 or (self.unwindowed and not any(sliding)):
             return {}
         usual = every is not None and sliding == [(layer + 1) % every != 0 for layer in range(len(sliding))]
@@ -234,7 +243,7 @@ class GgufArchitecture:
 
     def extras(self, spec: ModelSpec) -> dict[str, tuple[float, ...]]:
         """Return tensors that encode numbers of the tree, such as rope factors."""
-        return {} if self.rotary is None else rope_tensors(_turned(spec)[0], self.divisors)
+        return {} if self.rotary is None else rope_tensors(_rotaries(spec)[0], self.divisors)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """Write a tree and return the tree that the file is read as. Raises CannotExpress, ConfigError.
@@ -245,8 +254,8 @@ class GgufArchitecture:
         shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
         shapes |= {name: (len(values),) for name, values in extras.items()}
         stored = {key: fp32(value) if isinstance(value, float) else value for key, value in self.metadata(spec).items()}
-        found, _ = self.spec_of(GgufFacts(self.name, stored, shapes, lambda name: tuple(map(fp32, extras[name]))))
-        back: ModelSpec = _as_before(spec, _as_stored(spec), found)
+        tree, _ = self.spec_of(GgufFacts(self.name, stored, shapes, lambda name: tuple(map(fp32, extras[name]))))
+        back: ModelSpec = _as_before(spec, _as_stored(spec), tree)
         return back
 
     def spec_of(self, facts: GgufFacts) -> tuple[ModelSpec, dict[str, Any]]:
@@ -264,9 +273,9 @@ class GgufArchitecture:
 
 
 def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json completed by these fields, also inside of objects.
+    """Return a config.json with these fields added where it lacks them, also inside of objects.
 
-    transformers requires them in some families (DBRX's `attn_config.rope_theta`).
+    transformers requires some of them (DBRX's `attn_config.rope_theta`).
     """
     both = {
         name: {**value, **config[name]}
@@ -307,32 +316,31 @@ def shifted(spec: ModelSpec) -> set[str]:
     return {f"{path}.weight" for path, node in nodes if isinstance(node, Norm) and node.gain == "1 + weight"}
 
 
-def _turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
+def _rotaries(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
     """Return the rotary positions of layers without a window (or else of those with one), and of layers with one."""
-    found: dict[bool, Rotary] = {}
+    rotaries: dict[bool, Rotary] = {}
     for block in spec.blocks:
         if block.attention.position is not None:
             rotary = of_kind(block.attention.position, Rotary)
-            found.setdefault(block.attention.window is not None, rotary)
-    return found.get(False, found.get(True)), found.get(True)
+            rotaries.setdefault(block.attention.window is not None, rotary)
+    return rotaries.get(False, rotaries.get(True)), rotaries.get(True)
 
 
-def _as_before(spec: Any, stored: Any, found: Any) -> Any:
-    """Return a tree that was read, with the values of the original where it equals `stored` up to fp32 rounding."""
-    if isinstance(found, Component) and type(spec) is type(stored) is type(found):
-        names = found.__struct_fields__
-        fields = {name: _as_before(*(getattr(each, name) for each in (spec, stored, found))) for name in names}
-        return type(found)(**fields)
-    if isinstance(found, tuple) and isinstance(stored, tuple) and len(stored) == len(found):
-        return tuple(_as_before(*each) for each in zip(spec, stored, found, strict=True))
-    return spec if stored == found or _is_close(stored, found) else found
+def _as_before(spec: Any, stored: Any, read: Any) -> Any:
+    """Return the tree `read`, with the values of `spec` where it equals `stored` up to fp32 rounding."""
+    if isinstance(read, Component) and type(spec) is type(stored) is type(read):
+        names = read.__struct_fields__
+        fields = {name: _as_before(*(getattr(tree, name) for tree in (spec, stored, read))) for name in names}
+        return type(read)(**fields)
+    if isinstance(read, tuple) and isinstance(stored, tuple) and len(stored) == len(read):
+        return tuple(_as_before(*trees) for trees in zip(spec, stored, read, strict=True))
+    return spec if stored == read or _is_close(stored, read) else read
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:
     """Return the tree with equivalent values as GGUF returns them."""
-    context = (
-        spec.context_length or spec.hidden_size
-    )  # BLOOM may have none, and then the converter uses the hidden size
+    # BLOOM may have no context length, and then llama.cpp's converter writes the hidden size.
+    context = spec.context_length or spec.hidden_size
     blocks = []
     for block in spec.blocks:
         attention = block.attention

@@ -1,4 +1,4 @@
-"""What a GGUF file's header says about its model, with every number typed and bounded. No numpy."""
+"""Typed access to the header of a GGUF file, with bounds on every number. It does not import numpy."""
 
 import math
 import struct
@@ -16,36 +16,35 @@ _DRAFTS = "nextn_predict_layers"
 
 @dataclass(frozen=True)
 class GgufFacts:
-    """A header's contents.
-
-    name: general.architecture, the prefix of the keys that its methods take without it.
-    metadata: every key; an array is a list. shapes: every tensor's, as numpy has them (GGUF writes them reversed).
-    floats: the values of a tensor that stands for numbers of the tree, such as rope_freqs.weight.
-    """
+    """The contents of a header."""
 
     name: str
+    """general.architecture, and the prefix of keys. The methods take keys without it."""
     metadata: Mapping[str, Any]
+    """All keys. Arrays are lists."""
     shapes: Mapping[str, Shape]
+    """The shapes of all tensors, in numpy's order of dimensions. GGUF writes them in the opposite order."""
     floats: Callable[[str], tuple[float, ...]]
+    """Returns the values of a tensor that encodes numbers of the tree, such as rope_freqs.weight."""
 
     def raw(self, key: str) -> Any:
-        """The value, None where there is none; a list of equal numbers, one a layer, counts as one of them."""
+        """Return the value of a key, or None. A list of equal values, one per layer, is returned as a single value."""
         value = self.metadata.get(f"{self.name}.{key}")
         if isinstance(value, list) and value and all(type(v) is type(value[0]) and v == value[0] for v in value):
             return value[0]
         return value
 
     def fail(self, key: str, value: Any, wanted: str) -> ConfigError:
-        """The error for a value that is not what it should be."""
+        """Return the error for an invalid value."""
         return ConfigError(f"GGUF metadata: {self.name}.{key} is {shown(value)}, expected {wanted}")
 
     def require(self, key: str, value: Any, wanted: Any) -> None:
-        """Raise ConfigError where a value is not the only one that is understood."""
+        """Raise ConfigError unless a value is the only one that gptkit supports."""
         if value != wanted:
             raise self.fail(key, value, shown(wanted))
 
     def integer(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-        """A positive integer; required when there is no default."""
+        """Return a positive integer. The key is required if there is no default."""
         value = self.raw(key)
         if value is None and default is not None:
             return default
@@ -54,7 +53,7 @@ class GgufFacts:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero, as the shortest decimal that is this fp32."""
+        """Return a finite number above zero, as the shortest decimal that rounds to the stored fp32 value."""
         value = self.raw(key)
         if value is None and default is not None:
             return default
@@ -63,7 +62,7 @@ class GgufFacts:
         return shortest(float(value))
 
     def value(self, key: str, *default: Any) -> Any:
-        """A number from 0, or a boolean; required when there is no default."""
+        """Return a number of at least 0, or a boolean. The key is required if there is no default."""
         value = self.raw(key)
         if value is None and default:
             return default[0]
@@ -83,7 +82,7 @@ class GgufFacts:
 
     @property
     def layers(self) -> int:
-        """block_count, less those that draft tokens: no more layers than there are tensors."""
+        """The number of layers without those that draft tokens. It is at most the number of tensors."""
         count, drafts = self.integer("block_count", most=min(MAX_LAYERS, max(1, len(self.shapes)))), self.drafts
         if drafts >= count:
             raise self.fail(_DRAFTS, drafts, f"fewer than block_count ({count})")
@@ -91,12 +90,12 @@ class GgufFacts:
 
     @property
     def drafts(self) -> int:
-        """How many layers behind the last draft tokens."""
+        """The number of extra layers after the last one, which draft tokens."""
         return 0 if self.raw(_DRAFTS) in (None, 0) else self.integer(_DRAFTS)
 
     @property
     def vocab_size(self) -> int:
-        """The rows of the token table; what the metadata say must agree."""
+        """The number of rows of the token embedding. The metadata must agree."""
         shape = self.shapes.get("token_embd.weight", ())
         if len(shape) != 2:
             raise ConfigError("GGUF: token_embd.weight is missing or does not have two dimensions")
@@ -105,11 +104,11 @@ class GgufFacts:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the token table."""
+        """Whether the head is tied to the token embedding."""
         return "output.weight" not in self.shapes
 
     def head_dim(self, *, only: bool = False) -> int:
-        """The width of a head, which is hidden / heads where it is not said; `only`: it can be nothing else."""
+        """Return the width of a head, by default hidden size / heads. With `only`, no other width is allowed."""
         hidden, heads = self.integer("embedding_length"), self.integer("attention.head_count")
         key = "attention.key_length"
         stated = self.integer(key) if self.raw(key) is not None else None
@@ -124,7 +123,7 @@ class GgufFacts:
 
 
 def fp32(value: float) -> float:
-    """A number as fp32 holds it. Raises ConfigError where it holds none near."""
+    """Return a number rounded to fp32. Raises ConfigError if it is too large."""
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError as error:
@@ -133,7 +132,7 @@ def fp32(value: float) -> float:
 
 
 def shortest(value: float) -> float:
-    """The number with the fewest decimal digits among those that fp32 rounds to `value`: 1e-05, not 9.99999975e-06."""
+    """Return the shortest decimal that fp32 rounds to `value`: 1e-05, not 9.99999975e-06."""
     try:
         if fp32(value) != value:
             return value

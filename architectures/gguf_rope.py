@@ -1,9 +1,11 @@
-"""Rotary scaling in GGUF: metadata for linear and YaRN, a tensor of divisors for Llama 3.1 and LongRoPE.
+"""Rotary scaling in GGUF: metadata for linear scaling and YaRN, a tensor of divisors for Llama 3.1 and LongRoPE.
+
+For Llama 3.1's scaling, a file has only the divisor of every frequency. `fit_llama3` computes parameters that give
+these divisors. It sets low_freq_factor to 1, since multiplying both factors and the original context by the same number
+changes nothing.
 
 Source: llama.cpp, llama-model.cpp (load_hparams), llama-context.cpp (YaRN's factor of cos and sin: `attn_factor` times
-1 + 0.1 ln(factor)), conversion/llama.py (rope_freqs.weight). Of Llama 3.1's scaling the file keeps only what each pair
-is divided by; `fit_llama3` finds numbers that give these divisors again, with low_freq_factor 1, since scaling both
-factors and the original context alike changes nothing.
+1 + 0.1 ln(factor)), conversion/llama.py (rope_freqs.weight).
 """
 
 import math
@@ -20,15 +22,23 @@ from .rope import PART, write_rotary
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _FREQS, LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _MAX_PAIRS = 2**16
-_STILL = 1e30  # the divisor of a pair that does not turn
+_STILL = 1e30  # the divisor of a pair that RoPE does not rotate
 
 
 def read_scaling(
     facts: GgufFacts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
 ) -> dict[str, Any] | None:
-    """config.json's rope_scaling of positions of this width and base. `divisors` are the scalings of which llama.cpp
-    reads a tensor in such files, "llama3" or "longrope"; of `latent` attention see `_scaled_scores`. Raises
-    ConfigError: a scaling that is not known, or a tensor that is none.
+    """Return `rope_scaling` of config.json.
+
+    Args:
+        facts: the header of the file.
+        dim: the number of dimensions of a head that RoPE rotates.
+        base: the base of RoPE.
+        divisors: the scalings that llama.cpp reads from a tensor in such files: "llama3", "longrope" or "proportional".
+        latent: whether attention is latent, see `_scaled_scores`.
+
+    Raises:
+        ConfigError: the scaling is unknown, or its tensor is missing or malformed.
     """
     kind = facts.string("rope.scaling.type", "linear")
     key = "rope.scaling.factor" if facts.raw("rope.scaling.factor") is not None else "rope.scale_linear"
@@ -36,11 +46,7 @@ def read_scaling(
     original = facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
-    for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
-        if name in facts.shapes and not {*scalings} & {*divisors}:
-            raise ConfigError(
-                f"GGUF: the file has the tensor {name}, which llama.cpp ignores for the architecture {facts.name}"
-            )
+    _refuse_ignored_tensors(facts, divisors)
     if LONG in facts.shapes or _SHORT in facts.shapes:
         return {
             "rope_type": "longrope",
@@ -54,10 +60,10 @@ def read_scaling(
     if "proportional" in divisors:
         return _read_proportional(_values(facts, _FREQS, dim))
     if _FREQS in facts.shapes:
-        found = _values(facts, _FREQS, dim)
+        factors = _values(facts, _FREQS, dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
             raise ConfigError(f"GGUF: {_FREQS} together with rope.scaling.type {kind} is not supported")
-        return _said(Rotary(dim=dim, base=base, scaling=fit_llama3(found, base))) or None
+        return _scaling_fields(Rotary(dim=dim, base=base, scaling=fit_llama3(factors, base))) or None
     if kind == "yarn":
         yarn = _read_yarn(facts, factor, original)
         return {**yarn, **_scaled_scores(facts)} if latent else yarn
@@ -66,8 +72,17 @@ def read_scaling(
     return {"rope_type": "linear", "factor": factor}
 
 
+def _refuse_ignored_tensors(facts: GgufFacts, divisors: Collection[str]) -> None:
+    """Raise ConfigError if a file has a tensor of divisors that llama.cpp does not read."""
+    for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
+        if name in facts.shapes and not {*scalings} & {*divisors}:
+            raise ConfigError(
+                f"GGUF: the file has the tensor {name}, which llama.cpp ignores for the architecture {facts.name}"
+            )
+
+
 def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
-    """Of positions some pairs of which never turn: their divisors are as good as infinite."""
+    """Return the scaling of which some pairs are not rotated: their divisors are practically infinite."""
     turning = [value for value in divisors if value < _STILL / 10]
     if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
         raise ConfigError(
@@ -75,15 +90,19 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
         )
     if turning == divisors and turning[:1] == [1]:
         return None
-    # The half is for the floor that transformers takes.
+    # transformers rounds the number of pairs down, so half a pair is added.
     part = (len(turning) + 0.5) / len(divisors) if len(turning) < len(divisors) else 1.0
     factor = {"factor": turning[0]} if turning else {}
     return {"rope_type": "proportional", PART: part, **factor}
 
 
 def _scaled_scores(facts: GgufFacts) -> dict[str, float]:
-    """What DeepSeek's rope_scaling says beside YaRN: `mscale_all_dim`, by which scores are multiplied, and then cos and
-    sin are not. Raises ConfigError: a file without it, of which llama.cpp multiplies both.
+    """Return the fields that DeepSeek's rope_scaling has in addition to YaRN's.
+
+    `mscale_all_dim` is a factor of the attention scores. With it, cos and sin have no factor.
+
+    Raises:
+        ConfigError: the file has no such factor, so llama.cpp would multiply cos and sin.
 
     Source: llama-context.cpp and models/deepseek2.cpp, [TAG_DEEPSEEK2_YARN_LOG_MUL_FIX].
     """
@@ -92,23 +111,23 @@ def _scaled_scores(facts: GgufFacts) -> dict[str, float]:
 
 
 def _read_yarn(facts: GgufFacts, factor: float, original: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
         "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
     }
-    if facts.raw(_LOG_MULTIPLIER) is not None:  # DeepSeek's mscale_all_dim, its mscale taken as 1
+    if facts.raw(_LOG_MULTIPLIER) is not None:  # DeepSeek's mscale_all_dim; gptkit assumes an mscale of 1
         ratio = _yarn_mscale(factor) / (1 + (_yarn_mscale(factor) - 1) * facts.number(_LOG_MULTIPLIER))
-        return {**found, "attention_factor": facts.number("rope.scaling.attn_factor", 1.0) * ratio}
-    # convert_hf_to_gguf.py writes transformers' attention_factor, the whole of it, under a key that llama.cpp does not
-    # read for these architectures; what it reads is a further factor.
+        return {**fields, "attention_factor": facts.number("rope.scaling.attn_factor", 1.0) * ratio}
+    # convert_hf_to_gguf.py writes the whole attention_factor of transformers under a key that llama.cpp does not read
+    # for these architectures. The key that llama.cpp reads is a factor in addition to YaRN's own.
     if facts.raw("rope.scaling.yarn_attn_factor") is not None:
-        found["attention_factor"] = facts.number("rope.scaling.yarn_attn_factor")
+        fields["attention_factor"] = facts.number("rope.scaling.yarn_attn_factor")
     elif facts.raw("rope.scaling.attn_factor") is not None:
-        found["attention_factor"] = facts.number("rope.scaling.attn_factor") * _yarn_mscale(factor)
-    return found
+        fields["attention_factor"] = facts.number("rope.scaling.attn_factor") * _yarn_mscale(factor)
+    return fields
 
 
 def _values(facts: GgufFacts, name: str, head_dim: int) -> list[float]:
@@ -121,61 +140,64 @@ def _values(facts: GgufFacts, name: str, head_dim: int) -> list[float]:
 
 
 def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[str, Value | None]:
-    """The metadata of a rotary component; what it cannot say, reading it back will show. `latent` is config.json's
-    rope_scaling where attention is latent.
+    """Return the metadata of a rotary component.
+
+    GGUF cannot express every component. The caller reads the metadata back to find differences.
+
+    Args:
+        rotary: the component.
+        latent: `rope_scaling` of config.json if attention is latent.
     """
-    found: dict[str, Value | None] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
-    said = _said(rotary)
-    kind = said.get("rope_type")
+    metadata: dict[str, Value | None] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
+    scaling = _scaling_fields(rotary)
+    kind = scaling.get("rope_type")
     if kind in ("linear", "yarn", "longrope"):
-        found["rope.scaling.type"] = kind
+        metadata["rope.scaling.type"] = kind
     if kind in ("linear", "yarn"):
-        found["rope.scaling.factor"] = said["factor"]
+        metadata["rope.scaling.factor"] = scaling["factor"]
     if kind in ("yarn", "longrope"):
-        found["rope.scaling.original_context_length"] = said["original_max_position_embeddings"]
-        usual = _yarn_mscale(said["factor"]) if kind == "yarn" and latent is None else 1.0
-        if kind == "longrope" or said["attention_factor"] != usual:
-            found["rope.scaling.attn_factor"] = said["attention_factor"] / usual
+        metadata["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+        usual = _yarn_mscale(scaling["factor"]) if kind == "yarn" and latent is None else 1.0
+        if kind == "longrope" or scaling["attention_factor"] != usual:
+            metadata["rope.scaling.attn_factor"] = scaling["attention_factor"] / usual
     if kind == "yarn" and latent is not None and latent.get("mscale_all_dim"):
-        found[_LOG_MULTIPLIER] = 0.1 * latent["mscale_all_dim"]
-    return found
+        metadata[_LOG_MULTIPLIER] = 0.1 * latent["mscale_all_dim"]
+    return metadata
 
 
-def _said(position: Any) -> dict[str, Any]:
-    """What config.json says of a position's scaling; nothing of one that has none."""
-    return (
-        (write_rotary(position, position.dim)["rope_scaling"] or {})
-        if getattr(position, "scaling", None) is not None
-        else {}
-    )
+def _scaling_fields(position: Any) -> dict[str, Any]:
+    """Return `rope_scaling` of config.json for positions, without fields if they have no scaling."""
+    if getattr(position, "scaling", None) is None:
+        return {}
+    return write_rotary(position, position.dim)["rope_scaling"] or {}
 
 
 def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope")) -> dict[str, tuple[float, ...]]:
-    """The tensors that positions need beside their metadata, their values in fp64; see `read_scaling`."""
-    said = _said(position)
+    """Return the tensors that positions need in addition to their metadata, with fp64 values; see `read_scaling`."""
+    scaling = _scaling_fields(position)
     if "proportional" in divisors and position is not None:
         pairs = position.dim // 2
-        turning = position.scaling.turning if said.get("rope_type") == "proportional" else pairs
-        return {_FREQS: (float(said.get("factor", 1.0)),) * turning + (_STILL,) * (pairs - turning)}
-    if said.get("rope_type") not in divisors:
+        turning = position.scaling.turning if scaling.get("rope_type") == "proportional" else pairs
+        return {_FREQS: (float(scaling.get("factor", 1.0)),) * turning + (_STILL,) * (pairs - turning)}
+    if scaling.get("rope_type") not in divisors:
         return {}
-    if said["rope_type"] == "llama3":
+    if scaling["rope_type"] == "llama3":
         return {_FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
-    return {LONG: tuple(said["long_factor"]), _SHORT: tuple(said["short_factor"])}
+    return {LONG: tuple(scaling["long_factor"]), _SHORT: tuple(scaling["short_factor"])}
 
 
 def _yarn_mscale(factor: float) -> float:
-    """What YaRN multiplies cos and sin with unless told otherwise (2309.00071, section 3.4)."""
+    """Return YaRN's default factor of cos and sin (2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
 def _wavelengths(base: float, pairs: int) -> list[float]:
-    """Each pair's wavelength, in tokens."""
+    """Return the wavelength of every pair, in tokens."""
     return [2 * math.pi * base ** (pair / pairs) for pair in range(pairs)]
 
 
 def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[float]:
-    """What each pair's frequency is divided by."""
+    """Return the divisor of every pair's frequency."""
     low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor
     divisors = []
     for wavelength in _wavelengths(base, pairs):
@@ -191,7 +213,7 @@ def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[flo
 
 
 def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
-    """The scaling that gives these divisors, None where all are 1. Raises ConfigError: there is none."""
+    """Return the scaling that has these divisors, or None if all are 1. Raises ConfigError if no scaling has them."""
     factor = shortest(max(divisors, default=1.0))
     if all(value == 1 for value in divisors):
         return None
@@ -201,17 +223,19 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
         if not (1 < high < math.inf and 1 <= original < 2**31):
             continue
         try:
-            found = Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=high, original_context=original)
+            scaling = Llama3Scaling(
+                factor=factor, low_freq_factor=1.0, high_freq_factor=high, original_context=original
+            )
         except ConfigError:
             continue
-        again = llama3_divisors(found, base, len(divisors))
+        again = llama3_divisors(scaling, base, len(divisors))
         if all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(again, divisors, strict=True)):
-            return found
+            return scaling
     raise ConfigError(f"GGUF: no parameters of Llama 3.1's RoPE scaling give the values of {_FREQS}")
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:
-    """(high_freq_factor, original context) that may have made the divisors: the usual ones, then what they solve to."""
+    """Return pairs (high_freq_factor, original context) that may give the divisors: common ones, then solutions."""
     usual = [(4.0, 8192), *((4.0, 2**power) for power in range(6, 18))]
     waves = _wavelengths(base, len(divisors))
     ramp = [
@@ -220,7 +244,7 @@ def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple
         if 1 < v < factor
     ]
     if len(ramp) > 1:
-        # smooth = original / ((high - 1) wavelength) - 1 / (high - 1): two points of a line
+        # smooth = original / ((high - 1) wavelength) - 1 / (high - 1) is a line, and two points determine it.
         (wave, smooth), (other, less) = ramp[0], ramp[-1]
         slope = (smooth - less) / (1 / wave - 1 / other)
         offset = slope / wave - smooth
@@ -231,7 +255,7 @@ def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple
     if ramp:
         ((wave, smooth),) = ramp
         return [*usual, *((high, _nearest(wave * (smooth * (high - 1) + 1))) for high in (4.0, 2.0, 8.0, 16.0, 1.5))]
-    # No pair between: any original context between the two wavelengths, and a narrow ramp.
+    # No pair is on the ramp: any original context between the two wavelengths fits, with a narrow ramp.
     slow = [wave for wave, value in zip(waves, divisors, strict=True) if value == factor]
     original = max(1, math.ceil(min(slow)) - 1)
     return [*usual, *((high, original) for high in (4.0, 2.0, 1.5, 1.1, 1.01))]
@@ -242,7 +266,7 @@ def _nearest(value: float) -> int:
 
 
 def refitted(position: Any) -> Any:
-    """The positions with Llama 3.1's numbers as they are found again from their divisors."""
+    """Return the positions with the parameters of Llama 3.1's scaling that `fit_llama3` computes from the divisors."""
     divisors = [shortest(fp32(value)) for value in rope_tensors(position).get(_FREQS, ())]
     try:
         if divisors:

@@ -1,7 +1,9 @@
-"""llama.cpp's architectures as data: which tensors a file has, and which metadata say which field of config.json.
+"""llama.cpp's architectures as data: the tensors of their files, and the config.json field of every metadata key.
 
-Source: llama.cpp, conversion/*.py (what is written), src/models/*.cpp and llama-model.cpp (what is read, and what is
-assumed where nothing is said). What a row does not say of biases, windows or divisors llama.cpp does not compute.
+llama.cpp computes no biases, windows or divisors except those that a row names.
+
+Source: llama.cpp, conversion/*.py (the keys and tensors that are written), src/models/*.cpp and llama-model.cpp (those
+that are read, and their defaults).
 """
 
 import math
@@ -9,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Leaf, qkv
-from .gguf_architecture import LOCAL_BASE, PATTERN, WIDTH, WINDOW, GgufArchitecture, Made
+from .gguf_architecture import LOCAL_BASE, PATTERN, WIDTH, WINDOW, FieldOfFile, GgufArchitecture
 from .gguf_facts import GgufFacts
 from .latent import DOWN, UP
 from .layout import Layout
@@ -80,35 +82,35 @@ _GROUPS = {
     "latent": "attn_q attn_q_a attn_q_a_norm attn_q_b attn_kv_a_mqa attn_kv_a_norm attn_output",
     "mixture": "ffn_gate_inp experts",
     "shared": "ffn_gate_shexp ffn_up_shexp ffn_down_shexp",
-    "dense_beside": "ffn_norm=feed_forward.dense_norm ffn_gate=feed_forward.dense.gate_proj"
+    "dense_next_to_experts": "ffn_norm=feed_forward.dense_norm ffn_gate=feed_forward.dense.gate_proj"
     " ffn_up=feed_forward.dense.up_proj ffn_down=feed_forward.dense.down_proj"
     " ffn_gate_inp=feed_forward.mixture.router",
 }
-"""Modules that often stand together."""
+"""Groups of modules that many architectures have."""
 
 
 def _experts_of(suffix: str) -> tuple[Leaf, ...]:
-    """The weights or biases of all experts, one tensor for each of their three."""
+    """Return the leaves of the weights or biases of experts: a tensor of all experts for gate, up and down."""
     shapes = {"gate": "intermediate hidden", "up": "intermediate hidden", "down": "hidden intermediate"}
     return tuple(
         Leaf(
             f"{_T}ffn_{name}_exps.{suffix}",
             f"{_B}feed_forward.experts.{{expert}}.{name}_proj.{suffix}",
-            Layout(f"experts {shape if suffix == 'weight' else shape.split()[0]}", each="experts"),
+            Layout(f"experts {shape if suffix == 'weight' else shape.split()[0]}", stack="experts"),
         )
         for name, shape in shapes.items()
     )
 
 
-def _read_together(there: str, inner: str, axes: str, each: str | None = None) -> Leaf:
-    """One tensor of what gates and what feeds."""
+def _read_together(there: str, inner: str, axes: str, expert_axis: str | None = None) -> Leaf:
+    """Return the leaf of a tensor that contains the gate and up projections."""
     names = (f"{_B}feed_forward.{inner}gate_proj.weight", f"{_B}feed_forward.{inner}up_proj.weight")
-    return Leaf(f"{_T}{there}.weight", names, Layout(axes, split="part", parts=("1", "1"), each=each))
+    return Leaf(f"{_T}{there}.weight", names, Layout(axes, split="part", parts=("1", "1"), stack=expert_axis))
 
 
 def _experts_together(mixture: str = "") -> tuple[Leaf, ...]:
-    """The weights of all experts, one tensor for what reads them and one for what they write."""
-    expert, layout = f"{mixture}experts.{{expert}}.", Layout("experts hidden intermediate", each="experts")
+    """Return the leaves of the weights of all experts: a tensor for gate and up, and one for down."""
+    expert, layout = f"{mixture}experts.{{expert}}.", Layout("experts hidden intermediate", stack="experts")
     return (
         _read_together("ffn_gate_up_exps", expert, "experts (part intermediate) hidden", "experts"),
         Leaf(_T + "ffn_down_exps.weight", f"{_B}feed_forward.{expert}down_proj.weight", layout),
@@ -122,7 +124,7 @@ _FUSED = tuple(
     for suffix, pattern in (("weight", "(slot head_dim) hidden"), ("bias", "(slot head_dim)"))
 )
 _APART = {
-    # llama.cpp rotates neighbouring rows of some models, transformers row i with row i + half.
+    # llama.cpp rotates neighbouring rows in some models. transformers rotates row i with row i + half.
     "permuted": tuple(
         Leaf(
             f"{_T}attn_{x}.{suffix}",
@@ -132,10 +134,10 @@ _APART = {
         for x, heads in (("q", "heads"), ("k", "kv_heads"))
         for suffix, rest in (("weight", " hidden"), ("bias", ""))
     ),
-    # All queries, then all keys, then all values, whatever the family's own order.
+    # llama.cpp stores all queries, then all keys, then all values. The family may have another order.
     "fused": _FUSED,
     "attn_qkv": _FUSED[:1],
-    # A norm of every head's own: one tensor, of two dimensions.
+    # Every head has a norm of its own. They are stored as one tensor of two dimensions.
     "by_head": tuple(
         Leaf(f"{_T}attn_{x}_norm.weight", f"{_B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
         for x, n in (("q", "heads"), ("k", "kv_heads"))
@@ -149,7 +151,7 @@ _APART = {
         ),
     ),
     "attn_kv_b": (Leaf(_T + "attn_kv_b.weight", (_KEYS, _VALUES), UP),),
-    # Keys are turned, so that queries can be multiplied by them.
+    # The projection of keys is transposed, so that queries can be multiplied by it.
     "absorbed": (
         Leaf(_T + "attn_k_b.weight", _KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
         Leaf(_T + "attn_v_b.weight", _VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
@@ -168,7 +170,7 @@ _APART = {
     "experts": _experts_of("weight"),
     "experts_biases": _experts_of("bias"),
     "experts_together": _experts_together(),
-    "mixture_beside": (
+    "experts_next_to_dense": (
         Leaf(_T + "ffn_gate_inp.scale", _B + "feed_forward.mixture.router_norm.weight"),
         Leaf(_T + "ffn_down_exps.scale", _B + "feed_forward.mixture.expert_scale.weight"),
         *_experts_together("mixture."),
@@ -177,25 +179,28 @@ _APART = {
     "exp_probs_b": (Leaf(_T + "exp_probs_b", _B + "feed_forward.choice.bias"),),
     "xielu": tuple(Leaf(f"{key}.{{layer}}", f"{_B}feed_forward.activation.{key[6:]}") for key in _XIELU),
 }
-"""What lies otherwise than ours."""
+"""The leaves of modules whose tensors have another layout than ours."""
 
 
 def _leaves(modules: str) -> tuple[Leaf, ...]:
-    """The tensors of modules, or of groups of them. With + llama.cpp reads their biases too; behind = is what one is
-    here, where that is not what it is elsewhere.
+    """Return the leaves of modules.
+
+    Args:
+        modules: names of modules, or of groups in `_GROUPS`, separated by spaces. "name+" has biases too. "name=ours"
+            is the module that the family calls `ours`, for names that usually mean another module.
     """
-    found: list[Leaf] = []
-    for each in modules.split():
-        name, biased = each.removesuffix("+"), each.endswith("+")
+    leaves: list[Leaf] = []
+    for word in modules.split():
+        name, biased = word.removesuffix("+"), word.endswith("+")
         if name in _GROUPS:
-            found += _leaves(" ".join(module + "+" * biased for module in _GROUPS[name].split()))
+            leaves += _leaves(" ".join(module + "+" * biased for module in _GROUPS[name].split()))
         elif name in _APART:
-            found += _APART[name]
+            leaves += _APART[name]
         else:
             there, _, here = name.partition("=")
             theirs, ours = (there, _ENDS[there]) if there in _ENDS else (_T + there, _B + (here or _NAMES[there]))
-            found += [Leaf(f"{theirs}.{each}", f"{ours}.{each}") for each in ("weight", "bias")[: 1 + biased]]
-    return tuple(found)
+            leaves += [Leaf(f"{theirs}.{suffix}", f"{ours}.{suffix}") for suffix in ("weight", "bias")[: 1 + biased]]
+    return tuple(leaves)
 
 
 # --- metadata ---
@@ -211,7 +216,7 @@ _SIZES = {
 
 
 def _sizes(*without: str) -> dict[str, str]:
-    """The keys of a model's sizes but for some."""
+    """Return the keys of a model's sizes, except those in `without`."""
     return {key: name for key, name in _SIZES.items() if key not in without}
 
 
@@ -221,58 +226,64 @@ _USUAL = {**_SIZES, **_RMS, **_GIVEN}
 
 
 def _layer_norm(name: str) -> dict[str, str]:
-    """The key of layer norms' eps."""
+    """Return the key of the eps of LayerNorms."""
     return {"attention.layer_norm_epsilon": name}
 
 
 def _experts(count: str = "num_experts", chosen: str = "num_experts_per_tok", width: str = "") -> dict[str, str]:
-    """The keys of a mixture's numbers, and of its experts' width where that is not a dense layer's."""
-    found = {"expert_count": count, "expert_used_count": chosen}
-    return {**found, "expert_feed_forward_length": width} if width else found
+    """Return the keys of a mixture's numbers, and of the width of its experts if it is not that of a dense layer."""
+    keys = {"expert_count": count, "expert_used_count": chosen}
+    return {**keys, "expert_feed_forward_length": width} if width else keys
 
 
-def _layers_without(step: int) -> Made:
-    """SmolLM3's `no_rope_layers`: 0 for one layer of so many, which has no positions."""
+def _layers_without(step: int) -> FieldOfFile:
+    """Return the function for SmolLM3's `no_rope_layers`: 0 for every `step`-th layer, which has no positions."""
     return lambda facts: [int((layer + 1) % step != 0) for layer in range(facts.layers)]
 
 
 def _every(number: int | None) -> Any:
-    """That one layer of so many has no window, whatever the number of layers; None: files have to say which."""
+    """Return `windows` for architectures in which every N-th layer has no window. None: files list the layers."""
     return lambda _: number
 
 
 def _field_of(name: str, factor: str = "") -> Any:
-    """What makes a key's value of a config.json: a field of it, or the product of two; nothing where it lacks one."""
+    """Return the function that computes a key from a config.json: a field, or the product of two fields.
 
-    def made(config: Mapping[str, Any]) -> Any:
-        found = [config.get(each) for each in (name, factor) if each]
-        return None if None in found else math.prod(found)
+    The result is None if the config lacks one of the fields.
+    """
 
-    return made
+    def product(config: Mapping[str, Any]) -> Any:
+        values = [config.get(field) for field in (name, factor) if field]
+        return None if None in values else math.prod(values)
+
+    return product
 
 
-def _whole(key: str, *default: Any) -> Made:
-    """What makes a field of a file: a key's value."""
+def _whole(key: str, *default: Any) -> FieldOfFile:
+    """Return the function that reads a config field from a key of a file."""
     return lambda facts: facts.value(key, *default)
 
 
 def _dense_first(facts: GgufFacts) -> list[str]:
-    """Which layers have a mixture: those behind so many."""
+    """Return `mlp_layer_types`: the layers after the first `leading_dense_block_count` are mixtures."""
     first = facts.value("leading_dense_block_count", 0)
     return ["dense" if layer < first else "sparse" for layer in range(facts.layers)]
 
 
 def _bases(facts: GgufFacts) -> list[float]:
-    """The base of each layer's positions, 0 where a file says that it has none."""
+    """Return the base of the positions of every layer, or 0 for a layer without positions."""
     base, pattern = facts.number("rope.freq_base", 10_000.0), facts.raw("attention.rope_pattern")
-    turned = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
-    if not isinstance(turned, list) or len(turned) != facts.layers:
+    rotary_layers = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
+    if not isinstance(rotary_layers, list) or len(rotary_layers) != facts.layers:
         raise facts.fail("attention.rope_pattern", pattern, f"a list of {facts.layers} booleans")
-    return [base if each else 0 for each in turned]
+    return [base if has_rope else 0 for has_rope in rotary_layers]
 
 
 def _grouped(facts: GgufFacts) -> bool:
-    """40b and 11b share keys out over groups; 7b has one for all, and models of the old kind may have one a head."""
+    """Return whether a Falcon model has the new architecture, in which groups of query heads share a key head.
+
+    These are 40b and 11b. In 7b all heads share one, and in older models every head may have its own.
+    """
     heads = facts.integer("attention.head_count")
     return _two_norms(facts) or facts.integer("attention.head_count_kv", heads) not in (1, heads)
 
@@ -281,8 +292,12 @@ def _two_norms(facts: GgufFacts) -> bool:
     return "blk.0.attn_norm_2.weight" in facts.shapes
 
 
-def _query_scale(layers: int) -> Made:
-    """Gemma's largest, known by its layers, scales by the width over the heads; the others by a head's."""
+def _query_scale(layers: int) -> FieldOfFile:
+    """Return the function for Gemma's `query_pre_attn_scalar`.
+
+    The largest model, which has `layers` layers, scales by hidden size / heads. The others scale by the width of a
+    head.
+    """
 
     def scalar(facts: GgufFacts) -> int:
         large = facts.layers == layers
@@ -292,7 +307,7 @@ def _query_scale(layers: int) -> Made:
 
 
 def _is_lite(facts: GgufFacts) -> bool:
-    """By the number of its layers llama.cpp takes a file for one without a latent of queries."""
+    """Return whether llama.cpp assumes, from the number of layers, that queries have no latent."""
     return facts.layers in (26, 27) or (facts.layers == 48 and facts.vocab_size == 128_256)
 
 
@@ -357,20 +372,20 @@ _SCALED_EXPERTS = {
 
 
 def _sliding(facts: GgufFacts) -> list[bool]:
-    """Which of Gemma 4's layers have a window; the others have heads of another width."""
+    """Return which layers of Gemma 4 have a window. The others have heads of another width."""
     pattern = facts.raw(PATTERN)
-    found = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
-    if not isinstance(found, list) or len(found) != facts.layers or found[-1]:
+    sliding = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
+    if not isinstance(sliding, list) or len(sliding) != facts.layers or sliding[-1]:
         raise facts.fail(PATTERN, pattern, f"a list of {facts.layers} booleans, the last one false")
-    return found
+    return sliding
 
 
 def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
-    """A key's value, or that of its first layer with a window or without one."""
+    """Return a key's value. Of a list by layer, return the value of the first layer with a window, or without one."""
     value = facts.raw(key)
     if isinstance(value, list) and len(value) == facts.layers:
         value = next(
-            (each for each, windowed in zip(value, _sliding(facts), strict=True) if windowed == local), value[0]
+            (item for item, windowed in zip(value, _sliding(facts), strict=True) if windowed == local), value[0]
         )
     if type(value) is not int or not 0 < value < 2**31:
         raise facts.fail(key, value, "a positive integer, or a list with one for each layer")
@@ -378,15 +393,17 @@ def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
 
 
 def _heads_by_layer(facts: GgufFacts) -> dict[str, dict[str, int]]:
-    """Gemma 4's `per_layer_config`: the heads of layers without a window."""
+    """Return Gemma 4's `per_layer_config`, which has the heads of layers without a window."""
     kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
     own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}
     return {str(layer): own for layer, windowed in enumerate(_sliding(facts)) if not windowed}
 
 
 def _shared_layers(facts: GgufFacts) -> int:
-    """Gemma 4's `num_kv_shared_layers`, which in llama.cpp take the keys of the last layer before them, those with a
-    window of the last but one.
+    """Return Gemma 4's `num_kv_shared_layers`.
+
+    In llama.cpp, these layers take the keys of the last layer before them, or of the last but one if they have a
+    window.
     """
     key, windowed = "attention.shared_kv_layers", _sliding(facts)
     shared = facts.value(key, 0) and facts.integer(key)
@@ -400,22 +417,22 @@ def _shared_layers(facts: GgufFacts) -> int:
 
 
 def _kv_heads(config: Mapping[str, Any]) -> list[int]:
-    """Each layer's, of Gemma 4's config.json."""
+    """Return the number of key-value heads of every layer, from Gemma 4's config.json."""
     usual, by_layer = config["num_key_value_heads"], config.get("per_layer_config", {})
     full = config["num_global_key_value_heads"] or usual
     kinds = [full if kind == "full_attention" else usual for kind in config["layer_types"]]
-    return [by_layer.get(str(layer), {}).get("num_key_value_heads", each) for layer, each in enumerate(kinds)]
+    return [by_layer.get(str(layer), {}).get("num_key_value_heads", usual) for layer, usual in enumerate(kinds)]
 
 
 def _widths(config: Mapping[str, Any]) -> list[int]:
-    """Each layer's feed-forward, of Gemma 4's config.json."""
+    """Return the width of every layer's feed-forward, from Gemma 4's config.json."""
     width, shared = config["intermediate_size"], config["num_kv_shared_layers"]
     wide = 2 * width if config["use_double_wide_mlp"] else width
     return [width] * (config["num_hidden_layers"] - shared) + [wide] * shared
 
 
-def _every_so_many(config: Mapping[str, Any]) -> int:
-    """One of so many of Llama 4's layers has a mixture."""
+def _mixture_interval(config: Mapping[str, Any]) -> int:
+    """Return N if every N-th layer of Llama 4 is a mixture of experts."""
     return config["moe_layers"][0] + 1 if config["moe_layers"] else 0
 
 
@@ -430,7 +447,7 @@ _GPT2_FIELDS = {
 # fmt: off
 _ROWS = (
     GgufArchitecture("llama", _leaves("ends norms attn_v+ attn_output+ permuted mixture"),
-        {**_USUAL, **_experts("num_local_experts")}, "mixtral", told=("expert_count",),
+        {**_USUAL, **_experts("num_local_experts")}, "mixtral", signs=("expert_count",),
         assumed={"sliding_window": None}, divisors=("llama3", "longrope"),
     ),
     GgufArchitecture("llama", _leaves("ends norms heads attn_v+ attn_output+ gated+ permuted"), _USUAL,
@@ -463,7 +480,7 @@ _ROWS = (
         },
         assumed={"seq_length": _whole("context_length")}, rotary=None, square=True,
     ),
-    # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
+    # llama.cpp does not read the biases of Falcon's linears, and supports neither its ALiBi nor its serial blocks.
     GgufArchitecture("falcon", _leaves("token_embd output_norm+ output falcon_norms attn_qkv attn_output plain"),
         {
             **_sizes("attention.head_count_kv", "feed_forward_length"), "attention.head_count_kv": "num_kv_heads",
@@ -520,14 +537,14 @@ _ROWS = (
         {**_SIZES, **_GIVEN, **_layer_norm("norm_epsilon")}, assumed={"use_bias": True, "sliding_window": None},
         square=True,
     ),
-    # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
+    # The converter also writes a key that llama.cpp does not read. It is wrong if config.json does not state the value.
     GgufArchitecture("stablelm", _leaves("token_embd output_norm+ output norms+ qkv+ attn_output gated"),
         {**_SIZES, **_layer_norm("layer_norm_eps")},
         assumed={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
         biases={"use_qkv_bias": "attn_q"}, rotary=_PARTIAL, tied=False, square=True,
     ),
     GgufArchitecture(
-        "olmo2", _leaves("ends post qkv heads attn_output gated"), _USUAL, "olmo3", told=("attention.sliding_window",),
+        "olmo2", _leaves("ends post qkv heads attn_output gated"), _USUAL, "olmo3", signs=("attention.sliding_window",),
         windows=_every(4), by_kind=True, tied=False, square=True,
     ),
     GgufArchitecture("olmo2", _leaves("ends post qkv heads attn_output gated"), _USUAL, tied=False, square=True),
@@ -554,7 +571,7 @@ _ROWS = (
             **_GRANITE_FIELDS, **_experts("num_local_experts"),
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
-        "granitemoeshared", told=("expert_shared_feed_forward_length",), biases={"attention_bias": "attn_q"},
+        "granitemoeshared", signs=("expert_shared_feed_forward_length",), biases={"attention_bias": "attn_q"},
         **_GRANITE,
     ),
     GgufArchitecture("granitemoe", _leaves("ends norms attn_v+ attn_output+ permuted mixture"),
@@ -572,7 +589,7 @@ _ROWS = (
     ),
     GgufArchitecture(
         "deepseek2", _leaves("ends norms gated latent absorbed mixture shared"), _DEEPSEEK_FIELDS, "deepseek_v2",
-        told=("expert_count",), **{**_DEEPSEEK, "always": {**_DEEPSEEK["always"], "expert_gating_func": 1}},
+        signs=("expert_count",), **{**_DEEPSEEK, "always": {**_DEEPSEEK["always"], "expert_gating_func": 1}},
     ),
     GgufArchitecture("deepseek2", _leaves("ends norms gated latent absorbed mixture choice shared"),
         {
@@ -635,7 +652,7 @@ _ROWS = (
         {**_SIZES, **_GIVEN, **_layer_norm("norm_eps")}, biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         rotary=_PARTIAL, tied=False, square=True,
     ),
-    # llama.cpp wants as many heads of keys and values as of queries.
+    # llama.cpp needs as many key-value heads as query heads.
     GgufArchitecture("olmoe", _leaves("ends norms qkv heads attn_output mixture"), {**_USUAL, **_experts()},
         always={"attention.head_count_kv": _field_of("num_attention_heads")},
         assumed={"norm_topk_prob": False, "clip_qkv": None}, tied=False, square=True,
@@ -714,7 +731,7 @@ _ROWS = (
         "seed_oss", _leaves("ends attn_norm post_attention_norm=feed_forward_norm qkv+ attn_output gated"), _USUAL,
         assumed={"attention_out_bias": False}, biases={"attention_bias": "attn_q"},
     ),
-    # llama.cpp wants as many heads of keys and values as of queries.
+    # llama.cpp needs as many key-value heads as query heads.
     GgufArchitecture("dots1", _leaves("ends norms qkv heads attn_output gated mixture choice shared"),
         {**_USUAL, **_experts("n_routed_experts", width="moe_intermediate_size"), **_SCALED_EXPERTS},
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False, "leading_dense_block_count": 0},
@@ -755,7 +772,7 @@ _ROWS = (
         {**_SIZES, **_GIVEN, **_layer_norm("layer_norm_eps")},
     ),
     GgufArchitecture(
-        "mistral3", _leaves("ends norms attn_v attn_output gated permuted"), _USUAL, "ministral3", told=(_GROWTH,),
+        "mistral3", _leaves("ends norms attn_v attn_output gated permuted"), _USUAL, "ministral3", signs=(_GROWTH,),
         always={
             _GROWTH: lambda config: config[_SCALING]["llama_4_scaling_beta"],
             "rope.scaling.original_context_length": lambda config: config[_SCALING][ORIGINAL],
@@ -791,7 +808,7 @@ _ROWS = (
             **_GRANITE_FIELDS, **_experts("num_local_experts"),
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
-        "granitemoe_swa", told=("expert_count",), absent={"expert_shared_feed_forward_length": 0},
+        "granitemoe_swa", signs=("expert_count",), absent={"expert_shared_feed_forward_length": 0},
         biases={"attention_bias": "attn_q"}, **_GRANITE_SWA,
     ),
     GgufArchitecture(
@@ -826,7 +843,7 @@ _ROWS = (
             **_USUAL, **_experts("num_local_experts", width="intermediate_size"),
             "feed_forward_length": "intermediate_size_mlp",
         },
-        "llama4_text", always={WINDOW: 8192, "interleave_moe_layer_step": _every_so_many},
+        "llama4_text", always={WINDOW: 8192, "interleave_moe_layer_step": _mixture_interval},
         assumed={
             "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True,
             "use_qk_norm": lambda facts: facts.integer("expert_count") != 128, "no_rope_layers": _layers_without(4),
@@ -839,8 +856,8 @@ _ROWS = (
     GgufArchitecture("gemma4",
         _leaves(
             "ends per_layer_token_embd per_layer_model_proj per_layer_proj_norm norms post qkv attn_output gated heads"
-            " layer_output_scale inp_gate proj post_norm pre_ffw_norm_2 post_ffw_norm_1 post_ffw_norm_2 dense_beside"
-            " mixture_beside",
+            " layer_output_scale inp_gate proj post_norm pre_ffw_norm_2 post_ffw_norm_1 post_ffw_norm_2"
+            " dense_next_to_experts experts_next_to_dense",
         ),
         {
             **_sizes("attention.head_count_kv", "feed_forward_length"), **_RMS, "attention.key_length_swa": "head_dim",
@@ -880,4 +897,4 @@ _ROWS = (
 # fmt: on
 
 GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in _ROWS}
-"""By the family that a file is read as; of one architecture those that a key tells come first."""
+"""The rows by the family as which files are read. Among rows of one architecture, those with `signs` come first."""

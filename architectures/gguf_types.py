@@ -1,8 +1,8 @@
 """The types and sizes that llama.cpp gives to tensors when it quantises a model.
 
 Source: llama.cpp, src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type_impl, tensor_type_fallback),
-for llama-quantize without an importance matrix and without options. The header of a file, with its vocabulary, is not
-counted.
+for llama-quantize without an importance matrix and without options. The sizes do not include the header of a file,
+which contains the vocabulary.
 """
 
 from ..components import ModelSpec, Parameter
@@ -13,7 +13,7 @@ from .gguf_table import GGUF
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 """The names of llama-quantize, and the type that most tensors of such a file have."""
 
-BLOCKS = {each.name: (each.block, each.nbytes) for each in TYPES.values()}
+BLOCKS = {quant.name: (quant.block, quant.nbytes) for quant in TYPES.values()}
 """By type: the number of consecutive weights of a block, and its size in bytes with scales and minima."""
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
@@ -31,7 +31,7 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     Raises:
         CannotExpress: llama.cpp has no architecture for the family, or no type for the shape of a tensor.
     """
-    name = next((each.name for each in GGUF.values() if family in each.written), "")
+    name = next((row.name for row in GGUF.values() if family in row.written), "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())
     if name not in _KNOWN or latent:
         what = "latent attention" if latent else family or "a model without a transformers architecture"
@@ -39,7 +39,7 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
             f"gptkit does not know which quantisation types llama.cpp uses for the tensors of {what}",
             "Choose --dtype nf4, int8 or int4, which work for every model.",
         )
-    return [(each, _type(each, spec, name, kind)) for each in spec.parameters()]
+    return [(parameter, _type(parameter, spec, name, kind)) for parameter in spec.parameters()]
 
 
 def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
@@ -70,22 +70,28 @@ def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
         if name == "falcon" or parameter.shape[-1] % BLOCKS[usual][0]:
             return "Q8_0"
         return usual if usual == "Q8_0" else "Q6_K"
-    eighth = layers // 8  # the first and last eighth of the layers, and every third layer between, get more bits
-    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    more = medium and _gets_more_bits(layer, layers)
     eight = getattr(spec.blocks[layer].feed_forward, "experts", 1) == 8
     fused = any(leaf.checkpoint.endswith("attn_qkv.weight") for leaf in GGUF[name].leaves)
     if role == "v_proj.weight" or (fused and role in ("q_proj.weight", "k_proj.weight")):
-        preferred = "Q6_K" if medium and more else usual
-        # llama.cpp's LLM_TYPE_70B, which it recognises by the number of layers.
-        grouped = getattr(spec.blocks[0].attention, "group", 1) > 1
-        large = layers == 80 and (name == "qwen2" or (name == "llama" and grouped))
-        return "Q8_0" if eight else "Q5_K" if preferred == "Q4_K" and large else preferred
+        preferred = "Q6_K" if more else usual
+        return "Q8_0" if eight else "Q5_K" if preferred == "Q4_K" and _is_70b(spec, name) else preferred
     if role == "k_proj.weight" and eight:
         return "Q8_0"
     if role == "o_proj.weight" and eight and medium:
         return "Q5_K"
-    if role == "down_proj.weight" and medium:
-        if name == "falcon":
-            return "Q6_K" if layer < layers // 16 else "Q5_K" if more else usual
-        return "Q6_K" if more else usual
-    return usual
+    if role == "down_proj.weight" and name == "falcon" and medium:
+        return "Q6_K" if layer < layers // 16 else "Q5_K" if more else usual
+    return "Q6_K" if role == "down_proj.weight" and more else usual
+
+
+def _gets_more_bits(layer: int, layers: int) -> bool:
+    """Return whether a layer is in the first or last eighth of the layers, or is a third layer between these."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _is_70b(spec: ModelSpec, name: str) -> bool:
+    """Return whether llama.cpp takes a model for LLM_TYPE_70B, which it recognises by the number of layers."""
+    grouped = getattr(spec.blocks[0].attention, "group", 1) > 1
+    return len(spec.blocks) == 80 and (name == "qwen2" or (name == "llama" and grouped))

@@ -1,7 +1,8 @@
-"""Latent attention in config.json and checkpoints, as the families after DeepSeek-V2 (2405.04434) have it.
+"""Latent attention in config.json and checkpoints, for DeepSeek-V2 (2405.04434) and the families that follow it.
+
+All heads share one rotary key. The norms of the latents have a separate eps.
 
 Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, DeepseekV2Attention, which the others inherit.
-One rotary key is shared by all heads, and the latents' norms have an eps of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,13 @@ from .obstacles import of_kind
 from .rope import PART, USUAL_ROTARY, RotaryKind, draw_rotary, read_mscale, read_rotary, write_mscale, write_rotary
 from .usual import EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 
-_EPS = 1e-6  # of the norms on latents, whatever the config says of the others
+_EPS = 1e-6  # the eps of the norms of latents. The config only has that of the other norms.
 
 
 def _from_zero(config: ConfigReader, name: str, default: int) -> int:
     """Read a size that may be 0."""
-    found = config.raw(name, default)
-    return 0 if type(found) is int and found == 0 else config.integer(name, default)
+    size = config.raw(name, default)
+    return 0 if type(size) is int and size == 0 else config.integer(name, default)
 
 
 LATENT: Mapping[str, Field] = {
@@ -37,32 +38,31 @@ LATENT: Mapping[str, Field] = {
     "v_head_dim": Field("attention.value_dim", 128),
     "attention_bias": Field("attention.output_bias", False),
 }
-"""The fields about attention."""
-_HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
+"""The fields of latent attention."""
+_HEADS = ("num_key_value_heads", "head_dim")  # fields of key-value heads, which latent attention does not have
 LATENT_FIELDS = {**{name: field for name, field in USUAL.items() if name not in _HEADS}, **LATENT}
 """The fields of a dense model with latent attention."""
 
 
 @dataclass(frozen=True)
 class LatentDecoder(DecoderFamily):
-    """A decoder of latent attention.
-
-    kv_heads: the default of `num_key_value_heads`, which are to be as many as there are heads; None where that is the
-    default. turning: what is assumed of rotary keys. interleaved: whether neighbours turn together, where no field says
-    it; None where `rope_interleave` does. gathered: as of the component, where neighbours turn together. tables:
-    whether `head_dim` sizes the tables of cos and sin, which are as wide as rotary keys where it is absent.
-    """
+    """A decoder family with latent attention."""
 
     mixer: type[Any] = LatentAttention
     rotary: RotaryKind | None = None
-    turning: RotaryKind = USUAL_ROTARY
+    key_rotary: RotaryKind = USUAL_ROTARY
+    """The assumptions of the config class about RoPE of the rotary key."""
     kv_heads: int | None = None
+    """The default of `num_key_value_heads`, which must be the number of heads. None: that is the default."""
     interleaved: bool | None = None
+    """Whether RoPE rotates pairs of neighbours. None: `rope_interleave` says so."""
     gathered: bool = True
+    """`LatentAttention.gathered` if RoPE rotates pairs of neighbours."""
     tables: bool = False
+    """Whether `head_dim` is the width of the tables of cos and sin. By default they are as wide as the rotary key."""
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Add nothing, since the config states the sizes of heads."""
+        """Add no values, since the config states the sizes of heads."""
 
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], _: Mapping[str, Any]
@@ -74,11 +74,11 @@ class LatentDecoder(DecoderFamily):
             raise config.fail("num_key_value_heads", kv_heads, f"{heads}, which is num_attention_heads")
         rope_dim, bias, q_rank = fields.pop("rope_dim"), fields["output_bias"], fields["q_rank"]
         together = config.boolean("rope_interleave", True) if self.interleaved is None else self.interleaved
-        turning = self.turning._replace(pairs="adjacent" if together else "halves")
+        rotary_kind = self.key_rotary._replace(pairs="adjacent" if together else "halves")
         scale, mscale = (fields["nope_dim"] + rope_dim) ** -0.5, read_mscale(config)
         width = config.optional_integer("head_dim", rope_dim) if self.tables else rope_dim
-        width = values["hidden"] // heads if width is None else width  # as transformers' class has it
-        position = read_rotary(config, rope_dim, values["context"], turning, width)
+        width = values["hidden"] // heads if width is None else width  # transformers' class does the same
+        position = read_rotary(config, rope_dim, values["context"], rotary_kind, width)
         attention = LatentAttention(
             hidden_size=values["hidden"],
             heads=heads,
@@ -87,7 +87,7 @@ class LatentDecoder(DecoderFamily):
             position=position,
             q_norm=None if q_rank is None else RMSNorm(size=q_rank, eps=_EPS),
             kv_norm=RMSNorm(size=fields["kv_rank"], eps=_EPS),
-            qkv_bias=bias and q_rank is not None,  # there is none on queries without a latent
+            qkv_bias=bias and q_rank is not None,  # queries without a latent have no bias
             kv_bias=bias and q_rank is None,
             fused=True,
             gathered=together and self.gathered,
@@ -111,35 +111,39 @@ class LatentDecoder(DecoderFamily):
         }
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config; the arguments are those of `DecoderFamily.draw`."""
+        """Return a random legal config. The arguments are those of `DecoderFamily.draw`."""
         config = super().draw(chosen, stated, **own)
-        rope = draw_rotary(chosen, config["qk_rope_head_dim"], self.turning)
+        rope = draw_rotary(chosen, config["qk_rope_head_dim"], self.key_rotary)
         for parameters in (rope.get("rope_scaling"), rope.get("rope_parameters")):
             if parameters and parameters["rope_type"] not in ("default", "llama3") and chosen.random() < 0.5:
                 parameters |= {"mscale_all_dim": 1.3, "factor": parameters.get("factor", 2.0)}
             if parameters and parameters["rope_type"] != "proportional":
-                parameters.pop(PART, None)  # a rotary key always turns as a whole
+                parameters.pop(PART, None)  # RoPE always rotates the whole rotary key
         pairs = sometimes(chosen, {"rope_interleave": False}) if self.interleaved is None else {}
         return {**config, "num_key_value_heads": config["num_attention_heads"], **rope, **pairs}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the config fields of a tree; raises as `DecoderFamily.write`."""
+        """Return the config fields of a tree. Raises the errors of `DecoderFamily.write`."""
         attention = of_kind(spec.blocks[0].attention, LatentAttention)
         rotary = of_kind(attention.position, Rotary)
-        rope = write_rotary(rotary, rotary.dim, self.turning)
+        rope = write_rotary(rotary, rotary.dim, self.key_rotary)
         scaling = write_mscale(rope["rope_scaling"], attention.scale, attention.query_dim**-0.5)
         pairs = {"rope_interleave": rotary.pairs == "adjacent"} if self.interleaved is None else {}
         tables = {} if rotary.spread is None else {"head_dim": rotary.spread}
-        found = {"num_key_value_heads": attention.heads, **rope, "rope_scaling": scaling, **pairs, **tables}
-        return {**found, **super().write(spec)}
+        fields = {"num_key_value_heads": attention.heads, **rope, "rope_scaling": scaling, **pairs, **tables}
+        return {**fields, **super().write(spec)}
 
 
 def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
-    """Return the leaves of latent attention; shared names begin with `block`, checkpoint names with `layer`."""
+    """Return the leaves of latent attention. Shared names begin with `block`, and checkpoint names with `layer`."""
     ours, theirs = f"{block}attention.", f"{layer}self_attn."
     down = tuple(
-        Leaf(f"{theirs}kv_a_proj_with_mqa.{each}", (f"{ours}kv_down_proj.{each}", f"{ours}k_rope_proj.{each}"), layout)
-        for each, layout in (("weight", DOWN), ("bias", _DOWN_BIAS))
+        Leaf(
+            f"{theirs}kv_a_proj_with_mqa.{suffix}",
+            (f"{ours}kv_down_proj.{suffix}", f"{ours}k_rope_proj.{suffix}"),
+            layout,
+        )
+        for suffix, layout in (("weight", DOWN), ("bias", _DOWN_BIAS))
     )
     key, value = f"{ours}k_up_proj.weight", f"{ours}v_up_proj.weight"
     return (
@@ -165,9 +169,9 @@ DOWN = Layout("part hidden", split="part", parts=("kv_rank", "rope_dim"))
 _DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
 UP = Layout("(heads part) kv_rank", split="part", parts=("nope_dim", "value_dim"))
 
-MADE = {"qk_head_dim": "made of qk_nope_head_dim and qk_rope_head_dim"}
-"""What transformers writes and does not read, for a family's `irrelevant`."""
-KNOWN = {"head_dim": "made of qk_rope_head_dim", **MADE}
-"""The same of families whose classes set `head_dim` anew."""
+COMPUTED = {"qk_head_dim": "computed from qk_nope_head_dim and qk_rope_head_dim"}
+"""A field that transformers writes and does not read, for `Architecture.irrelevant`."""
+KNOWN = {"head_dim": "computed from qk_rope_head_dim", **COMPUTED}
+"""The same for families whose config classes overwrite `head_dim`."""
 
 LATENT_LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))

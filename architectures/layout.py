@@ -4,13 +4,15 @@ A layout consists of two axis patterns, as in einops, and can be inverted:
 
     Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 
-means: the checkpoint tensor has two dimensions, and the second contains q, k and v one after the other. The shared
-tensors have the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that
-is divided among the shared tensors, and `parts` gives its extent in every one of them. An extent is the name of a size
-of the block (`heads`, `head_dim`, …), a quotient of a size (`heads/4`) or a number. `each` names an axis that the
-shared tensors do not have: there is a set of shared tensors for every index of it. For example,
+In this example, the checkpoint tensor has two dimensions, and the second contains q, k and v one after the other. The
+shared tensors have the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the
+axis that is divided among the shared tensors, and `parts` gives its extent in every one of them. An extent is the name
+of a size of the block (`heads`, `head_dim`, …), a quotient of a size (`heads/4`) or a number.
 
-    Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), each="experts")
+`stack` names an axis that the shared tensors do not have: there is a set of shared tensors for every index of it. For
+example,
+
+    Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), stack="experts")
 
 means: one tensor contains gate and up of all experts. The shared tensors are gate and up of the first expert, then of
 the second, and so on.
@@ -73,10 +75,15 @@ class Layout:
     """A pair of axis patterns, see the module's docstring. With an empty `checkpoint` pattern it is the identity."""
 
     checkpoint: str = ""
+    """The pattern of the checkpoint tensor."""
     shared: str = ""
+    """The pattern of the shared tensors. If empty, it is the checkpoint's pattern without `stack`."""
     split: str | None = None
+    """The axis that is divided among the shared tensors."""
     parts: tuple[str, ...] = ("1",)
-    each: str | None = None
+    """The extent of `split` in every shared tensor."""
+    stack: str | None = None
+    """The axis that the shared tensors do not have."""
 
     @property
     def is_identity(self) -> bool:
@@ -91,19 +98,19 @@ class Layout:
     def _shared(self) -> tuple[tuple[str, ...], ...]:
         if self.shared:
             return parse(self.shared)
-        dimensions = [tuple(axis for axis in dimension if axis != self.each) for dimension in self._checkpoint]
+        dimensions = [tuple(axis for axis in dimension if axis != self.stack) for dimension in self._checkpoint]
         return tuple(dimension for dimension in dimensions if dimension)
 
     def of_one(self) -> "Layout":
-        """Return the layout of a single index of `each`, whose axis is the tensor's first dimension."""
-        if self._checkpoint[0] != (self.each,):
-            raise ValueError(f"{self.each} is not the first dimension of {self.checkpoint!r}")
+        """Return the layout of a single index of `stack`, whose axis is the tensor's first dimension."""
+        if self._checkpoint[0] != (self.stack,):
+            raise ValueError(f"{self.stack} is not the first dimension of {self.checkpoint!r}")
         _, _, rest = self.checkpoint.strip().partition(" ")
-        return replace(self, checkpoint=rest, each=None)
+        return replace(self, checkpoint=rest, stack=None)
 
     def repeats(self, sizes: _Sizes) -> int:
-        """Return the number of sets of shared tensors: the extent of `each`, or 1."""
-        return 1 if self.each is None else sizes[self.each]
+        """Return the number of sets of shared tensors, which is the extent of `stack`, or 1."""
+        return 1 if self.stack is None else sizes[self.stack]
 
     def _extents(self, sizes: _Sizes) -> list[int]:
         """Return the extents of the split axis in the parts."""
@@ -136,17 +143,17 @@ class Layout:
     def _runs(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         """Return the axes of both sides, with runs of axes that have the same order on both sides merged into one.
 
-        `split` and `each` are not merged. With fewer axes, longer stretches of memory are moved, and more of the
+        `split` and `stack` are not merged. With fewer axes, longer stretches of memory are moved, and more of the
         reshapes are views.
         """
         source = [axis for dimension in self._checkpoint for axis in dimension]
         target = [axis for dimension in self._shared for axis in dimension]
-        target = target if self.each is None else [self.each, *target]
+        target = target if self.stack is None else [self.stack, *target]
         runs: list[tuple[str, ...]] = []
         for axis in source:
             last = runs[-1][-1] if runs else None
             follows = last is not None and target.index(axis) == target.index(last) + 1
-            if follows and not {axis, last} & {self.split, self.each}:
+            if follows and not {axis, last} & {self.split, self.stack}:
                 runs[-1] = (*runs[-1], axis)
             else:
                 runs.append((axis,))
@@ -160,11 +167,11 @@ class Layout:
         axes = self._axes(sizes)
         extents = [math.prod(axes[a] for a in run) for run in source]
         whole = _permute(tensor.reshape(extents), [source.index(run) for run in target])
-        wholes = [whole] if self.each is None else [whole[index] for index in range(self.repeats(sizes))]
+        wholes = [whole] if self.stack is None else [whole[index] for index in range(self.repeats(sizes))]
         if self.split is None:
             pieces = wholes
         else:
-            at, pieces = target.index((self.split,)) - (self.each is not None), []
+            at, pieces = target.index((self.split,)) - (self.stack is not None), []
             for one in wholes:
                 start = 0
                 for extent in self._extents(sizes):
@@ -180,12 +187,12 @@ class Layout:
         source, target = self._runs
         pieces = []
         for number, tensor in enumerate(tensors):
-            axes = {**self._axes(sizes, number % len(self.parts)), **({} if self.each is None else {self.each: 1})}
+            axes = {**self._axes(sizes, number % len(self.parts)), **({} if self.stack is None else {self.stack: 1})}
             pieces.append(tensor.reshape([math.prod(axes[a] for a in run) for run in target]))
         if self.split is not None:
             at, width = target.index((self.split,)), len(self.parts)
             pieces = [concatenate(pieces[start : start + width], at) for start in range(0, len(pieces), width)]
-        whole = pieces[0] if self.each is None else concatenate(pieces, 0)
+        whole = pieces[0] if self.stack is None else concatenate(pieces, 0)
         whole = _permute(whole, [target.index(run) for run in source])
         return whole.reshape(self.checkpoint_shape(sizes, ()))
 

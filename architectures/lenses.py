@@ -1,7 +1,7 @@
-"""What differs by layer in config.json: windows, positions, layer types, and which layers are mixtures of experts.
+"""Config fields that differ by layer: windows, positions, layer types, and which layers are mixtures of experts.
 
-A `Lens` reads such fields into the tree and writes them back. Families combine the lenses here, and write one of their
-own only where transformers' config class has rules that no other family has.
+A `Lens` reads such fields into the tree and writes them back. Families combine the lenses of this file. They only have
+a lens of their own if transformers' config class has rules that no other family has.
 """
 
 import math
@@ -20,7 +20,7 @@ from .obstacles import Kinds, of_kind
 from .rope import RotaryKind, draw_rotaries, read_rotaries, read_rotary, write_rotaries
 
 Values = Mapping[str, Any]
-"""What a config says, by role: `values["layers"]` is the number of layers. See `fields`."""
+"""The values of a config by role: `values["layers"]` is the number of layers. See `fields`."""
 
 
 def _nothing(_spec: ModelSpec) -> dict[str, Any]:
@@ -33,24 +33,22 @@ def _none_drawn(_chosen: Random, _sizes: Sizes) -> Config:
 
 @dataclass(frozen=True)
 class Lens:
-    """Config fields in both directions: what `put` writes of a tree, `get` reads as the same values.
-
-    get: `get(config, values)` returns one value for each layer. In `DecoderFamily.layers` that is a mapping of
-        attention's fields, in `DecoderFamily.recurrent` the component in attention's place or None, in
-        `Mixtures.sparse` a boolean.
-    put: `put(spec)` returns the config fields.
-    draw: `draw(chosen, sizes)` returns the config fields with random legal values.
-    kinds: the kinds of components that `get` makes, besides those that every family has.
-    """
+    """Config fields in both directions. `get` reads the fields that `put` writes."""
 
     get: Callable[[ConfigReader, Values], Sequence[Any]]
+    """`get(config, values)` returns one value for every layer: a mapping of attention's fields in
+    `DecoderFamily.layers`, the mixer that replaces attention, or None, in `DecoderFamily.recurrent`, and a boolean in
+    `Mixtures.sparse`."""
     put: Callable[[ModelSpec], Mapping[str, Any]] = _nothing
+    """`put(spec)` returns the config fields."""
     draw: Callable[[Random, Sizes], Config] = _none_drawn
+    """`draw(chosen, sizes)` returns the config fields with random legal values."""
     kinds: Kinds = frozenset()
+    """The kinds of components that `get` returns, other than those that every family has."""
 
 
 def attentions(spec: ModelSpec) -> list[Attention]:
-    """Return the attention of each layer. Raises CannotExpress if a layer has another kind of attention, or none."""
+    """Return the attention of every layer. Raises CannotExpress if a layer has another kind of attention, or none."""
     return [of_kind(block.attention, Attention) for block in spec.blocks]
 
 
@@ -93,12 +91,12 @@ def sliding(
     """Return the lens of families that have `layer_types` and `sliding_window`.
 
     Args:
-        every: where `layer_types` is absent, every N-th layer has full attention, and with 0 none has.
+        every: if `layer_types` is absent, every N-th layer has full attention. With 0, no layer has.
         window: the config class's default width of a window.
-        pattern: the config field that says another `every`.
+        pattern: the config field that overrides `every`.
         first: the number of one of the layers with full attention.
-        whole: further layers with full attention; negative numbers count from the last layer.
-        always: whether transformers needs a width even where no layer has a window.
+        whole: further layers with full attention. Negative numbers count from the last layer.
+        always: whether transformers needs a width even if no layer has a window.
     """
 
     def windows(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
@@ -122,7 +120,7 @@ def sliding(
 
 
 def draw_windows(chosen: Random, sizes: Sizes, other: str = "sliding_attention") -> Config:
-    """Draw `layer_types` or not, and the width of the windows."""
+    """Draw the width of the windows, and possibly `layer_types`."""
     types = kind_by_layer(chosen, sizes["layers"], "full_attention", other)
     return {**sometimes(chosen, {"layer_types": types}), "sliding_window": chosen.choice(WINDOWS)}
 
@@ -174,9 +172,10 @@ def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
 # --- positions by layer -----------------------------------------------------------------------------------------------
 
 
-def turned_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
-    """Return the windows with rotary positions by kind of layer: `rope_parameters` has an object for each of the kinds
-    "full_attention" and "sliding_attention".
+def rope_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
+    """Return the lens of windows and of rotary positions that differ by kind of layer.
+
+    `rope_parameters` has an object for the kind "full_attention", and one for "sliding_attention".
     """
 
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
@@ -199,8 +198,8 @@ def turned_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
     return Lens(get, put, draw)
 
 
-def turned_in_windows(windows: Lens) -> Lens:
-    """Return the windows, with no positions in layers that have full attention (Cohere 2, EXAONE 4)."""
+def rope_in_windows(windows: Lens) -> Lens:
+    """Return the lens of windows, without positions in layers that have full attention (Cohere 2, EXAONE 4)."""
 
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
         own = windows.get(config, values)
@@ -212,24 +211,24 @@ def turned_in_windows(windows: Lens) -> Lens:
 _BASES = "layer_rope_theta"
 
 
-def turned_by_base(windows: Lens) -> Lens:
-    """Return the windows with the RoPE base of each layer from `layer_rope_theta`, where 0 means no positions."""
+def rope_by_base(windows: Lens) -> Lens:
+    """Return the lens of windows and of a RoPE base per layer. In `layer_rope_theta`, 0 means no positions."""
 
     def get(config: ConfigReader, values: Values) -> Sequence[Mapping[str, Any]]:
         own, bases, count = windows.get(config, values), config.raw(_BASES), values["layers"]
         if bases is None:
             return own
-        if not isinstance(bases, list) or len(bases) != count or any(type(each) not in (int, float) for each in bases):
+        if not isinstance(bases, list) or len(bases) != count or any(type(base) not in (int, float) for base in bases):
             raise config.fail(_BASES, bases, f"a list of {count} numbers, with 0 for layers without RoPE")
-        if not all(0 <= each < math.inf for each in bases):
+        if not all(0 <= base < math.inf for base in bases):
             raise config.fail(_BASES, bases, "a list of finite numbers of at least 0")
         rotary = read_rotary(config, values["head_dim"], values["context"])
-        turned = [structs.replace(rotary, base=float(base)) if base else None for base in bases]
-        return [{**each, "position": position} for each, position in zip(own, turned, strict=True)]
+        positions = [structs.replace(rotary, base=float(base)) if base else None for base in bases]
+        return [{**fields, "position": position} for fields, position in zip(own, positions, strict=True)]
 
     def put(spec: ModelSpec) -> dict[str, Any]:
-        positions = [each.position for each in attentions(spec)]
-        bases = [0 if each is None else of_kind(each, Rotary).base for each in positions]
+        positions = [attention.position for attention in attentions(spec)]
+        bases = [0 if position is None else of_kind(position, Rotary).base for position in positions]
         return {**windows.put(spec), _BASES: bases}
 
     def draw(chosen: Random, sizes: Sizes) -> Config:
@@ -244,27 +243,28 @@ def turned_by_base(windows: Lens) -> Lens:
 
 @dataclass(frozen=True)
 class Places:
-    """Config fields that say which layers have attention, in both directions. The other layers have another mixer."""
+    """The config fields of which layers have attention, in both directions. Other layers have another mixer."""
 
     get: Callable[[ConfigReader, int], Sequence[bool]]
-    """`get(config, layers)` returns whether each layer has attention."""
+    """`get(config, layers)` returns for every layer whether it has attention."""
     put: Callable[[Sequence[bool]], Config]
-    """`put(whole)` returns the config fields."""
+    """`put(with_attention)` returns the config fields for the result of `get`."""
     draw: Callable[[Random, int], Config]
     """`draw(chosen, layers)` returns the config fields with random legal values."""
 
 
 def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
-    """Return the kind of each layer by `layer_types`: full attention or the `other`.
+    """Return the kind of every layer from `layer_types`, which is "full_attention" or `other`.
 
     Args:
-        config: what is read.
+        config: the reader of the config.
         layers: the number of layers.
-        usual: the kinds if `layer_types` is null or absent; None if it may not be.
-        other: the name of the other kind.
+        usual: the kinds if `layer_types` is null or absent. None: it is required.
+        other: the second kind.
 
     Raises:
-        ConfigError: another kind or number of layers, or no attention at all, with which transformers' cache fails.
+        ConfigError: there is another kind or number of layers, or no layer has attention: then transformers' cache
+            fails.
     """
     known = ("full_attention", other)
     types = config.kinds_of_layers()
@@ -280,30 +280,30 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
 
 
 def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[bool] | None]) -> Places:
-    """Return the places of attention by `layer_types`, where the other layers are called `other`.
+    """Return the places of attention from `layer_types`, a list of "full_attention" and `other`.
 
     Args:
-        other: the name of the other kind.
-        usual: `usual(config, layers)` returns whether each layer has attention if `layer_types` is null or absent, or
-            None if it may not be.
+        other: the kind of layers without attention.
+        usual: `usual(config, layers)` returns for every layer whether it has attention if `layer_types` is null or
+            absent. It returns None if the field is required.
     """
 
-    def types_of(whole: Sequence[bool]) -> list[str]:
-        return ["full_attention" if attends else other for attends in whole]
+    def types_of(with_attention: Sequence[bool]) -> list[str]:
+        return ["full_attention" if has_attention else other for has_attention in with_attention]
 
     def get(config: ConfigReader, layers: int) -> Sequence[bool]:
-        whole = usual(config, layers)
-        return [kind != other for kind in one_of(config, layers, None if whole is None else types_of(whole), other)]
+        stated = usual(config, layers)
+        return [kind != other for kind in one_of(config, layers, None if stated is None else types_of(stated), other)]
 
     def draw(chosen: Random, layers: int) -> Config:
         return {"layer_types": types_with_attention(chosen, layers, other)}
 
-    return Places(get, lambda whole: {"layer_types": types_of(whole)}, draw)
+    return Places(get, lambda with_attention: {"layer_types": types_of(with_attention)}, draw)
 
 
-def _require_types(config: ConfigReader, whole: Sequence[bool], other: str, by: str) -> None:
+def _require_types(config: ConfigReader, with_attention: Sequence[bool], other: str, by: str) -> None:
     """Raise ConfigError if `layer_types` is stated and differs from the places that the fields `by` say."""
-    types = ["full_attention" if attends else other for attends in whole]
+    types = ["full_attention" if has_attention else other for has_attention in with_attention]
     if config.kinds_of_layers() not in (None, types):
         raise config.fail("layer_types", config.raw("layer_types"), f"the layer types that follow from {by}")
 
@@ -317,12 +317,12 @@ def by_indices(name: str, other: str) -> Places:
         if not {*numbers} & {*range(layers)}:
             wanted = "a list with one of the layers at least: transformers' cache fails without attention"
             raise config.fail(name, listed, wanted)
-        whole = [layer in numbers for layer in range(layers)]
-        _require_types(config, whole, other, name)
-        return whole
+        with_attention = [layer in numbers for layer in range(layers)]
+        _require_types(config, with_attention, other, name)
+        return with_attention
 
-    def put(whole: Sequence[bool]) -> Config:
-        return {name: [layer for layer, attends in enumerate(whole) if attends]}
+    def put(with_attention: Sequence[bool]) -> Config:
+        return {name: [layer for layer, has_attention in enumerate(with_attention) if has_attention]}
 
     return Places(get, put, lambda chosen, layers: {name: some_of(chosen, range(layers)) or [0]})
 
@@ -331,15 +331,15 @@ def by_period(what: str, period: int, offset: int, other: str) -> Places:
     """Return the places of attention by `<what>_layer_period` and `<what>_layer_offset`; see `one_in`."""
 
     def get(config: ConfigReader, layers: int) -> Sequence[bool]:
-        whole = one_in(config, what, period, offset, layers)
-        if not any(whole):
+        with_attention = one_in(config, what, period, offset, layers)
+        if not any(with_attention):
             raise config.fail(
                 f"{what}_layer_offset",
                 config.raw(f"{what}_layer_offset", offset),
                 "an offset with which at least one layer has attention: without one, transformers' cache fails",
             )
-        _require_types(config, whole, other, f"{what}_layer_period and {what}_layer_offset")
-        return whole
+        _require_types(config, with_attention, other, f"{what}_layer_period and {what}_layer_offset")
+        return with_attention
 
     def draw(chosen: Random, layers: int) -> Config:
         every = chosen.randint(1, 3)
@@ -349,7 +349,7 @@ def by_period(what: str, period: int, offset: int, other: str) -> Places:
 
 
 def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
-    """Return for each layer whether it is of a kind: one in every `period` layers is, from layer `offset` on."""
+    """Return for every layer whether it is of a kind: one in `period` layers is, from layer `offset` on."""
     every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
     if type(first) is not int or not 0 <= first < every:
         raise config.fail(f"{what}_layer_offset", first, f"a number from 0, below {what}_layer_period ({every})")
@@ -357,7 +357,7 @@ def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: in
 
 
 def write_one_in(what: str, places: Sequence[bool]) -> Config:
-    """Return the config fields that `one_in` reads. If no period fits, they are read back as other layers."""
+    """Return the config fields that `one_in` reads. If no period fits, they describe other layers."""
     numbers = [layer for layer, is_one in enumerate(places) if is_one] or [len(places)]
     every = numbers[1] - numbers[0] if len(numbers) > 1 else len(places) + 1
     return {f"{what}_layer_period": max(every, numbers[0] + 1), f"{what}_layer_offset": numbers[0]}
@@ -375,7 +375,7 @@ ALL_LAYERS = Lens(_all)
 
 
 def after(name: str, default: int) -> Lens:
-    """Return the lens of a config field that is the number of dense layers, which come first."""
+    """Return the lens of a config field with the number of dense layers. The layers after them are mixtures."""
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
         first = none_or_more(config, name, default)
@@ -389,11 +389,11 @@ def after(name: str, default: int) -> Lens:
 
 
 def by_type(default: int, name: str = "") -> Lens:
-    """Return the lens of `mlp_layer_types`, which says "dense" or "sparse" of each layer.
+    """Return the lens of `mlp_layer_types`, a list with "dense" or "sparse" for every layer.
 
     Args:
-        default: the number of dense layers, which come first where `mlp_layer_types` is absent.
-        name: the config field that says another such number.
+        default: the number of dense layers, which come first, if `mlp_layer_types` is absent.
+        name: the config field that overrides `default`.
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
@@ -401,13 +401,13 @@ def by_type(default: int, name: str = "") -> Lens:
         types = config.raw("mlp_layer_types")
         if types is None:
             return [layer >= start for layer in range(layers)]
-        known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
+        known = isinstance(types, list) and all(kind in ("dense", "sparse") for kind in types)
         if not known or len(types) != layers:
             raise config.fail("mlp_layer_types", types, f"{layers} values of dense or sparse")
-        return [each == "sparse" for each in types]
+        return [kind == "sparse" for kind in types]
 
     def put(spec: ModelSpec) -> dict[str, Any]:
-        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse_layers(spec)]}
+        return {"mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse_layers(spec)]}
 
     def draw(chosen: Random, sizes: Sizes) -> Config:
         first = {name: chosen.randint(1, sizes["layers"])} if name else {}
@@ -418,22 +418,21 @@ def by_type(default: int, name: str = "") -> Lens:
 
 
 def by_step(usual: Sequence[int] = ()) -> Lens:
-    """Return the lens of Qwen2-MoE: every N-th layer is a mixture, N being `decoder_sparse_step`, except those that
-    `mlp_only_layers` lists.
+    """Return the lens of Qwen2-MoE: every `decoder_sparse_step`-th layer is a mixture, except the `mlp_only_layers`.
 
     Args:
-        usual: the dense layers where `mlp_only_layers` is absent.
+        usual: the dense layers if `mlp_only_layers` is absent.
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
         step, dense = config.integer("decoder_sparse_step", 1), config.raw("mlp_only_layers")
         dense = [*usual] if dense is None else dense
-        if not isinstance(dense, list) or any(type(each) is not int for each in dense):
+        if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
             raise config.fail("mlp_only_layers", dense, "a list of layer numbers")
         return [(layer + 1) % step == 0 and layer not in dense for layer in range(values["layers"])]
 
     def put(spec: ModelSpec) -> dict[str, Any]:
-        dense = [layer for layer, each in enumerate(sparse_layers(spec)) if not each]
+        dense = [layer for layer, is_sparse in enumerate(sparse_layers(spec)) if not is_sparse]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
     def draw(chosen: Random, sizes: Sizes) -> Config:

@@ -1,8 +1,8 @@
-"""llama2.c (github.com/karpathy/llama2.c): the names, order and layouts of its .bin files, and the trees they can hold.
+"""llama2.c (github.com/karpathy/llama2.c): the names, order and layouts of its .bin files, and the trees that fit.
 
-A file is a header of seven sizes and fp32 tensors without names, each kind stacked over the layers. Everything else is
-fixed in its programs: RMSNorm with eps 1e-5, rotary positions of base 10000 on whole heads, SwiGLU, no biases. Names
-are those of its model.py, which are Meta's; rows of wq and wk are in Meta's order, a pair of the rotation side by side.
+A file has a header of seven sizes, and fp32 tensors without names. The tensors of one kind are stacked over the layers.
+Its programs fix everything else: RMSNorm with eps 1e-5, RoPE of base 10000 on whole heads, SwiGLU, and no biases. Names
+are those of its model.py, which are Meta's. Rows of wq and wk are in Meta's order, in which RoPE rotates neighbours.
 
 Source: llama2.c, export.py (legacy_export, version1_export, version2_export), run.c, runq.c.
 """
@@ -18,13 +18,13 @@ from .families.llama import LLAMA
 from .layout import Layout, Shape
 from .obstacles import Kinds, express
 
-BASE, _EPS = 10000.0, 1e-5  # of the rotation and of RMSNorm, as run.c has them
+BASE, _EPS = 10000.0, 1e-5  # the base of RoPE and the eps of RMSNorm in run.c
 
 _B, _T = "blocks.{layer}.", "layers.{layer}."
 
 
 def _paired(heads: str) -> Layout:
-    """Rows of a head whose pairs lie side by side, for rows of which the first half pairs with the second."""
+    """Return the layout that makes pairs of neighbouring rows from pairs of row i and row i + half of a head."""
     return Layout(f"({heads} half two) hidden", f"({heads} two half) hidden")
 
 
@@ -44,14 +44,14 @@ LEAVES: tuple[Leaf, ...] = (
 )
 
 TABLES = ("freqs_cos", "freqs_sin")
-"""The rotation's cosines and sines at every position, [max_seq_len, head_dim / 2]: no weights."""
+"""RoPE's cosines and sines at every position, [max_seq_len, head_dim / 2]. They are not weights."""
 
 _MATRICES = tuple(_T + name for name in ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight",
                                        "attention.wo.weight", "feed_forward.w1.weight", "feed_forward.w2.weight",
                                        "feed_forward.w3.weight"))  # fmt: skip
 _NORMS = (_T + "attention_norm.weight", _T + "ffn_norm.weight", "norm.weight")
 QUANTISED = ("tok_embeddings.weight", *_MATRICES, "output.weight")
-"""What version 2 stores as groups of signed bytes: each tensor's bytes, then its groups' scales."""
+"""The tensors that version 2 stores in groups of signed bytes: the bytes of a tensor, then the scales of its groups."""
 
 _LEGACY = (
     "tok_embeddings.weight",
@@ -63,12 +63,12 @@ _LEGACY = (
     *TABLES,
     "output.weight",
 )
-"""The tensors of a file of version 0 in their order; one with {layer} stands for those of all layers."""
+"""The tensors of a file of version 0, in order. A name with {layer} stands for the tensors of all layers."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A header's sizes, in its order; `shared`: the head is tied to the embedding."""
+    """The sizes in a header, in the header's order. `shared` means that the head is tied to the embedding."""
 
     dim: int
     hidden_dim: int
@@ -81,7 +81,7 @@ class Sizes:
 
     @property
     def plausible(self) -> bool:
-        """Whether these can be a model's sizes, told without making anything of them."""
+        """Whether a model can have these sizes. It is checked before memory is allocated for them."""
         bounds = (2**20, 2**22, 2**14, 2**16, 2**16, 2**26, 2**26)
         return (
             all(0 < value <= most for value, most in zip(astuple(self)[:7], bounds, strict=True))
@@ -95,7 +95,7 @@ class Sizes:
         return self.dim // self.n_heads
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor, of one layer where it is stacked."""
+        """Return the shape of a tensor. For a stacked tensor, it is that of one layer."""
         dim, inner, kv_dim = self.dim, self.hidden_dim, self.n_kv_heads * self.head_dim
         if name in TABLES:
             return self.max_seq_len, self.head_dim // 2
@@ -114,14 +114,14 @@ class Sizes:
         }[name.removesuffix(".weight").split(".")[-1]]
 
     def stacked(self, version: int) -> Iterator[tuple[str, Shape, int]]:
-        """The file's tensors in their order: (name template, shape of one, how many lie one after the other)."""
+        """Yield the tensors of a file in order, as (name template, shape of one layer, number of stacked layers)."""
         for name in (*_NORMS, *QUANTISED) if version else _LEGACY:
             if name != "output.weight" or not self.shared:
                 yield name, self.shape(name), self.n_layers if "{layer}" in name else 1
 
 
 def config_of(sizes: Sizes) -> dict[str, Any]:
-    """A config.json for the model in such a file. 1 and 2 are the ids that its programs take for <s> and </s>."""
+    """Return a config.json for the model in a file. llama2.c's programs use the ids 1 and 2 for <s> and </s>."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -146,7 +146,7 @@ def config_of(sizes: Sizes) -> dict[str, Any]:
 
 
 def _sizes_of(spec: ModelSpec) -> Sizes:
-    """A tree's sizes as a header has them. Raises CannotExpress: they are none of such a model."""
+    """Return the sizes of a tree for a header. Raises CannotExpress if a file cannot have these sizes."""
     _, attention, feed_forward = usual_layer(spec)
     if spec.context_length is None:
         raise CannotExpress("the model has no context length, which the llama2.c format needs")
@@ -169,26 +169,28 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
 
 
 class _Llama2c:
-    """llama2.c's model as what may hold a tree: see `obstacles.Target`."""
+    """llama2.c's model, as a target that may express a tree (see `obstacles.Destination`)."""
 
     owner = "llama2.c"
     kinds: Kinds = frozenset({RMSNorm, Attention, GatedFeedForward, Rotary})
     usual = property(lambda self: LLAMA.usual)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """The tree of a file with this one's sizes. Raises CannotExpress, ConfigError."""
+        """Return the tree of a file with this tree's sizes. Raises CannotExpress, ConfigError."""
         return LLAMA.spec(config_of(_sizes_of(spec)))
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """The tensors of a file. Raises CannotExpress: one has no name."""
+        """Return the tensors of a file. Raises CannotExpress if a shared tensor has no name."""
         return bind(self.owner, LEAVES, spec)
 
 
 def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
-    """A tree as a header's sizes and the tensors of a file. Raises CannotExpress: llama2.c computes no such tree; the
-    components in the way are listed.
+    """Return the sizes in the header and the tensors of a file for a tree.
+
+    Raises:
+        CannotExpress: llama2.c cannot compute the tree. The message lists the components that prevent it.
     """
-    found = express(_Llama2c(), spec, clear=("rounding",))
-    if found.found is None:
-        raise found.refusal()
+    expression = express(_Llama2c(), spec, clear=("rounding",))
+    if expression.tree is None:
+        raise expression.refusal()
     return _sizes_of(spec), bind(_Llama2c.owner, LEAVES, spec)

@@ -1,7 +1,8 @@
-"""Megatron-LM's names, and the families whose trees its GPT model computes.
+"""Megatron-LM's tensor names, and the families that compute the same as its GPT model.
 
-Its older names, and those of Transformer Engine's fused layers, are read as those of megatron.core's own layers. An
-argument that says what a model computes is read, or refused by its name where it is not what it has to be here.
+Older names, and those of Transformer Engine's fused layers, are mapped to the names of megatron.core's own layers.
+gptkit reads the arguments that decide what a model computes. It refuses values that it does not support, and the
+message names the argument.
 
 Source: Megatron-LM, tools/checkpoint (schema_core.py, loader_base.py, saver_llama2_hf.py) and
 megatron/training/arguments.py; transformers models/megatron_gpt2 (the activation by its arguments).
@@ -74,11 +75,11 @@ _RENAMED = tuple(
 )
 _DROPPED = re.compile(r"(_extra_state\d*|rotary_pos_emb\.inv_freq|attention\.(masked_)?bias)$")
 _BY_ROWS = ("embedding.word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
-"""What the ranks of tensor parallelism share out along the rows of weights, and biases."""
+"""The modules whose weights and biases tensor parallelism splits by rows over the ranks."""
 
 
 def named(name: str) -> str | None:
-    """A tensor's name among `LEAVES`' templates, its layer its stage's own; None of what holds no weights."""
+    """Return the name of a tensor as in `LEAVES`, or None if it is not a weight. Layers are numbered within a stage."""
     if _DROPPED.search(name):
         return None
     for pattern, ours in _RENAMED:
@@ -86,8 +87,8 @@ def named(name: str) -> str | None:
     return name
 
 
-def shared_out(name: str) -> int | None:
-    """Along which dimension ranks share out a tensor; None where each has all of it."""
+def split_dimension(name: str) -> int | None:
+    """Return the dimension along which a tensor is split over ranks, or None if all ranks have the whole tensor."""
     module, _, kind = name.rpartition(".")
     if module.endswith(_BY_ROWS):
         return 0
@@ -116,51 +117,63 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "squared_relu": (False, None),
     "window_size": (None,),
 }
-"""Arguments that say what is computed, and what they have to be here."""
+"""Arguments that decide what is computed, and the values that gptkit supports."""
+
+
+def _size(given: Mapping[str, Any], name: str, usual: int | None = None) -> int:
+    """Return the size in an argument. Raises ConfigError if it is not a positive integer."""
+    value = given.get(name)
+    value = usual if value is None else value
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ConfigError(
+            f"the Megatron checkpoint has the argument {name}={shown(value, 40)}, expected a positive integer"
+        )
+    return value
+
+
+def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the RoPE fields of a config.json."""
+    fields: dict[str, Any] = {"rope_theta": float(_size(given, "rotary_base", 10000))}
+    if given.get("use_rope_scaling"):
+        low_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        fields["rope_scaling"] = {"rope_type": "llama3", "factor": given.get("rope_scaling_factor", 8.0), **low_high}
+    return fields
 
 
 def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The config.json of a family for a checkpoint's arguments and the rows of its embedding, which may be padded.
+    """Return the config.json of a family for the arguments of a checkpoint.
+
+    Args:
+        given: the arguments.
+        rows: the number of rows of the embedding, which may be padded.
 
     Raises:
-        ConfigError: a size is none; an argument says that something is computed that no family here has.
+        ConfigError: a size is not a positive integer, or no family in gptkit computes what the arguments describe.
     """
-
-    def size(name: str, usual: int | None = None) -> int:
-        value = given.get(name)
-        value = usual if value is None else value
-        if type(value) is not int or not 0 < value < 2**31:
-            raise ConfigError(
-                f"the Megatron checkpoint has the argument {name}={shown(value, 40)}, expected a positive integer"
-            )
-        return value
-
     for name, allowed in _FIXED.items():
         if given.get(name) not in allowed:
             raise ConfigError(
                 f"the Megatron checkpoint has the argument {name}={shown(given[name], 40)}, which gptkit "
                 "does not support"
             )
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    width, eps = size("kv_channels", hidden // heads), given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
-    groups = size("num_query_groups", heads) if given.get("group_query_attention") else heads
+    hidden, heads = _size(given, "hidden_size"), _size(given, "num_attention_heads")
+    width = _size(given, "kv_channels", hidden // heads)
+    eps = given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
+    groups = _size(given, "num_query_groups", heads) if given.get("group_query_attention") else heads
     rope = given.get("position_embedding_type") == "rope" or given.get("use_rotary_position_embeddings") is True
     gated, biases = bool(given.get("swiglu")), bool(given.get("add_bias_linear", True))
     kind = given.get("normalization", "LayerNorm"), rope, gated, biases
     qkv_bias, qk_norm = bool(given.get("add_qkv_bias")), bool(given.get("qk_layernorm"))
     tied = not given.get("untie_embeddings_and_output_weights")
     config: dict[str, Any] = {"vocab_size": rows, "tie_word_embeddings": tied}
-    context = size("max_position_embeddings", given.get("seq_length"))
-    inner, turned = size("ffn_hidden_size", 4 * hidden), given.get("rotary_percent", 1.0)
-    base: dict[str, Any] = {"rope_theta": float(size("rotary_base", 10000))}
-    if given.get("use_rope_scaling"):
-        low_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        base["rope_scaling"] = {"rope_type": "llama3", "factor": given.get("rope_scaling_factor", 8.0), **low_high}
+    context = _size(given, "max_position_embeddings", given.get("seq_length"))
+    inner, rotary_percent = _size(given, "ffn_hidden_size", 4 * hidden), given.get("rotary_percent", 1.0)
+    base = _rope(given)
     sizes = {
-        "hidden_size": hidden, "num_hidden_layers": size("num_layers"), "num_attention_heads": heads,
+        "hidden_size": hidden, "num_hidden_layers": _size(given, "num_layers"), "num_attention_heads": heads,
         "intermediate_size": inner, "max_position_embeddings": context,
     }  # fmt: skip
-    if kind == ("RMSNorm", True, True, False) and not (qkv_bias and qk_norm) and turned == 1:
+    if kind == ("RMSNorm", True, True, False) and not (qkv_bias and qk_norm) and rotary_percent == 1:
         family = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
         if family == "qwen2" and width * heads != hidden:
             raise ConfigError(
@@ -179,16 +192,16 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
             raise ConfigError(
                 "the Megatron checkpoint has the argument use_rope_scaling, which gptkit does not support for gpt_neox"
             )
-        rotary = {"rope_type": "default", "rope_theta": base["rope_theta"], "partial_rotary_factor": turned}
+        rotary = {"rope_type": "default", "rope_theta": base["rope_theta"], "partial_rotary_factor": rotary_percent}
         config |= {**sizes, "rope_parameters": rotary, "layer_norm_eps": eps}
         return {"model_type": "gpt_neox", **config, "use_parallel_residual": False, "hidden_act": _gelu(given)}
-    told = ("normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
-    words = ", ".join(f"{name}={shown(given.get(name), 20)}" for name in told)
+    listed = ("normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
+    words = ", ".join(f"{name}={shown(given.get(name), 20)}" for name in listed)
     raise ConfigError(f"gptkit does not support the model that the Megatron checkpoint's arguments describe ({words})")
 
 
 def _gelu(given: Mapping[str, Any]) -> str:
-    """As Megatron computes it: the fused kernel's tanh formula unless it is told otherwise."""
+    """Return the activation that Megatron uses for GELU: by default the tanh formula of its fused kernel."""
     if given.get("openai_gelu"):
         return "gelu_new"
     return "gelu_fast" if given.get("bias_gelu_fusion", True) else "gelu"

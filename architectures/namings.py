@@ -1,4 +1,7 @@
-"""Whose names a file's tensors have: told to a person where a checkpoint is refused, never used to read one."""
+"""Recognise which program or family uses the tensor names of a file.
+
+gptkit only uses this in messages about checkpoints that it refuses, and not to read checkpoints.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,17 +16,19 @@ _LITGPT = (
     *("transformer.h.{layer}.mlp.fc.weight", "transformer.h.{layer}.mlp.fc_1.weight"),
     "transformer.h.{layer}.mlp.fc_2.weight",
 )
-"""Those of litgpt's GPT without biases (litgpt/model.py)."""
+"""Names of litgpt's GPT without biases (litgpt/model.py)."""
 
 _MOST = 400
+"""The number of names that are examined."""
 _LONGEST = 200
-"""Names that are looked at, of however many, and signs of each."""
+"""The number of characters of a name that are examined."""
 
 
 def whose(names: Sequence[str]) -> tuple[str, str] | None:
-    """Whose checkpoints call most of their tensors so, and the prefix that they have before those names ("" for none).
+    """Return who uses most of these tensor names, and the prefix before the names ("" for none).
 
-    "gpt2", or "llama, mistral" where several do. None where nobody that is known here does.
+    The first value is "gpt2", or "llama, mistral" if several families use the names. The result is None if the names
+    are unknown.
     """
     some = [name[:_LONGEST] for name in names[:_MOST]]
     best: tuple[int, str, list[str]] = (len(some) // 2, "", [])
@@ -39,16 +44,16 @@ def whose(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """What some of the names begin with, up to four parts, the shortest first."""
-    found = {""}
+    """Return prefixes of some of the names, of up to four parts. The shortest come first."""
+    prefixes = {""}
     for name in names[:: max(len(names) // 8, 1)]:
         parts = name.split(".")
-        found |= {".".join(parts[:count]) + "." for count in range(1, min(5, len(parts)))}
-    return sorted(found, key=lambda prefix: (len(prefix), prefix))
+        prefixes |= {".".join(parts[:count]) + "." for count in range(1, min(5, len(parts)))}
+    return sorted(prefixes, key=lambda prefix: (len(prefix), prefix))
 
 
 def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Everybody's names, with any number for a layer or an expert."""
+    """Yield families and programs, with patterns of their tensor names for any number of layers and experts."""
     for family in ARCHITECTURES.values():
         yield family.name, _pattern([leaf.checkpoint for leaf in family.leaves])
     yield "litgpt", _pattern(_LITGPT)
@@ -57,5 +62,5 @@ def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
 
 def _pattern(templates: Sequence[str]) -> re.Pattern[str]:
     return re.compile(
-        "|".join(re.sub(r"\\\{(layer|expert|use)\\\}", r"[0-9]{1,5}", re.escape(each)) for each in templates)
+        "|".join(re.sub(r"\\\{(layer|expert|use)\\\}", r"[0-9]{1,5}", re.escape(template)) for template in templates)
     )

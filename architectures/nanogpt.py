@@ -1,8 +1,8 @@
-"""nanoGPT (github.com/karpathy/nanoGPT): the names and layouts of its ckpt.pt, and the trees that its GPT can hold.
+"""nanoGPT (github.com/karpathy/nanoGPT): the names and layouts of its ckpt.pt, and the trees that its GPT can express.
 
-It is GPT-2 with linear layers that lie [out, in], and with or without biases. What its model.py fixes: pre-norms with
-eps 1e-5, a feed-forward of four times the width, a tied head. Its GELU is the exact one since it uses torch.nn.GELU;
-before, it was GPT-2's tanh formula, and a checkpoint does not say which.
+It is GPT-2 with linear weights stored as [out, in], and with or without biases. Its model.py fixes pre-norms with eps
+1e-5, a feed-forward of four times the width, and a tied head. Newer versions use torch.nn.GELU, which is exact. Older
+ones had GPT-2's tanh formula. A checkpoint does not state the version.
 
 Source: nanoGPT, model.py (GPT, GPTConfig, GPT.from_pretrained) and train.py (what is saved).
 """
@@ -19,7 +19,7 @@ from .layout import IDENTITY, Layout
 from .obstacles import express, without_biases
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
-"""The head, which a checkpoint stores beside the embedding it is tied to."""
+"""The head and the embedding. They are tied, and a checkpoint stores both."""
 
 ARGUMENTS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")  # the sizes among `model_args`
 
@@ -27,7 +27,7 @@ _FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1",
 
 
 def _untransposed(leaf: Leaf) -> Leaf:
-    """GPT-2's leaf with its weight [out, in]."""
+    """Return GPT-2's leaf with its weight stored as [out, in]."""
     if isinstance(leaf.shared, tuple):
         return replace(leaf, layout=FUSED_BIAS if leaf.checkpoint.endswith("bias") else _FUSED_WEIGHT)
     return replace(leaf, layout=IDENTITY)
@@ -37,12 +37,12 @@ LEAVES = tuple(_untransposed(leaf) for leaf in GPT2.leaves if leaf.checkpoint !=
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a checkpoint is the causal mask, which models of older torch versions keep."""
+    """Return whether a tensor of a checkpoint is the causal mask, which models of older torch versions store."""
     return name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str, Any]:
-    """A config.json for GPT-2 of these `model_args`. Ids of special tokens are GPT-2's where its vocabulary is."""
+    """Return GPT-2's config.json for `model_args`. With GPT-2's vocabulary, it has the ids of its special tokens."""
     end = 50256 if arguments["vocab_size"] > 50256 else None
     return {
         "model_type": "gpt2",
@@ -62,14 +62,14 @@ def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str,
 
 
 def spec_of(arguments: Mapping[str, int], activation: Activation, bias: bool) -> ModelSpec:
-    """The tree of these `model_args`. Raises ConfigError for sizes that are none."""
+    """Return the tree of `model_args`. Raises ConfigError for impossible sizes."""
     spec = GPT2.spec(config_of(arguments, activation))
     return spec if bias else without_biases(spec, {parameter.name for parameter in spec.parameters()})
 
 
 @dataclass(frozen=True)
 class _NanoGPT:
-    """A model.py with one GELU or the other, as what may hold a tree: see `obstacles.Target`."""
+    """A model.py with the exact GELU or its tanh formula, as a target that may express a tree (see `obstacles`)."""
 
     activation: Activation
     owner = "nanoGPT"
@@ -77,7 +77,7 @@ class _NanoGPT:
     usual = GPT2.usual
 
     def arguments(self, spec: ModelSpec) -> dict[str, Any]:
-        """A tree as `model_args`."""
+        """Return `model_args` for a tree."""
         _, attention, _ = usual_layer(spec)
         return {
             "n_layer": len(spec.blocks),
@@ -90,26 +90,32 @@ class _NanoGPT:
         }
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """The tree of a checkpoint with this one's `model_args`. Raises CannotExpress, ConfigError."""
+        """Return the tree of a checkpoint with this tree's `model_args`. Raises CannotExpress, ConfigError."""
         arguments = self.arguments(spec)
         return spec_of(arguments, self.activation, arguments["bias"])
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """The tensors of a checkpoint. Raises CannotExpress: one has no name."""
+        """Return the tensors of a checkpoint. Raises CannotExpress if a shared tensor has no name."""
         return bind(self.owner, LEAVES, spec)
 
 
 def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], list[BoundLeaf]]:
-    """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU. Raises CannotExpress:
-    nanoGPT's model is no such tree; the components in the way are listed.
+    """Return `model_args` and the tensors of a checkpoint for a tree.
+
+    Args:
+        spec: the tree.
+        activation: the GELU of the model.py that will read the checkpoint.
+
+    Raises:
+        CannotExpress: nanoGPT cannot compute the tree. The message lists the components that prevent it.
     """
     target = _NanoGPT(activation)
-    found = express(target, spec, clear=("rounding",))
-    if found.found is not None:
+    expression = express(target, spec, clear=("rounding",))
+    if expression.tree is not None:
         return target.arguments(spec), target.bind(spec)
-    if activation == "gelu" and express(_NanoGPT("gelu_new"), spec, clear=("rounding",)).found is not None:
-        raise found.refusal(_TANH)
-    raise found.refusal()
+    if activation == "gelu" and express(_NanoGPT("gelu_new"), spec, clear=("rounding",)).tree is not None:
+        raise expression.refusal(_TANH)
+    raise expression.refusal()
 
 
 _TANH = "For a model.py with the tanh formula, as nanoGPT had it before torch.nn.GELU: --to nanogpt_tanh"

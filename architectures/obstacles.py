@@ -2,8 +2,8 @@
 
 A target does not declare which trees it can express. Instead, gptkit lets it write the tree and read it back. The
 differences between the two trees are the *obstacles*. Two kinds of obstacle can be removed without changing the
-function: other rounding, and biases that are all zero. Swaps clear the others, and each declares which ones
-(`surgery.registry.Clears`). A target does declare its kinds of component, so `write` never gets an unknown kind, and an
+function: other rounding, and biases that are all zero. Swaps remove the others, and every swap declares which ones
+(`surgery.registry.Clears`). A target declares its kinds of component, so `write` never gets an unknown kind, and an
 AttributeError in `write` is a bug of the target.
 """
 
@@ -35,11 +35,7 @@ _Remedy = Literal["rounding", "zeros"]
 
 
 class Destination(Protocol):
-    """A target that may be able to express a tree: a family or a format.
-
-    kinds: the kinds of component in its trees, other than `_STRUCTURE`. usual: an example of its trees, which shows
-    where every component belongs.
-    """
+    """A target that may be able to express a tree: a family or a format."""
 
     @property
     def owner(self) -> str:
@@ -47,10 +43,14 @@ class Destination(Protocol):
         ...
 
     @property
-    def kinds(self) -> Kinds: ...
+    def kinds(self) -> Kinds:
+        """The kinds of component in the target's trees, without those of `_STRUCTURE`."""
+        ...
 
     @property
-    def usual(self) -> ModelSpec: ...
+    def usual(self) -> ModelSpec:
+        """An example of the target's trees, which shows where every component belongs."""
+        ...
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """Write a tree and return the tree that the target reads from the result. All components must be in `kinds`.
@@ -61,29 +61,29 @@ class Destination(Protocol):
         ...
 
     def bind(self, spec: ModelSpec) -> Sequence[Any]:
-        """Return the target's tensors for a tree. Raises CannotExpress if it has no name for a tensor."""
+        """Return the target's tensors for a tree. Raises CannotExpress if the target has no name for a tensor."""
         ...
 
 
 class Obstacle(NamedTuple):
-    """A difference between a tree and the nearest tree of a target.
-
-    path: the field that differs. ours: its value in the tree. theirs: its value in the target's tree. remedy: how to
-    remove the obstacle without changing the function: "rounding" lets the target round in its own way, "zeros" adds or
-    removes biases that are all zero. None if only a swap can remove it, or nothing.
-    """
+    """A difference between a tree and the nearest tree of a target."""
 
     path: str
+    """The field that differs."""
     ours: Any
+    """The field's value in the tree."""
     theirs: Any
+    """The field's value in the target's tree."""
     remedy: _Remedy | None = None
+    """How to remove the obstacle without changing the function: "rounding" lets the target round in its own way, and
+    "zeros" adds or removes biases that are all zero. None if only a swap can remove it, or nothing."""
 
     @property
     def is_bias(self) -> bool:
         """Whether the field says that a component has biases."""
         return self.path.endswith("bias") and isinstance(self.ours, bool) and isinstance(self.theirs, bool)
 
-    def told(self, owner: str) -> str:
+    def sentence(self, owner: str) -> str:
         """Return a sentence about the obstacle; `owner` is the target's name."""
         if self.theirs is None or (self.is_bias and self.ours):
             return f"{owner} has no {self.path}{'' if self.is_bias else f' ({short(self.ours)})'}"
@@ -93,40 +93,43 @@ class Obstacle(NamedTuple):
 
 @dataclass(frozen=True)
 class Expression:
-    """The result of `express`: how a target expresses a tree, or why it cannot.
-
-    found: the target's tree that computes the same function, or None. obstacles: all differences from the target's
-    nearest tree, or if it has none, the components of kinds that it does not know. standing: the obstacles that prevent
-    writing the tree. reason: why the target has no similar tree at all.
-    """
+    """The result of `express`: the target's tree, or the obstacles."""
 
     target: Destination
     spec: ModelSpec
-    found: ModelSpec | None
+    """The model's tree."""
+    tree: ModelSpec | None
+    """The target's tree that computes the same function, or None."""
     obstacles: tuple[Obstacle, ...] = ()
+    """All differences from the target's nearest tree. If there is no such tree, the components of kinds that the target
+    does not know."""
     standing: tuple[Obstacle, ...] = ()
+    """The obstacles that prevent writing the tree."""
     reason: str = ""
+    """Why the target has no similar tree at all."""
 
     @property
     def weight(self) -> int:
-        """A number that grows with the obstacles. A component of another kind counts as 4 values, since it may hide
-        differences inside. A tree that the target cannot write at all counts most.
+        """A number that grows with the obstacles. A component of another kind counts as 4 values, since it may contain
+        more differences. A tree that the target cannot write at all counts most.
         """
-        kinds = [isinstance(each.ours, Component) or isinstance(each.theirs, Component) for each in self.standing]
+        kinds = [
+            isinstance(obstacle.ours, Component) or isinstance(obstacle.theirs, Component) for obstacle in self.standing
+        ]
         return sum(4 if kind else 1 for kind in kinds) + (2**30 if self.reason else 0)
 
     @property
-    def told(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """The obstacles as sentences. One that occurs in several layers is listed once."""
-        return [each.told(self.target.owner) for each in by_layers(self.standing, len(self.spec.blocks))]
+        return [obstacle.sentence(self.target.owner) for obstacle in by_layers(self.standing, len(self.spec.blocks))]
 
     def refusal(self, hint: str = OWN_FORMAT) -> CannotExpress:
         """Return an error that lists the obstacles."""
-        owner, told = self.target.owner, self.told
-        if not told:
+        owner, sentences = self.target.owner, self.sentences
+        if not sentences:
             return CannotExpress(f"{owner} cannot express this model: {self.reason}", hint)
-        lines = "\n".join(f"  {each}" for each in told[:_MOST])
-        return CannotExpress(f"{owner} cannot express {len(told)} components of this model:\n{lines}", hint)
+        lines = "\n".join(f"  {sentence}" for sentence in sentences[:_MOST])
+        return CannotExpress(f"{owner} cannot express {len(sentences)} components of this model:\n{lines}", hint)
 
 
 def never(_name: str) -> bool:
@@ -155,46 +158,61 @@ def express(
     """
     reasons: list[str] = []
 
-    def tried(candidate: ModelSpec) -> Expression | None:
+    def attempt(candidate: ModelSpec) -> Expression | None:
+        """Compare the tree with the one that the target makes of the candidate, or return None if it refuses."""
         try:
             back = target.back(candidate)
         except _REFUSED as error:
             reasons.append(error.message)
             return None
-        found = () if back == spec else tuple(_obstacles(spec, back, zero))
-        return Expression(target, spec, back, found, tuple(each for each in found if each.remedy not in clear))
+        obstacles = () if back == spec else tuple(_obstacles(spec, back, zero))
+        standing = tuple(obstacle for obstacle in obstacles if obstacle.remedy not in clear)
+        return Expression(target, spec, back, obstacles, standing)
 
-    others = tuple(_others(_STRUCTURE | target.kinds, spec))
-    attempts = [] if others else [tried(spec)]
-    if attempts and attempts[0] is not None and not attempts[0].obstacles:
-        return _bound(attempts[0])
-    plain = without_rounding(spec)
-    attempts += [] if others else [tried(plain)]
-    if "zeros" in clear and any(each is not None and all(o.is_bias for o in each.standing) for each in attempts):
-        bare = without_biases(spec, {p.name for p in spec.parameters() if p.name.endswith(".bias") and zero(p.name)})
-        if bare != spec:
-            attempts = [tried(bare), attempts[0], tried(without_rounding(bare)), attempts[1]]
-    for each in attempts:
-        if each is not None and not each.standing and _stays(target, each.found):
-            return _bound(each)
-    if nearest and not any(attempts):  # as much of it as the target has components for
+    unknown = tuple(_unknown(_STRUCTURE | target.kinds, spec))
+    attempts: list[Expression | None] = []
+    if not unknown:
+        first = attempt(spec)
+        if first is not None and not first.obstacles:
+            return _bound(first)
+        attempts = _with_remedies(attempt, spec, first, zero, clear)
+    for result in attempts:
+        if result is not None and not result.standing and _stays(target, result.tree):
+            return _bound(result)
+    if nearest and not any(attempts):
+        # Compare with a tree that has as much of this one as the target has components for.
+        plain = without_rounding(spec)
         alike = [_in_kind(plain, target.usual, kinds) for kinds in (target.kinds, frozenset())]
-        attempts = [tried(each) for each in dict.fromkeys(alike) if each is not None]
-    best = min((each for each in attempts if each is not None), key=lambda each: each.weight, default=None)
+        attempts = [attempt(tree) for tree in dict.fromkeys(alike) if tree is not None]
+    best = min((result for result in attempts if result is not None), key=lambda result: result.weight, default=None)
     if best is None:
-        return Expression(
-            target,
-            spec,
-            None,
-            others,
-            others,
-            reasons[0] if reasons else ("its sizes are not possible in this architecture"),
-        )
-    return replace(
-        best,
-        found=None,
-        reason="" if best.standing else ("the config.json that gptkit would write describes another model"),
+        reason = reasons[0] if reasons else "its sizes are not possible in this architecture"
+        return Expression(target, spec, None, unknown, unknown, reason)
+    reason = "" if best.standing else "the config.json that gptkit would write describes another model"
+    return replace(best, tree=None, reason=reason)
+
+
+def _with_remedies(
+    attempt: Callable[[ModelSpec], Expression | None],
+    spec: ModelSpec,
+    first: Expression | None,
+    zero: Zero,
+    clear: tuple[_Remedy, ...],
+) -> list[Expression | None]:
+    """Return the attempts with the tree itself (`first`), without its rounding, and without biases that are zero.
+
+    Biases are only removed if they may be the only obstacles. Attempts without biases come first.
+    """
+    attempts = [first, attempt(without_rounding(spec))]
+    only_biases = any(
+        result is not None and all(obstacle.is_bias for obstacle in result.standing) for result in attempts
     )
+    if "zeros" not in clear or not only_biases:
+        return attempts
+    bare = without_biases(spec, {p.name for p in spec.parameters() if p.name.endswith(".bias") and zero(p.name)})
+    if bare == spec:
+        return attempts
+    return [attempt(bare), attempts[0], attempt(without_rounding(bare)), attempts[1]]
 
 
 def first_of(
@@ -211,10 +229,10 @@ def first_of(
     """
     refused: list[Expression] = []
     for target in targets:
-        found = express(target, spec, zero, clear, nearest=nearest)
-        if found.found is not None:
-            return found, refused
-        refused.append(found)
+        expression = express(target, spec, zero, clear, nearest=nearest)
+        if expression.tree is not None:
+            return expression, refused
+        refused.append(expression)
     return None, refused
 
 
@@ -230,38 +248,40 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
     """
     kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):
-        names = " or ".join(each.__name__ for each in kinds)
+        names = " or ".join(kind.__name__ for kind in kinds)
         raise CannotExpress(
             f"the format needs a component of the kind {names}, but the model has {short(node) if node else 'none'}"
         )
     return node
 
 
-def _others(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
+def _unknown(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
     """Yield the components of a tree that are not of these kinds."""
     if isinstance(node, tuple):
-        for index, each in enumerate(node):
-            yield from _others(kinds, each, f"{path}.{index}")
+        for index, inner in enumerate(node):
+            yield from _unknown(kinds, inner, f"{path}.{index}")
     elif isinstance(node, Component):
         if type(node) not in kinds:
             yield Obstacle(path, node, None)
         for name, value in node.entries().items():
-            yield from _others(kinds, value, f"{path}.{name}" if path else name)
+            yield from _unknown(kinds, value, f"{path}.{name}" if path else name)
 
 
 def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacle]:
     """Yield the differences between a tree and the target's tree, with their remedies."""
-    hard = [Obstacle(*each) for each in differences(without_rounding(spec), without_rounding(back))]
-    paths = {each.path for each in hard}
+    hard = [Obstacle(*difference) for difference in differences(without_rounding(spec), without_rounding(back))]
+    paths = {obstacle.path for obstacle in hard}
     places: dict[str, list[tuple[str, Component]]] = {}
-    if zero is not never and any(each.is_bias and each.ours for each in hard):
+    if zero is not never and any(obstacle.is_bias and obstacle.ours for obstacle in hard):
         for path, node in spec.nodes():
             expert = path.rpartition(".")[0].removesuffix("s")  # all experts share the flag
             for place in (path, expert):
                 places.setdefault(place, []).append((path, node))
-    for each in hard:
-        known = each.is_bias and (not each.ours or (bool(places) and all(map(zero, _tensors(places, each)))))
-        yield each._replace(remedy="zeros" if known else None)
+    for obstacle in hard:
+        known = obstacle.is_bias and (
+            not obstacle.ours or (bool(places) and all(map(zero, _tensors(places, obstacle))))
+        )
+        yield obstacle._replace(remedy="zeros" if known else None)
     for path, ours, theirs in differences(spec, back):
         if path not in paths:
             yield Obstacle(path, ours, theirs, "rounding")
@@ -276,19 +296,19 @@ def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstac
             yield from (f"{path}.{tensor}" for tensor in node.shapes().keys() - less.shapes().keys())
 
 
-def _stays(target: Destination, found: ModelSpec | None) -> bool:
+def _stays(target: Destination, tree: ModelSpec | None) -> bool:
     """Return whether the target reads its own tree back unchanged."""
     try:
-        return found is not None and target.back(found) == found
+        return tree is not None and target.back(tree) == tree
     except _REFUSED:
         return False
 
 
 def _bound(expression: Expression) -> Expression:
     """Return the expression, or a refusal if the target has no name for a tensor. A config may describe such trees."""
-    assert expression.found is not None
+    assert expression.tree is not None
     try:
-        expression.target.bind(expression.found)
+        expression.target.bind(expression.tree)
     except CannotExpress as error:
         return Expression(expression.target, expression.spec, None, reason=error.message)
     return expression
@@ -304,8 +324,8 @@ def without_biases(spec: ModelSpec, dropped: Collection[str]) -> ModelSpec:
                 node = less
         return node
 
-    found: ModelSpec = spec.mapped(bare)
-    return found
+    tree: ModelSpec = spec.mapped(bare)
+    return tree
 
 
 # --- the nearest tree -------------------------------------------------------------------------------------------------
@@ -336,8 +356,8 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
             if name == "blocks":
                 fields[name] = tuple(like(block, _nearest(block, theirs), sizes) for block in ours)
             elif name == "sublayers":
-                by_slot = {each.mixer.slot: each for each in ours}
-                fields[name] = tuple(like(by_slot.get(each.mixer.slot), each, sizes) for each in theirs)
+                by_slot = {sublayer.mixer.slot: sublayer for sublayer in ours}
+                fields[name] = tuple(like(by_slot.get(sublayer.mixer.slot), sublayer, sizes) for sublayer in theirs)
             elif isinstance(theirs, Component):
                 inner = node if name == "expert" and not hasattr(node, name) else ours
                 fields[name] = like(inner, theirs, sizes)
@@ -352,16 +372,18 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
     try:
         whole = msgspec.structs.replace(spec, context_length=spec.context_length or usual.context_length)
         sizes = {"size": spec.hidden_size, "hidden_size": spec.hidden_size, "length": whole.context_length}
-        found: ModelSpec = like(whole, usual, sizes)
+        tree: ModelSpec = like(whole, usual, sizes)
     except ConfigError:
         return None
-    return found
+    return tree
 
 
 def _nearest(block: Block, others: Sequence[Block]) -> Block:
     """Return the first of the other blocks that has the most mixer slots in common with this one."""
-    slots = {each.mixer.slot for each in block.sublayers}
-    return max(dict.fromkeys(others), key=lambda other: len(slots & {each.mixer.slot for each in other.sublayers}))
+    slots = {sublayer.mixer.slot for sublayer in block.sublayers}
+    return max(
+        dict.fromkeys(others), key=lambda other: len(slots & {sublayer.mixer.slot for sublayer in other.sublayers})
+    )
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
@@ -369,20 +391,20 @@ def _nearest(block: Block, others: Sequence[Block]) -> Block:
 
 def by_layers(obstacles: Iterable[tuple[Any, ...]], layers: int) -> list[Obstacle]:
     """Merge obstacles that are equal in several layers: blocks.*.x for all layers, blocks.0-2,5.x for some."""
-    told: dict[tuple[str, str, str], list[int]] = {}
+    numbers: dict[tuple[str, str, str], list[int]] = {}
     first: dict[tuple[str, str, str], Obstacle] = {}
-    for each in obstacles:
-        parts = each[0].split(".")
+    for obstacle in obstacles:
+        parts = obstacle[0].split(".")
         inside = parts[0] == "blocks" and len(parts) > 1
-        rest = ".".join(parts[2:]) if inside else each[0]
-        key = (f"blocks/{rest}" if inside else rest, repr(each[1]), repr(each[2]))
-        first.setdefault(key, Obstacle(rest, *each[1:]))
-        told.setdefault(key, []).extend([int(parts[1])] if inside else [])
+        rest = ".".join(parts[2:]) if inside else obstacle[0]
+        key = (f"blocks/{rest}" if inside else rest, repr(obstacle[1]), repr(obstacle[2]))
+        first.setdefault(key, Obstacle(rest, *obstacle[1:]))
+        numbers.setdefault(key, []).extend([int(parts[1])] if inside else [])
     return [
-        each._replace(path=f"blocks.{'*' if len(told[key]) == layers else ranges(told[key])}.{each.path}")
-        if told[key]
-        else each
-        for key, each in first.items()
+        obstacle._replace(path=f"blocks.{'*' if len(which) == layers else ranges(which)}.{obstacle.path}")
+        if which
+        else obstacle
+        for obstacle, which in zip(first.values(), numbers.values(), strict=True)
     ]
 
 

@@ -1,6 +1,6 @@
-"""Well-known models by name: their config.json as data, so that a question about them needs no download.
+"""Well-known models by name. gptkit has their config.json as data, so that it can answer questions without a download.
 
-The data lie in presets.json beside this file, each with the page that it was taken from.
+The data are in presets.json in the same folder, with the source of every config.
 """
 
 import difflib
@@ -16,23 +16,22 @@ PATH = Path(__file__).with_name("presets.json")
 
 @dataclass(frozen=True)
 class Preset:
-    """A model known by name.
-
-    name, aliases: what it is called here, in lower case.
-    repo: its repository on the hub; None where no weights were published (GPT-3).
-    source: where `config` was taken from, and what in it had to be decided.
-    config: its config.json; shared by all callers, to be read only.
-    """
+    """A model known by name."""
 
     name: str
+    """The name, in lower case."""
     aliases: tuple[str, ...]
+    """Other names, in lower case."""
     repo: str | None
+    """The repository on the hub, or None if no weights were published (GPT-3)."""
     source: str
+    """The source of `config`, and the choices that gptkit made where the source states nothing."""
     config: dict[str, Any]
+    """The config.json. All callers share it and must not change it."""
 
     @property
     def known_as(self) -> tuple[str, ...]:
-        """Every name that finds it: its own, its aliases, its repository."""
+        """All names of the preset: its own, its aliases and its repository."""
         return (self.name, *self.aliases, *(() if self.repo is None else (self.repo,)))
 
 
@@ -44,9 +43,9 @@ class _File:
 
 @cache
 def presets() -> dict[str, Preset]:
-    """Every preset by name, families together; read from disk once and shared, so not to be changed."""
-    found = msgspec.json.decode(PATH.read_bytes(), type=_File)
-    return {preset.name: preset for preset in found.presets}
+    """Return all presets by name, grouped by family. The result is read once and shared: do not change it."""
+    contents = msgspec.json.decode(PATH.read_bytes(), type=_File)
+    return {preset.name: preset for preset in contents.presets}
 
 
 @cache
@@ -55,22 +54,22 @@ def _index() -> dict[str, Preset]:
 
 
 def find(name: str) -> Preset | None:
-    """The preset of that name, alias or repository, in upper or lower case; None where there is none."""
+    """Return the preset with this name, alias or repository, or None. Upper and lower case are the same."""
     return _index().get(name.lower())
 
 
 def nearest(name: str) -> list[str]:
-    """Up to five names of presets that `name` may have been meant for, the likeliest first.
+    """Return up to five names of presets that `name` may have been meant for, the most likely first.
 
-    Those that `name` begins (its size left out, say) come before those that it resembles.
+    Names that begin with `name` (for example without its size) come before names that are merely similar.
     """
-    if not name or len(name) > 100:  # no typo of anything here, and comparing takes time in proportion to the length
+    if not name or len(name) > 100:  # it is not a typo of any preset, and the time to compare grows with the length
         return []
     wanted, index = name.lower(), _index()
     begun = [spelling for spelling in index if spelling.startswith(wanted)]
-    # Several spellings of one preset may be near, so more are asked for than are told.
+    # Several spellings of one preset may be similar, so gptkit asks for more than it returns.
     near = difflib.get_close_matches(wanted, index, n=12)
-    # What is as near by this measure comes in the order of the list, not of the alphabet from its end.
+    # difflib returns equally similar names in reverse alphabetical order. Here they are in the order of the list.
     likeness, order = difflib.SequenceMatcher(b=wanted), {spelling: place for place, spelling in enumerate(index)}
     near.sort(key=lambda spelling: (-_ratio(likeness, spelling), order[spelling]))
     return list(dict.fromkeys(index[spelling].name for spelling in (*begun, *near)))[:5]
@@ -82,6 +81,6 @@ def _ratio(likeness: difflib.SequenceMatcher[str], spelling: str) -> float:
 
 
 def repo_of(name: str) -> str | None:
-    """The hub repository of the preset `name`; None where there is no such preset, or nothing was published."""
+    """Return the hub repository of a preset, or None if there is no such preset or nothing was published."""
     preset = find(name)
     return None if preset is None else preset.repo

@@ -1,4 +1,4 @@
-"""Recurrences in config.json and checkpoints: Mamba, Mamba-2 and gated DeltaNet, as several families have them."""
+"""Recurrences in config.json and checkpoints: Mamba, Mamba-2 and gated DeltaNet, which several families share."""
 
 import math
 import sys
@@ -33,18 +33,20 @@ from .usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T
 LINEAR = "linear_attention"
 
 
-_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+_INFINITE = {"__float__": "Infinity"}  # transformers writes infinity like this
 
 
 def limits(config: ConfigReader) -> dict[str, Any]:
     """Read `time_step_limit`, the smallest and the largest step size: `least` and `most` of the component."""
-    found: Any = config.raw("time_step_limit", (0.0, math.inf))
-    numbers = [math.inf if each == _INFINITE else each for each in found] if isinstance(found, list | tuple) else []
-    fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+    given: Any = config.raw("time_step_limit", (0.0, math.inf))
+    numbers = (
+        [math.inf if number == _INFINITE else number for number in given] if isinstance(given, list | tuple) else []
+    )
+    fine = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
     fine = fine and len(numbers) == 2 and 0 <= numbers[0] <= numbers[1] and numbers[0] <= 1e30 and numbers[1] > 0
     if not fine:
-        raise config.fail("time_step_limit", found, "two numbers, [smaller, larger], neither below 0")
-    least, most = (float(min(each, sys.float_info.max)) for each in numbers)
+        raise config.fail("time_step_limit", given, "two numbers, [smaller, larger], neither below 0")
+    least, most = (float(min(number, sys.float_info.max)) for number in numbers)
     return {"least": least, "most": None if numbers[1] == math.inf else most}
 
 
@@ -76,8 +78,8 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
     """Return the sizes of Mamba-2 from the fields that begin with `mamba_`.
 
     Args:
-        config: what is read.
-        values: what the config says of the tree, by role.
+        config: the reader of the config.
+        values: the values of the config, by role.
         inner: the width of all heads together. If None, `mamba_expand` times the hidden size.
     """
     sizes, expand = read_fields(_MAMBA2, config), config.integer("mamba_expand", 2)
@@ -94,14 +96,14 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
 
 
 def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
-    """Return Mamba-2 from the fields that begin with `mamba_`, with a norm in its groups."""
+    """Return Mamba-2 from the fields that begin with `mamba_`. It has a norm over every group."""
     sizes, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
     norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=values["eps"], groups=sizes["groups"])
     return Mamba2(**sizes, norm=norm, bias=bias, output_bias=bias)
 
 
 def multiple_of_hidden(mixer: Mamba | Mamba2) -> int:
-    """Return how many times as wide as the hidden states a mixer is inside. Raises CannotExpress for a fraction."""
+    """Return a mixer's inner width as a multiple of the hidden size. Raises CannotExpress if it is not a multiple."""
     if mixer.inner % mixer.hidden_size:
         raise CannotExpress(
             f"transformers needs an inner width that is a multiple of the hidden size {mixer.hidden_size}, "
@@ -137,7 +139,7 @@ class MixerFields:
     kind: type[Any]
     """The kind of the mixer."""
     get: Callable[[ConfigReader, Mapping[str, Any]], Any]
-    """`get(config, values)` returns the mixer; `values` is what the config says of the tree, by role."""
+    """`get(config, values)` returns the mixer. `values` are the values of the config, by role."""
     put: Callable[[Any], Config]
     """`put(mixer)` returns the config fields."""
     draw: Callable[[Random, Sizes], Config]
@@ -152,9 +154,9 @@ def without_attention(places: Places, fields: MixerFields) -> Lens:
     """Return the lens of the mixers in layers without attention, for `DecoderFamily.recurrent`."""
 
     def get(config: ConfigReader, values: Mapping[str, Any]) -> list[Any]:
-        whole = places.get(config, values["layers"])
+        with_attention = places.get(config, values["layers"])
         mixer = fields.get(config, values)
-        return [None if attends else mixer for attends in whole]
+        return [None if has_attention else mixer for has_attention in with_attention]
 
     def put(spec: ModelSpec) -> Config:
         mixers = [block.mixer(fields.slot) for block in spec.blocks]
@@ -173,13 +175,13 @@ MAMBA2 = MixerFields(
     read_mamba2,
     write_mamba2,
     lambda chosen, sizes: draw_mamba2(chosen, sizes["hidden"]),
-    # transformers needs heads that divide its width even if no layer has them.
+    # transformers requires that the heads divide the width, even if no layer is Mamba-2.
     absent={"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": "auto"},
 )
 
 
 def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
-    """Return the leaves of a layer's Mamba-2, whose checkpoint names begin with `theirs`."""
+    """Return the leaves of a layer's Mamba-2. Its checkpoint names begin with `theirs`."""
     ours = B + "recurrence."
     read, mixed = ("gate", "x", "b", "c", "dt"), ("x", "b", "c")
     rows: dict[str, Any] = {"split": "part", "parts": ("inner", "inner", "states", "states", "heads")}
@@ -199,12 +201,12 @@ def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
 
 
 def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:
-    """Read the rank of the step sizes, where "auto" means a sixteenth of the hidden size."""
+    """Read the rank of the step sizes. "auto" means a sixteenth of the hidden size."""
     return math.ceil(hidden / 16) if config.raw(name, "auto") == "auto" else config.integer(name)
 
 
 def step_rank(hidden: int) -> Field:
-    """Return the field of the rank of the step sizes, where "auto" stands for a sixteenth of the hidden size.
+    """Return the field of the rank of the step sizes. "auto" means a sixteenth of the hidden size.
 
     Args:
         hidden: the default of `hidden_size`.
@@ -217,7 +219,7 @@ def step_rank(hidden: int) -> Field:
 
 
 def width_of(config: ConfigReader, name: str, hidden: int) -> int:
-    """Read the number of channels from a field that is a multiple of the hidden size."""
+    """Read the number of channels. The field has it as a multiple of the hidden size."""
     times = config.integer(name, 2)
     if times * hidden >= 2**31:
         raise config.fail(name, times, f"less than 2^31 / hidden_size ({hidden})")
@@ -284,11 +286,11 @@ ALONE: Fields = {
     "residual_in_fp32": Field("wide", True),
     "tie_word_embeddings": Field("tied", True),
 }
-"""The fields of families whose layers are a mixer and nothing else, beside those of the mixer."""
+"""The fields of families whose layers consist of one mixer only, without those of the mixer."""
 
 
 def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2) -> ModelSpec:
-    """Return the tree whose layers are a mixer and nothing else; `values` are those of a table like `ALONE`."""
+    """Return the tree whose layers consist of one mixer only. `values` are those of a table like `ALONE`."""
     hidden, vocab = values["hidden"], values["vocab"]
     usual = [LINEAR] * values["layers"]
     config.refuse({"layer_types": ((None, usual), f"every layer is {type(mixer).__name__}")})
@@ -302,7 +304,7 @@ def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2
 
 
 def write_alone(spec: ModelSpec) -> Config:
-    """Return the config fields of a tree that `alone` makes, without those of the mixer."""
+    """Return the config fields of a tree that `alone` returns, without those of the mixer."""
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -314,7 +316,7 @@ def write_alone(spec: ModelSpec) -> Config:
 
 
 def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
-    """Return the leaves of a layer's Mamba, whose checkpoint names begin with `theirs`."""
+    """Return the leaves of a layer's Mamba. Its checkpoint names begin with `theirs`."""
     ours = B + "recurrence."
     halves: dict[str, Any] = {"split": "part", "parts": ("inner", "inner")}
     chosen = Layout("part inner", split="part", parts=("rank", "state", "state"))
@@ -343,7 +345,7 @@ _DELTA: Fields = {
 
 
 def delta_nets(fused: str) -> Lens:
-    """Return the lens of the layers without attention; `fused` is the component's field."""
+    """Return the lens of layers that are gated DeltaNets. `fused` is the component's field."""
 
     def attends(config: ConfigReader, layers: int) -> list[bool]:
         every = config.integer("full_attention_interval", 4)
@@ -384,28 +386,32 @@ DELTA = (
     *(Leaf(_THEIRS + name, _R + name) for name in ("dt_bias", "A_log")),
     Leaf(
         _THEIRS + "conv1d.weight",
-        tuple(f"{each}_conv.weight" for each in _PARTS),
+        tuple(f"{part}_conv.weight" for part in _PARTS),
         Layout("part one kernel", "part (one kernel)", "part", ("keys", "keys", "values")),
     ),
     *leaves_of({f"{_THEIRS}{name}": f"{_R}{ours}" for name, ours in (("norm", "norm"), ("out_proj", "o_proj"))}),
 )
-"""A recurrence, without what its projections are held in."""
+"""The leaves of a gated DeltaNet, without those of the projections of its input."""
 
 
 QUERIES_AND_GATE = (
     *(
-        Leaf(f"{T}self_attn.q_proj.{each}", (_Q + each, _GATE + each), _parts(f"(heads part head_dim){of}", "1", "1"))
-        for each, of in (("weight", " hidden"), ("bias", ""))
+        Leaf(
+            f"{T}self_attn.q_proj.{suffix}",
+            (_Q + suffix, _GATE + suffix),
+            _parts(f"(heads part head_dim){of}", "1", "1"),
+        )
+        for suffix, of in (("weight", " hidden"), ("bias", ""))
     ),
     *leaves_of({name: ours for name, ours in ATTENTION.items() if not name.endswith("q_proj")}),
 )
-"""Attention, whose gate lies behind its queries, head by head."""
+"""The leaves of gated attention. Every head's queries are followed by its gate, in one tensor."""
 
 
 JOINED_PROJECTIONS = (
     Leaf(
         _THEIRS + "in_proj_qkvz.weight",
-        (*(f"{each}_proj.weight" for each in _PARTS), _R + "gate_proj.weight"),
+        (*(f"{part}_proj.weight" for part in _PARTS), _R + "gate_proj.weight"),
         _parts("(key_heads part) hidden", "key_dim", "key_dim", "group_values", "group_values"),
     ),
     Leaf(
@@ -419,7 +425,7 @@ JOINED_PROJECTIONS = (
 SPLIT_PROJECTIONS = (
     Leaf(
         _THEIRS + "in_proj_qkv.weight",
-        tuple(f"{each}_proj.weight" for each in _PARTS),
+        tuple(f"{part}_proj.weight" for part in _PARTS),
         _parts("part hidden", "keys", "keys", "values"),
     ),
     *leaves_of(
@@ -429,7 +435,7 @@ SPLIT_PROJECTIONS = (
         }
     ),
 )
-"""Those of Qwen3.5."""
+"""The projections of Qwen3.5."""
 
 
 GATED: dict[str, Any] = {
@@ -447,7 +453,7 @@ PARTLY = RotaryKind(part=PART, whole=0.25)
 
 
 DELTA_REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}), *leaves_of({**NORMS, **ENDS}))
-"""What stands behind the mixers."""
+"""The leaves of everything after the mixers."""
 
 
 DELTA_LEAVES = (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE)

@@ -1,8 +1,9 @@
 """Rotary positions in config.json: rope_theta with rope_scaling (before transformers 5), or rope_parameters.
 
+transformers infers some values at run time (attention factors, the original context). This file infers them once, so
+that the tree contains all numbers.
+
 Source: transformers modeling_rope_utils.py, `standardize_rope_params` and the functions in ROPE_INIT_FUNCTIONS.
-Values that transformers infers at run time (attention factors, the original context) are inferred here once, so
-that the tree says what is computed.
 """
 
 import math
@@ -35,7 +36,7 @@ _DEFAULT_BASE = 10_000.0
 
 
 class RotaryKind(NamedTuple):
-    """What a family's config class assumes about RoPE in its layers, or in one kind of layer."""
+    """The assumptions of a family's config class about RoPE in its layers, or in one kind of layer."""
 
     base: float = _DEFAULT_BASE
     """The default base."""
@@ -44,11 +45,11 @@ class RotaryKind(NamedTuple):
     scaled: bool = True
     """Whether `rope_scaling` applies to these layers."""
     part: str = ""
-    """The field of the part of a head that turns, or "" if whole heads turn."""
+    """The field of the part of a head that RoPE rotates, or "" if it rotates whole heads."""
     whole: float = 1.0
     """The default of that part."""
     dims: str = ""
-    """The field of the number of dimensions that turn, if no field says the part."""
+    """The field of the number of dimensions that RoPE rotates, if no field has the part."""
     entire: bool = False
     """Whether transformers fails if the config states a part."""
     pairs: Literal["halves", "adjacent"] = "halves"
@@ -62,16 +63,16 @@ class RotaryKind(NamedTuple):
     direction: Literal["forward", "backward"] = "forward"
     """See `Rotary.direction`."""
     joined: bool = False
-    """See `Rotary.joined`. Heads of which a part turns are always joined."""
+    """See `Rotary.joined`. If only a part of a head is rotated, it is always joined."""
     even: bool = False
-    """Whether the number of dimensions that turn must be even."""
+    """Whether the number of rotated dimensions must be even."""
     original: int | None = None
-    """The default of the original context; None means the model's context."""
+    """The default of the original context. None means the model's context length."""
     renewed: bool = False
     """See `LongRopeScaling`."""
     types: Mapping[str, str] | None = None
-    """The config class's names of the RoPE types that it knows, with transformers' names. None: it knows all of
-    them."""
+    """The config class's names of the RoPE types that it supports, with transformers' names. None: it supports all, by
+    transformers' names."""
 
 
 USUAL_ROTARY = RotaryKind()
@@ -84,21 +85,21 @@ def read_rotary(
     kind: RotaryKind = USUAL_ROTARY,
     tables: int | None = None,
 ) -> Rotary:
-    """The rotary component of a family whose layers all turn alike.
+    """Return the rotary component of a family in which all layers have the same.
 
     Args:
-        config: what is read.
+        config: the reader of the config.
         dim: the width of a head.
-        context_length: the model's, None where it states none.
-        kind: what the family's config class assumes.
-        tables: the width of a head from which transformers makes the tables of cos and sin, where it is another.
+        context_length: the model's context length, or None if the config states none.
+        kind: the assumptions of the family's config class.
+        tables: the width from which transformers makes the tables of cos and sin, if it is not `dim`.
 
     Raises:
-        ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation where transformers'
-            own code for these families fails.
+        ConfigError: the rope type is unknown, a parameter is missing or malformed, or only a part of a head is rotated
+            in a family for which transformers then fails.
     """
-    found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
-    which = "rope_scaling" if found[0].data else "rope_parameters"
+    readers = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
+    which = "rope_scaling" if readers[0].data else "rope_parameters"
     if kind.usual is not None and not config.inner(which).data:
         base = config.number(kind.theta, kind.usual.get("rope_theta", kind.base))
         if base != kind.usual.get("rope_theta", base):
@@ -111,26 +112,28 @@ def read_rotary(
         return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind, tables)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: gptkit does not support RoPE parameters per layer type for this family")
-    rope = config.inner(which, more=_said_elsewhere(config, which, kind))
-    beside = config.raw(kind.theta) if kind.theta else None  # which counts where it is not among the parameters
+    rope = config.inner(which, more=_outside_parameters(config, which, kind))
+    outside = config.raw(kind.theta) if kind.theta else None  # the base, unless the parameters contain one
     base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else kind.base
-    base = config.number(kind.theta) if rope.raw("rope_theta") is None and beside is not None else base
-    turned = config.optional_integer(kind.dims) if kind.dims else None
-    if turned is not None and turned <= dim:
-        kind = kind._replace(whole=turned / dim)
+    base = config.number(kind.theta) if rope.raw("rope_theta") is None and outside is not None else base
+    rotated = config.optional_integer(kind.dims) if kind.dims else None
+    if rotated is not None and rotated <= dim:
+        kind = kind._replace(whole=rotated / dim)
     return _rotary(rope, dim, base, context_length, kind, tables)
 
 
 def read_rotaries(
     config: ConfigReader, dim: int, context_length: int, kinds: Mapping[str, RotaryKind]
 ) -> dict[str, Rotary]:
-    """The rotary component of each kind of layer ("full_attention", …): `rope_parameters` keyed by kind, as
-    transformers 5 writes it, or the fields of before. `dim` as in `read_rotary`.
+    """Return the rotary component of every kind of layer ("full_attention", …).
+
+    `rope_parameters` has an object per kind, as transformers 5 writes it. Older fields are read too. `dim` is the width
+    of a head.
 
     Source: transformers models/gemma3/configuration_gemma3.py, convert_rope_params_to_dict.
 
     Raises:
-        ConfigError: as `read_rotary`; or the parameters are not by kind.
+        ConfigError: `rope_parameters` is not keyed by kind, or has one of the errors of `read_rotary`.
     """
     by_kind = config.inner("rope_parameters")
     flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]
@@ -141,13 +144,13 @@ def read_rotaries(
             f"no such field: rope_parameters must have an object for each of {', '.join(kinds)}",
         )
     before = config.inner("rope_scaling") if any(kind.scaled for kind in kinds.values()) else ConfigReader({})
-    found = {}
+    rotaries = {}
     for name, kind in kinds.items():
         rope = by_kind.inner(name, more=None if by_kind.data else kind.usual)
         if kind.scaled and before.data:
             rope = by_kind.inner(name, more=before.data)
-            before.used |= {before.place + field for field in before.data}  # read under the kind's name
-        if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it beside the kinds
+            before.used |= {before.place + field for field in before.data}  # they are read under the kind's name
+        if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it next to the kinds, not inside
             raise rope.fail(
                 "truncate",
                 False,
@@ -155,40 +158,27 @@ def read_rotaries(
             )
         old = config.number(kind.theta, kind.base) if kind.theta else kind.base
         base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")
-        found[name] = _rotary(rope, dim, base, context_length, kind)
-    return found
+        rotaries[name] = _rotary(rope, dim, base, context_length, kind)
+    return rotaries
 
 
-def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
-    """Return the fields next to the RoPE parameters that belong to them."""
+def _outside_parameters(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
+    """Return the RoPE parameters that are outside of the object `which`, next to it."""
     part, original = config.raw(kind.part or PART), config.raw(ORIGINAL, kind.original)
-    found = (
+    fields = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
     )
-    return found | ({} if original is None else {ORIGINAL: original})
+    return fields | ({} if original is None else {ORIGINAL: original})
 
 
 def _rotary(
     rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind, tables: int | None = None
 ) -> Rotary:
-    """Return the component for RoPE parameters and heads of width `dim`; `tables` is as in `read_rotary`."""
-    scaling = rope.raw("rope_type", rope.raw("type", "default"))
-    if not isinstance(scaling, str):
-        raise rope.fail("rope_type", scaling, "a string")
-    if kind.types is not None:
-        if scaling not in kind.types:
-            raise rope.fail("rope_type", scaling, f"one of {', '.join(kind.types)}")
-        scaling = kind.types[scaling]
+    """Return the component for RoPE parameters and heads of width `dim`. `tables` is as in `read_rotary`."""
+    rope_type = _rope_type(rope, kind)
     part = rope.raw(PART, kind.whole)
-    if kind.alpha and scaling == "dynamic" and rope.raw("alpha"):
-        scaling, alpha = "default", rope.number("alpha")
-        grown = dim / (dim - 2) if dim > 2 else math.inf
-        if not abs(math.log(base) + grown * math.log(alpha)) < 700:
-            raise rope.fail(
-                "alpha", alpha, f"a number that gives a finite base above 0 (rope_theta {base:g}, head_dim {dim})"
-            )
-        base *= alpha**grown
-        rope.used |= {rope.place + name for name in rope.data}  # transformers looks at none of them beside an alpha
+    if kind.alpha and rope_type == "dynamic" and rope.raw("alpha"):
+        rope_type, base = "default", _grown_base(rope, dim, base)
     rest: dict[str, Any] = {
         "base": base,
         "pairs": kind.pairs,
@@ -196,51 +186,83 @@ def _rotary(
         "direction": kind.direction,
         "joined": kind.joined or bool(kind.part),
     }
-    if scaling == "proportional":
+    if rope_type == "proportional":
         if tables not in (None, dim):
             raise rope.fail(
                 "rope_type",
-                scaling,
+                rope_type,
                 f"default: transformers makes RoPE tables for a head dimension of {tables}, not {dim}",
             )
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
-    head, turned = dim, dim if tables is None else tables
+    rotated = dim if tables is None else tables
     if kind.part:
-        if not _is_number(part) or not 0 < part <= 1:
-            raise rope.fail(PART, part, "a number above 0 up to 1")
-        turned = int(dim * part)
-        dim = turned + turned % 2
-        if not 0 < dim <= head or (kind.even and turned % 2):
+        rotated = _rotated_part(rope, part, dim, kind)
+        dim = rotated + rotated % 2
+    # By default, other families rotate whole heads whatever this field says. With a scaling, a part is not supported.
+    elif kind.entire or rope_type != "default":
+        rotated = int(rotated * part) if _is_number(part) and 0 < part < 2 else 0
+        if rotated + rotated % 2 != dim and rotated != tables:
             raise rope.fail(
-                PART, part, f"a share for which RoPE rotates an even number of the {head} dimensions, not {turned}"
+                PART, part, f"1: with rope_type {shown(rope_type)} this family always rotates the whole head"
             )
-    # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
-    elif kind.entire or scaling != "default":
-        turned = int(turned * part) if _is_number(part) and 0 < part < 2 else 0
-        if turned + turned % 2 != dim and turned != tables:
-            raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family always rotates the whole head")
-    found = _read_scaling(scaling, rope, turned, base, context_length, kind.renewed)
-    if turned + turned % 2 != dim:
-        rest["base"], turned = _one_frequency(dim, turned, scaling, kind), dim
-    return Rotary(dim=dim, scaling=found, spread=turned if turned % 2 else None, **rest)
+    scaling = _read_scaling(rope_type, rope, rotated, base, context_length, kind.renewed)
+    if rotated + rotated % 2 != dim:
+        rest["base"], rotated = _one_frequency(dim, rotated, rope_type, kind), dim
+    return Rotary(dim=dim, scaling=scaling, spread=rotated if rotated % 2 else None, **rest)
 
 
-def _one_frequency(dim: int, turned: int, scaling: str, kind: RotaryKind) -> float:
-    """Return the base by which all pairs turn alike: transformers' tables of one frequency stand for every pair.
+def _rope_type(rope: ConfigReader, kind: RotaryKind) -> str:
+    """Return the type of RoPE by transformers' name. Raises ConfigError if the family has no such type."""
+    rope_type = rope.raw("rope_type", rope.raw("type", "default"))
+    if not isinstance(rope_type, str):
+        raise rope.fail("rope_type", rope_type, "a string")
+    if kind.types is None:
+        return rope_type
+    if rope_type not in kind.types:
+        raise rope.fail("rope_type", rope_type, f"one of {', '.join(kind.types)}")
+    return kind.types[rope_type]
+
+
+def _grown_base(rope: ConfigReader, dim: int, base: float) -> float:
+    """Return the base times alpha ^ (d / (d - 2)), for dynamic scaling with an `alpha`."""
+    alpha = rope.number("alpha")
+    power = dim / (dim - 2) if dim > 2 else math.inf
+    if not abs(math.log(base) + power * math.log(alpha)) < 700:
+        raise rope.fail(
+            "alpha", alpha, f"a number that gives a finite base above 0 (rope_theta {base:g}, head_dim {dim})"
+        )
+    rope.used |= {rope.place + name for name in rope.data}  # with an alpha, transformers reads no other parameter
+    return float(base * alpha**power)
+
+
+def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> int:
+    """Return the number of dimensions that RoPE rotates in a part of a head of width `dim`."""
+    if not _is_number(part) or not 0 < part <= 1:
+        raise rope.fail(PART, part, "a number above 0 up to 1")
+    rotated = int(dim * part)
+    if not 0 < rotated + rotated % 2 <= dim or (kind.even and rotated % 2):
+        raise rope.fail(
+            PART, part, f"a share for which RoPE rotates an even number of the {dim} dimensions, not {rotated}"
+        )
+    return rotated
+
+
+def _one_frequency(dim: int, rotated: int, scaling: str, kind: RotaryKind) -> float:
+    """Return the base with which all pairs have the same frequency, as transformers' tables of one frequency have.
 
     Raises:
         ConfigError: transformers fails with tables of this width.
     """
     alike = scaling in ("default", "linear", "llama3")
-    if not (0 < turned <= 2 and kind.pairs == "adjacent" and alike):
+    if not (0 < rotated <= 2 and kind.pairs == "adjacent" and alike):
         raise ConfigError(
-            f"config.json: the RoPE tables for {turned} dimensions have {turned + turned % 2} columns,"
+            f"config.json: the RoPE tables for {rotated} dimensions have {rotated + rotated % 2} columns,"
             f" but RoPE rotates {dim} dimensions of each head: transformers fails"
         )
     return 1.0
 
 
-PART = "partial_rotary_factor"  # which part of a head turns, in rope parameters
+PART = "partial_rotary_factor"  # the field of RoPE parameters with the part of a head that is rotated
 
 
 def _read_proportional(rope: ConfigReader, dim: int) -> ProportionalScaling:
@@ -252,7 +274,7 @@ def _read_proportional(rope: ConfigReader, dim: int) -> ProportionalScaling:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is an integer or a float, and no boolean."""
+    """Return whether a value is an integer or a float, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -286,32 +308,42 @@ def _read_scaling(
             "rope_type", kind, f"default: transformers fails if RoPE rotates an odd number of dimensions ({dim})"
         )
     if kind == "yarn":
-        if base == 1:
-            raise ConfigError(
-                "config.json: YaRN divides by the logarithm of rope_theta, which is 0 because rope_theta is 1"
-            )
-        factor = _number_or(rope, "factor", context_length / original)
-        return YarnScaling(
-            factor=factor,
-            original_context=original,
-            attention_factor=_yarn_attention_factor(rope, factor),
-            beta_fast=_rotations(rope, "beta_fast", 32.0),
-            beta_slow=_rotations(rope, "beta_slow", 1.0),
-            truncate=rope.boolean("truncate", True),
-        )
+        return _read_yarn(rope, base, original, context_length / original)
     if kind == "longrope":
-        factor = _number_or(rope, "factor", context_length / original)
-        if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
-            raise rope.fail(ORIGINAL, original, "a number above 1 for longrope")
-        inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
-        return LongRopeScaling(
-            short_factor=_numbers(rope, "short_factor", dim // 2),
-            long_factor=_numbers(rope, "long_factor", dim // 2),
-            original_context=original,
-            attention_factor=_number_or(rope, "attention_factor", inferred),
-            renewed=renewed,
-        )
+        return _read_longrope(rope, dim, original, context_length / original, renewed)
     raise rope.fail("rope_type", kind, "default, linear, dynamic, yarn, longrope, llama3 or proportional")
+
+
+def _read_yarn(rope: ConfigReader, base: float, original: int, usual_factor: float) -> YarnScaling:
+    """Read YaRN's parameters. `usual_factor` is the factor if the config states none."""
+    if base == 1:
+        raise ConfigError(
+            "config.json: YaRN divides by the logarithm of rope_theta, which is 0 because rope_theta is 1"
+        )
+    factor = _number_or(rope, "factor", usual_factor)
+    return YarnScaling(
+        factor=factor,
+        original_context=original,
+        attention_factor=_yarn_attention_factor(rope, factor),
+        beta_fast=_rotations(rope, "beta_fast", 32.0),
+        beta_slow=_rotations(rope, "beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: float, renewed: bool) -> LongRopeScaling:
+    """Read LongRoPE's parameters. `usual_factor` is the factor if the config states none."""
+    factor = _number_or(rope, "factor", usual_factor)
+    if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
+        raise rope.fail(ORIGINAL, original, "a number above 1 for longrope")
+    inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+    return LongRopeScaling(
+        short_factor=_numbers(rope, "short_factor", dim // 2),
+        long_factor=_numbers(rope, "long_factor", dim // 2),
+        original_context=original,
+        attention_factor=_number_or(rope, "attention_factor", inferred),
+        renewed=renewed,
+    )
 
 
 def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
@@ -328,7 +360,7 @@ def _rotations(rope: ConfigReader, name: str, default: float) -> float:
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Return the attention factor of YaRN's section 3.4, with DeepSeek's mscale ratio if both numbers are there."""
+    """Return YaRN's attention factor (section 3.4), or DeepSeek's ratio of mscales if the config has both numbers."""
     if rope.raw("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
@@ -342,7 +374,7 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def read_mscale(config: ConfigReader) -> float:
-    """What DeepSeek's attention multiplies its scores by, twice, where its rotary positions are scaled.
+    """Return the factor by which DeepSeek's attention multiplies its scores twice if RoPE is scaled.
 
     Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, yarn_apply_mscale.
     """
@@ -353,17 +385,22 @@ def read_mscale(config: ConfigReader) -> float:
         return 1.0
     if not _is_number(weight):
         raise rope.fail("mscale_all_dim", weight, "a number")
-    found = _mscale(rope.number("factor"), weight)
-    if not 0 < found < math.inf:
+    factor = _mscale(rope.number("factor"), weight)
+    if not 0 < factor < math.inf:
         raise rope.fail("mscale_all_dim", weight, "a number that gives a finite factor above zero")
-    return found
+    return factor
 
 
 def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> dict[str, Any] | None:
-    """`rope_scaling`, by which `read_mscale` makes that scale of the usual one.
+    """Return `rope_scaling` with the parameters from which `read_mscale` gets this scale of the scores.
+
+    Args:
+        scaling: `rope_scaling` without these parameters.
+        scale: the factor of the scores.
+        usual: the factor of the scores without `mscale_all_dim`.
 
     Raises:
-        CannotExpress: rotary positions are not scaled, and then scores are not either.
+        CannotExpress: RoPE is not scaled, and then transformers does not scale the scores either.
     """
     if scale == usual:
         return scaling
@@ -373,16 +410,16 @@ def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> 
             "model does not"
         )
     factor = scaling.get("factor", 0.0)
-    factor = factor if factor > 1 else 2.0  # of LongRoPE, which has none, any will do
+    factor = factor if factor > 1 else 2.0  # LongRoPE has no factor, so any value works
     if scaling.get("factor", factor) != factor:
         raise CannotExpress(
             f"this architecture multiplies attention scores by {usual:.4g} if RoPE is not linearly scaled, "
             "but the model does not"
         )
     wanted = (math.sqrt(scale / usual) - 1) / (0.1 * math.log(factor))
-    tried = (float(f"{wanted:.{digits}g}") for digits in range(1, 18))
-    made = ((each, _mscale(factor, each)) for each in tried)
-    weight = next((each for each, found in made if usual * found * found == scale), wanted)
+    weights = (float(f"{wanted:.{digits}g}") for digits in range(1, 18))
+    mscales = ((weight, _mscale(factor, weight)) for weight in weights)
+    weight = next((weight for weight, mscale in mscales if usual * mscale * mscale == scale), wanted)
     return {**scaling, "factor": factor, "mscale_all_dim": weight}
 
 
@@ -404,16 +441,17 @@ def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY)
     """Return the config fields of a rotary component, in the form that transformers 4 and 5 both read."""
     part = {kind.part: _part(rotary.exponent, head_dim)} if kind.part else {}
     scaling = _scaling(rotary) or (None if kind.usual is None else {"rope_type": "default"})
-    # A config class that has names of its own for the types believes the original context beside the parameters.
-    beside = {} if kind.types is None else {name: value for name, value in (scaling or {}).items() if name == ORIGINAL}
-    return {kind.theta: rotary.base, "rope_scaling": scaling, **part, **beside}
+    # Config classes with their own names of types read the original context next to the parameters.
+    outside = {} if kind.types is None else {name: value for name, value in (scaling or {}).items() if name == ORIGINAL}
+    return {kind.theta: rotary.base, "rope_scaling": scaling, **part, **outside}
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
-    """Return `rope_parameters` by kind of layer, as transformers 5 reads it. With `head_dim`, it includes the part of a
-    head that turns.
+    """Return `rope_parameters` by kind of layer, as transformers 5 reads it.
+
+    With `head_dim`, it includes the part of a head that is rotated.
     """
-    part = {} if head_dim is None else {kind: _part(each.exponent, head_dim) for kind, each in by_kind.items()}
+    part = {} if head_dim is None else {kind: _part(rotary.exponent, head_dim) for kind, rotary in by_kind.items()}
     return {
         "rope_parameters": {
             kind: {
@@ -426,10 +464,10 @@ def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -
     }
 
 
-def _part(turned: int, head_dim: int) -> float:
-    """Return the factor from which transformers computes `turned` dimensions."""
-    part = turned / head_dim
-    return part if int(head_dim * part) == turned else (turned + 0.5) / head_dim
+def _part(rotated: int, head_dim: int) -> float:
+    """Return the factor from which transformers computes `rotated` dimensions."""
+    part = rotated / head_dim
+    return part if int(head_dim * part) == rotated else (rotated + 0.5) / head_dim
 
 
 ORIGINAL = "original_max_position_embeddings"
@@ -441,7 +479,7 @@ _TYPES: Mapping[type[RopeScaling], str] = {
     LongRopeScaling: "longrope",
     ProportionalScaling: "proportional",
 }
-"""What transformers calls each scaling, and `_read_scaling` reads."""
+"""transformers' names of the scalings, which `_read_scaling` reads."""
 
 
 def _scaling(rotary: Rotary) -> dict[str, Any] | None:
@@ -452,12 +490,12 @@ def _scaling(rotary: Rotary) -> dict[str, Any] | None:
         ORIGINAL if name == "original_context" else name: list(value) if isinstance(value, tuple) else value
         for name, value in msgspec.structs.asdict(rotary.scaling).items()
     }
-    if kind == "dynamic":  # it goes by the context
+    if kind == "dynamic":  # transformers uses the context length of the model
         del fields[ORIGINAL]
     turning = fields.pop("turning", None)
     if turning is not None:
         part = 2 * turning / rotary.dim
-        if int(part * rotary.dim // 2) != turning:  # the quotient was rounded down
+        if int(part * rotary.dim // 2) != turning:  # the quotient in float is slightly too small
             part = (2 * turning + 1) / rotary.dim
         fields["partial_rotary_factor"] = part
     return {"rope_type": kind, **fields}
@@ -495,22 +533,22 @@ def draw_scaling(chosen: Random, dim: int) -> Config:
 
 
 def _draw_divisors(chosen: Random, pairs: int) -> list[float]:
-    """Draw the divisor of each frequency of LongRoPE."""
+    """Draw LongRoPE's divisors of the frequencies."""
     return [chosen.uniform(0.5, 9) for _ in range(pairs)]
 
 
 def draw_part(chosen: Random, dim: int) -> float:
-    """Draw the part of a head of width `dim` that turns, an even number of elements."""
+    """Draw the part of a head of width `dim` that is rotated. It has an even number of dimensions."""
     return chosen.choice([part for part in (0.25, 0.5, 0.75, 1.0) if int(dim * part) and int(dim * part) % 2 == 0])
 
 
 def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
-    """Draw the RoPE fields of a family whose layers all turn alike, as transformers 4 or 5 writes them."""
+    """Draw the RoPE fields of a family in which all layers have the same, as transformers 4 or 5 writes them."""
     theta = chosen.choice(_THETAS)
     if kind.part:
         part = draw_part(chosen, dim)
         long = {name: _draw_divisors(chosen, int(dim * part) // 2) for name in ("short_factor", "long_factor")}
-        types = [name for name in kind.types or () if name not in ("default", "su")]  # transformers 5 knows no "su"
+        types = [name for name in kind.types or () if name not in ("default", "su")]  # transformers 5 has no "su"
         scaling = {"type": chosen.choice(types or [""]), **long}
         fields = {kind.part: part, **sometimes(chosen, {kind.theta: theta})}
         if not types or chosen.random() < 0.5:
@@ -528,11 +566,11 @@ def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
 
 
 def draw_rotaries(chosen: Random, dim: int, kinds: Mapping[str, RotaryKind]) -> Config:
-    """Draw the RoPE fields by kind of layer, or as they were written before transformers 5."""
+    """Draw the RoPE fields by kind of layer, in the form of transformers 5 or in the older one."""
 
     def drawn() -> Config:
         fields = draw_scaling(chosen, dim)
-        fields.pop("truncate", None)  # gptkit refuses `false`, which transformers does not see among these
+        fields.pop("truncate", None)  # transformers does not see it inside these objects, so gptkit refuses `false`
         return fields
 
     if chosen.random() < 0.5:

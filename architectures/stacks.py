@@ -1,13 +1,12 @@
-"""Names of other training programs: what litgpt, Meta's own code and nanochat call the tensors of trees that families
-here have, and how their config files say which family's config.json it is.
+"""Checkpoints of other training programs: the tensor names and config files of litgpt, Meta, torchtitan and nanochat.
 
-A stack is a second table of leaves over shared names. Its checkpoints are told by names that nobody else has, and are
-read as trees of the family that its config comes nearest to. A field of such a config that is not read here, and is not
-what it has to be, is refused by its name.
+A *stack* is such a program: a second table of leaves over the shared names of families. gptkit recognises its
+checkpoints by a name that no other program uses. From its config file, gptkit makes the config.json of a family. It
+refuses a field that it does not read unless the field has its default, and the message names the field.
 
 Sources: litgpt 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py); llama2.c (train.py, model.py);
 mistral-inference (args.py, transformer.py); torchtitan (models/llama3/state_dict_adapter.py). Meta's names are those of
-`llama2c`; its params.json, and nanochat's names and meta file, are as others describe them.
+`llama2c`. Its params.json, and nanochat's names and meta file, are taken from descriptions by others.
 """
 
 from __future__ import annotations
@@ -23,33 +22,35 @@ from .base import Leaf, leaves_of, qkv
 from .layout import Layout
 from .usual import GROUPED_BIAS, GROUPED_WEIGHT
 
-_Said = Mapping[str, Any]
+_Contents = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A training program's checkpoints.
-
-    sign: the end of a tensor's name that all of them have and nobody else's. leaves: its names, which `head` and
-    `embedding` are among. file: what its own config is called, as a pattern. config: the config.json that such a file
-    says, given the rows of the embedding, None where they are not known. dropped: buffers, by how their names end.
-    """
+    """The checkpoints of a training program."""
 
     name: str
     sign: str
+    """The end of a tensor name that all its checkpoints have, and no others."""
     leaves: tuple[Leaf, ...]
     embedding: str
+    """The name of the embedding, which is in `leaves`."""
     head: str
+    """The name of the head, which is in `leaves`."""
     file: str
-    config: Callable[[_Said, int | None], dict[str, Any]]
+    """The name of its config file, as a pattern."""
+    config: Callable[[_Contents, int | None], dict[str, Any]]
+    """`config(contents, rows)` returns config.json for the contents of a config file. `rows` is the number of rows of
+    the embedding, or None if it is not known."""
     dropped: tuple[str, ...] = ()
+    """The ends of names of buffers, which are dropped."""
 
 
 class _Fields(dict[str, Any]):
-    """The fields of a config file, of which those that are read are known."""
+    """The fields of a config file. It remembers which fields were read."""
 
-    def __init__(self, file: str, said: _Said, defaults: _Said, irrelevant: tuple[str, ...] = ()) -> None:
-        super().__init__({**defaults, **said})
+    def __init__(self, file: str, contents: _Contents, defaults: _Contents, irrelevant: tuple[str, ...] = ()) -> None:
+        super().__init__({**defaults, **contents})
         self._file, self._defaults, self._read = file, defaults, set(irrelevant)
 
     def __getitem__(self, name: str) -> Any:
@@ -59,24 +60,24 @@ class _Fields(dict[str, Any]):
         return super().__getitem__(name)
 
     def size(self, name: str) -> int:
-        """A field that is a positive number, within what any model has."""
+        """Return a field that must be a positive integer below 2^31."""
         value = self[name]
         if type(value) is not int or not 0 < value < 2**31:
             raise self.fail(name)
         return value
 
     def fail(self, name: str) -> ConfigError:
-        """The error for a field of such a value, to be raised by the caller."""
+        """Return the error for an unsupported value of a field. The caller raises it."""
         return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not supported")
 
-    def matches(self, asked: _Said) -> bool:
-        """Whether the fields are these, which are read where they are."""
+    def matches(self, asked: _Contents) -> bool:
+        """Return whether the fields have these values. If so, they count as read."""
         fits = all(self.get(name) == value for name, value in asked.items())
         self._read.update(asked if fits else ())
         return fits
 
     def refuse_others(self) -> None:
-        """Raise ConfigError where a field that was not read is not its default."""
+        """Raise ConfigError if a field that was not read does not have its default."""
         for name in sorted(set(self) - self._read):
             if name not in self._defaults or self.get(name) != self._defaults[name]:
                 raise self.fail(name)
@@ -141,7 +142,7 @@ _LITGPT_DEFAULTS: dict[str, Any] = {
     "scale_embeddings": False, "lm_head_bias": False, "final_logit_softcapping": None,
     "post_attention_norm": False, "post_mlp_norm": False, "offset": False,
 }  # fmt: skip
-"""litgpt's Config, of a field that a file leaves out."""
+"""The defaults of litgpt's Config."""
 
 _NEOX = {"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", _OFFSET: False}
 _SERIAL = {"parallel_residual": False, "rotary_percentage": 1.0, "norm_class_name": "RMSNorm", "lm_head_bias": False}
@@ -158,7 +159,7 @@ def _gelu(c: _Fields) -> str:
 
 
 def _scaling(c: _Fields) -> dict[str, Any]:
-    """How positions are scaled: all of them alike, or as in Llama 3.1."""
+    """Return the RoPE scaling as config fields: linear scaling, or that of Llama 3.1."""
     given, condensed = c["rope_adjustments"], c["rope_condense_ratio"]
     if given is None:
         return {} if condensed == 1 else {"rope_scaling": {"rope_type": "linear", "factor": condensed}}
@@ -167,9 +168,9 @@ def _scaling(c: _Fields) -> dict[str, Any]:
         raise c.fail("rope_adjustments")
     if len(given) == 1:
         return {"rope_scaling": {"rope_type": "linear", **given}}
-    kept = {name: value for name, value in given.items() if name != "original_max_seq_len"}
+    same = {name: value for name, value in given.items() if name != "original_max_seq_len"}
     original = {"original_max_position_embeddings": given["original_max_seq_len"]}
-    return {"rope_scaling": {"rope_type": "llama3", **kept, **original}}
+    return {"rope_scaling": {"rope_type": "llama3", **same, **original}}
 
 
 def _rms(c: _Fields) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _rms(c: _Fields) -> dict[str, Any]:
 
 
 def _square(c: _Fields) -> None:
-    """Refuse heads that are not together as wide as the model, where the family's config has no field for them."""
+    """Refuse heads that together are not as wide as the hidden states, for families without a field for their width."""
     if c["head_size"] != c["n_embd"] // c["n_head"]:
         raise c.fail("head_size")
 
@@ -196,10 +197,10 @@ def _neox(c: _Fields) -> dict[str, Any]:
 
 
 def _phi(c: _Fields) -> dict[str, Any]:
-    turned = {"rope_theta": c["rope_base"], "partial_rotary_factor": c["rotary_percentage"]}
+    rope = {"rope_theta": c["rope_base"], "partial_rotary_factor": c["rotary_percentage"]}
     _square(c)
     heads = {"num_key_value_heads": c["n_query_groups"]}
-    return {**turned, **heads, "layer_norm_eps": c["norm_eps"], "hidden_act": _gelu(c)}
+    return {**rope, **heads, "layer_norm_eps": c["norm_eps"], "hidden_act": _gelu(c)}
 
 
 def _falcon(c: _Fields) -> dict[str, Any]:
@@ -214,7 +215,9 @@ def _falcon(c: _Fields) -> dict[str, Any]:
 
 
 def _gemma2(c: _Fields) -> dict[str, Any]:
-    kinds = ["sliding_attention" if each else "full_attention" for each in _flags(c, "sliding_window_indices")]
+    kinds = [
+        "sliding_attention" if has_window else "full_attention" for has_window in _flags(c, "sliding_window_indices")
+    ]
     windows = {"sliding_window": c["sliding_window_size"], "layer_types": kinds, "hidden_activation": _GEMMA_GELU}
     scores = {"query_pre_attn_scalar": c["attention_scores_scalar"] or c["head_size"]}
     caps = {"final_logit_softcapping": c["final_logit_softcapping"]}
@@ -231,20 +234,20 @@ _GEMMA_GELU = "gelu_pytorch_tanh"
 
 
 def _flags(c: _Fields, name: str) -> list[bool]:
-    """What an indicator says of each layer; without one, or without windows, it is the same of all."""
+    """Return a flag for every layer from the field `name`. If it is null, all layers have a window, or none has."""
     given, count = c[name], c.size("n_layer")
     if given is None:
         return [c["sliding_window_size"] is not None] * min(count, _MOST_LAYERS)
-    if not isinstance(given, list) or len(given) < count or any(each not in (0, 1) for each in given):
+    if not isinstance(given, list) or len(given) < count or any(flag not in (0, 1) for flag in given):
         raise c.fail(name)
-    return [bool(each) for each in given[:count]]
+    return [bool(flag) for flag in given[:count]]
 
 
 _MOST_LAYERS = 2**14
 
 
 def _windowed(c: _Fields) -> dict[str, Any]:
-    """A window in all layers, or in none."""
+    """Return the config fields of a model in which all layers have a window, or none has."""
     flags = set(_flags(c, "sliding_window_indices")) if c["sliding_window_size"] is not None else {False}
     if len(flags) > 1:
         raise c.fail("sliding_window_indices")
@@ -260,7 +263,7 @@ def _llama(c: _Fields) -> dict[str, Any]:
     return {**_rms(c), "attention_bias": c["bias"], "mlp_bias": c["bias"]}
 
 
-_LITGPT_FAMILIES: tuple[tuple[str, _Said, Callable[[_Fields], dict[str, Any]]], ...] = (
+_LITGPT_FAMILIES: tuple[tuple[str, _Contents, Callable[[_Fields], dict[str, Any]]], ...] = (
     ("gpt_neox", {**_NEOX, "bias": True, "shared_attention_norm": False, "lm_head_bias": False}, _neox),
     (
         "phi",
@@ -281,14 +284,16 @@ _LITGPT_FAMILIES: tuple[tuple[str, _Said, Callable[[_Fields], dict[str, Any]]], 
     ("llama", {**_PLAIN, "attn_bias": False, "norm_qk": False, "sliding_window_size": None}, _llama),
     ("mistral", {**_PLAIN, "attn_bias": False, "norm_qk": False, "bias": False}, _windowed),
 )
-"""The first of these whose fields a config has is its family, whose config.json the function fills in."""
+"""Families, with the values of fields by which they are recognised, and the function that returns their config fields.
+The first that matches is used."""
 
 
-def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
-    """model_config.yaml -> config.json."""
-    c = _Fields("model_config.yaml", said, _LITGPT_DEFAULTS, ("hf_config", "vocab_size", "padding_multiple", "name"))
+def _litgpt(contents: _Contents, rows: int | None) -> dict[str, Any]:
+    """Return config.json for model_config.yaml."""
+    ignored = ("hf_config", "vocab_size", "padding_multiple", "name")
+    c = _Fields("model_config.yaml", contents, _LITGPT_DEFAULTS, ignored)
     heads, width = c.size("n_head"), c.size("n_embd")
-    # litgpt adds one to the weights of norms where the model is called so (Config.norm_class).
+    # litgpt adds one to the weights of norms if the name of the model contains Gemma (Config.norm_class).
     c[_OFFSET] = "Gemma" in str(c["name"])
     filled: dict[str, int | None] = {
         "n_query_groups": heads,
@@ -297,11 +302,11 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
     }
     filled["padded_vocab_size"] = rows
     c.update({name: value for name, value in filled.items() if c[name] is None})
-    found = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)
-    if found is None:
-        told = ", ".join(f"{name}={shown(c[name], 40)}" for name in ("mlp_class_name", "norm_class_name", "bias"))
-        raise ConfigError(f"gptkit does not support the model that model_config.yaml describes ({told}, …)")
-    family, _, fill = found
+    row = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)
+    if row is None:
+        words = ", ".join(f"{name}={shown(c[name], 40)}" for name in ("mlp_class_name", "norm_class_name", "bias"))
+        raise ConfigError(f"gptkit does not support the model that model_config.yaml describes ({words}, …)")
+    family, _, fill = row
     usual = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
     usual |= {"vocab_size": "padded_vocab_size", "max_position_embeddings": "block_size"}
     usual |= {"intermediate_size": "intermediate_size"} if family != "falcon" else {}
@@ -313,20 +318,14 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
 # --- Meta's own ---
 
 
-def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
-    """params.json, or the model_args that llama2.c's train.py writes -> config.json. Mistral's has no multiple_of,
-    and is a model of its own family where it has a window.
+def _meta(contents: _Contents, rows: int | None) -> dict[str, Any]:
+    """Return config.json for params.json, or for the model_args that llama2.c's train.py writes.
+
+    Mistral's params.json has no multiple_of. With a window, it is read as Mistral's family.
     """
-    c = _Fields("params.json", said, _META_DEFAULTS, ("max_batch_size", "dropout"))
-    width, heads, inner = c.size("dim"), c.size("n_heads"), c["hidden_dim"]
-    factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
-    if inner is None:
-        # Meta's FeedForward: two thirds of four times the width, by a factor, up to a multiple.
-        if factor is not None and not (isinstance(factor, int | float) and 0 < factor < 2**10):
-            raise c.fail("ffn_dim_multiplier")
-        inner = int(2 * (4 * width) / 3)
-        inner = inner if factor is None else int(factor * inner)
-        inner = multiple * ((inner + multiple - 1) // multiple)
+    c = _Fields("params.json", contents, _META_DEFAULTS, ("max_batch_size", "dropout"))
+    width, heads = c.size("dim"), c.size("n_heads")
+    inner = _meta_inner(c, width)
     scaled = {
         "rope_type": "llama3", "factor": c["rope_scaling_factor"], "low_freq_factor": 1.0,
         "high_freq_factor": c["rope_high_freq_factor"], "original_max_position_embeddings": 8192,
@@ -334,11 +333,9 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     if c["use_scaled_rope"] and c["rope_scaling_factor"] is None:
         hint = 'Add "rope_scaling_factor" to it: 8 for Llama 3.1, 32 for Llama 3.2.'
         raise ConfigError("params.json: use_scaled_rope is true, but rope_scaling_factor is missing", hint)
-    window, mistral = (
-        c["sliding_window"] or c["_sliding_window"],
-        {*said} & {"multiple_of", "hidden_dim"} == {"hidden_dim"},
-    )
-    if mistral and window is None and "rope_theta" not in said:
+    window = c["sliding_window"] or c["_sliding_window"]
+    mistral = {*contents} & {"multiple_of", "hidden_dim"} == {"hidden_dim"}
+    if mistral and window is None and "rope_theta" not in contents:
         hint = 'Add "rope_theta" to it: 1000000.0 for the models of Mistral that have no window.'
         raise ConfigError("params.json has no rope_theta", hint)
     if window is not None and not (type(window) is int and 0 < window < 2**31):
@@ -356,19 +353,36 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     return config
 
 
+def _meta_inner(c: _Fields, width: int) -> int:
+    """Return the width of the feed-forward.
+
+    If params.json does not state it, it is computed as in Meta's FeedForward. It is two thirds of four times the hidden
+    size, multiplied by a factor, and rounded up to a multiple.
+    """
+    stated: int | None = c["hidden_dim"]
+    factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
+    if stated is not None:
+        return stated
+    if factor is not None and not (isinstance(factor, int | float) and 0 < factor < 2**10):
+        raise c.fail("ffn_dim_multiplier")
+    inner = int(2 * (4 * width) / 3)
+    inner = inner if factor is None else int(factor * inner)
+    return multiple * ((inner + multiple - 1) // multiple)
+
+
 _META_DEFAULTS: dict[str, Any] = {
     "n_kv_heads": None, "vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": None, "hidden_dim": None,
     "norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": None, "head_dim": None, "use_scaled_rope": False,
     "rope_scaling_factor": None, "rope_high_freq_factor": 4, "sliding_window": None,
     "_sliding_window": None, "moe": None, "lora": None, "vision_encoder": None, "model_type": "transformer",
 }  # fmt: skip
-"""Meta's ModelArgs, and Mistral's, of a field that params.json leaves out."""
+"""The defaults of Meta's and Mistral's ModelArgs."""
 _META_BUFFERS = ("rope.freqs", "freqs_cis", "freqs_cos", "freqs_sin", ".mask")
 _TITAN = {
     **{f".attention.{name}.": f".attention.qkv_linear.{name}." for name in ("wq", "wk", "wv")},
     "output.weight": "lm_head.weight",
 }
-"""What torchtitan renamed of Meta's names in 2026."""
+"""Parts of Meta's names -> the names that torchtitan has used since 2026."""
 
 
 def _titan(leaf: Leaf) -> Leaf:
@@ -381,9 +395,9 @@ def _titan(leaf: Leaf) -> Leaf:
 # --- nanochat ---
 
 
-def _nanochat(said: _Said, rows: int | None) -> dict[str, Any]:
-    """meta_STEP.json -> config.json. Its eps is that of transformers' config class."""
-    inner = said.get("model_config")
+def _nanochat(contents: _Contents, rows: int | None) -> dict[str, Any]:
+    """Return config.json for meta_STEP.json. The eps is the default of transformers' config class."""
+    inner = contents.get("model_config")
     if not isinstance(inner, dict):
         raise ConfigError("nanochat's meta_*.json has no field model_config")
     c = _Fields("model_config", inner, {"n_kv_head": None})
@@ -452,4 +466,4 @@ STACKS = (
         ("cos", "sin"),
     ),
 )
-"""Every one that is read."""
+"""All stacks that gptkit can read."""

@@ -1,7 +1,7 @@
 """The tensor names and layouts that most families share, as llama introduced them.
 
-A family's file names its tensors with the tables here and imports none of them from another family. `B` begins the
-shared names of a layer, and `T` begins the names of a layer in files.
+Files of families use these tables, and do not import tables from other families. `B` is the prefix of the shared names
+of a layer, and `T` is the prefix of a layer's names in files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ ROUTED: dict[str, str] = {
     T + "mlp.gate": B + "feed_forward.router",
     **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS},
 }
-"""The modules of a mixture, by the names that most families have."""
+"""The modules of a mixture of experts, by the names that most families use."""
 
 STACKED = (
     Stacked(
@@ -57,7 +57,7 @@ STACKED = (
 
 def shared_expert(name: str) -> dict[str, str]:
     """Return the modules of a shared expert that checkpoints call `name`."""
-    return {f"{T}mlp.{name}.{each}": f"{B}feed_forward.shared.{each}" for each in PROJECTIONS}
+    return {f"{T}mlp.{name}.{projection}": f"{B}feed_forward.shared.{projection}" for projection in PROJECTIONS}
 
 
 def mixed_leaves(
@@ -69,10 +69,15 @@ def mixed_leaves(
     layout: Layout = IDENTITY,
     buffer: bool = True,
 ) -> tuple[Leaf, ...]:
-    """The leaves of a family that has those of dense layers, and such modules in the others; `choice` is the name of
-    what the choice of experts is biased with, `layout` how it lies, and `buffer` whether transformers' module has it as
-    a buffer. Where transformers' modules have other names than the files, `stacked` has them, since they decide the
-    order.
+    """Return the leaves of a family in which some layers are dense and others are mixtures of experts.
+
+    Args:
+        modules: the modules of mixtures: names in files -> shared names.
+        leaves: the leaves of dense layers and of everything outside of layers.
+        stacked: the parameters that transformers' modules name differently. These names decide the order of tensors.
+        choice: the name in files of the bias for the choice of experts, if there is one.
+        layout: the layout of this bias.
+        buffer: whether transformers' module stores this bias as a buffer.
     """
     biased = (Leaf(choice, B + "feed_forward.choice.bias", layout, buffer=buffer),) if choice else ()
     return by_name((*leaves, *leaves_of(modules), *biased), stacked)
@@ -95,8 +100,8 @@ SANDWICH = {
 SANDWICH_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS})
 
 GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
-"""Every key-value head's queries, then its key, then its value. With a group of one this is BLOOM's [heads, 3,
-head_dim]; with one key-value head it is MQA's q … q, k, v."""
+"""For every key-value head, the queries, then the key, then the value. With one query head per key-value head, this is
+BLOOM's [heads, 3, head_dim]. With one key-value head, it is multi-query attention's q … q, k, v."""
 
 GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
 
@@ -110,7 +115,7 @@ OUTPUT_NORM_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_OUT
 
 
 def fairseq(top: str) -> dict[str, str]:
-    """Return the modules of a layer in models from fairseq; names in checkpoints begin with `top`."""
+    """Return the modules of a layer in models from fairseq. Their names in checkpoints begin with `top`."""
     b, t = "blocks.{layer}.", top + "layers.{layer}."
     return {
         **{f"{t}self_attn.{name}_proj": f"{b}attention.{name}_proj" for name in ("k", "v", "q")},
@@ -123,10 +128,10 @@ def fairseq(top: str) -> dict[str, str]:
 
 
 def two_parallel_norms(block: Block) -> bool:
-    """Return whether attention and feed-forward run in parallel, each with its own norm (Falcon 40B)."""
+    """Return whether attention and feed-forward run in parallel with separate norms (Falcon 40B)."""
     return block.parallel and block.feed_forward_norm is not None
 
 
 def other_norms(block: Block) -> bool:
-    """Return whether a block has another arrangement of norms: one that both share, or two in a row."""
+    """Return whether a block has other norms: one for both sub-layers, or serial sub-layers with a norm each."""
     return not two_parallel_norms(block)

@@ -388,7 +388,7 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
         return not np.any(to_float64(*source.tensor(name)))
 
     reached, refused = first_of(families, source.spec, cache(zero) if source.fetched else never)
-    if reached is None or reached.found is None:
+    if reached is None or reached.tree is None:
         nearest = min(refused, key=lambda refusal: refusal.weight)
         unread = len(refused) == 1 and not source.fetched and any(obstacle.is_bias for obstacle in nearest.standing)
         message = (
@@ -398,7 +398,7 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
         )
         raise nearest.refusal(message)
     family = families[len(refused)]
-    return _as_tree(source, reached.found, family), Target("hf", family.name)
+    return _as_tree(source, reached.tree, family), Target("hf", family.name)
 
 
 def families_of(family: str | None, origin: str | None) -> list[Architecture]:

@@ -140,7 +140,7 @@ def _altered(pairs: Match, spec: ModelSpec, weights: Weights, family: Architectu
     unused: Mapping[str, str] = {} if family is None else pairs.carried.get("unused", {})
     for leaf_name, name in unused.items():
         assert family is not None
-        original, make = family.repeated.get(leaf_name), family.made.get(leaf_name)
+        original, make = family.repeated.get(leaf_name), family.computed.get(leaf_name)
         if original in pairs.matched and not weights.same(name, pairs.matched[original]):
             wrong.append(name)
         if make is not None:

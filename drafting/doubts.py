@@ -170,7 +170,7 @@ def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
     """Return whether a tensor has as many values as the leaf's parameters in the tree, if the tree has them all."""
     sizes = [counts.get(name.format(layer=0, expert=0)) for name in leaf.names]
     known = [count for count in sizes if count is not None]
-    return len(known) < len(sizes) or bool(leaf.layout.each) or sum(known) == math.prod(shape)
+    return len(known) < len(sizes) or bool(leaf.layout.stack) or sum(known) == math.prod(shape)
 
 
 def _readings(

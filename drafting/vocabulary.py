@@ -79,7 +79,7 @@ class KnownNames:
             for leaf in family.leaves:
                 if (
                     leaf.when is None
-                    and not leaf.beside
+                    and not leaf.requires
                     and not {"{use}", "{head}"} & {*_PLACES.findall(leaf.checkpoint)}
                 ):
                     key = inside(leaf.checkpoint.removeprefix(family.prefix))

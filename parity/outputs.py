@@ -11,11 +11,11 @@ from .probe import ProbeBatch
 
 
 def computed_rightly(family: Architecture | None, batch: ProbeBatch) -> bool:
-    """Return whether transformers' class of a family computes a batch correctly; see `Architecture.apart`."""
-    apart, mask = () if family is None else family.apart, batch.attention_mask
+    """Return whether transformers' class of a family computes a batch correctly; see `Architecture.wrong_batches`."""
+    wrong, mask = () if family is None else family.wrong_batches, batch.attention_mask
     texts, tokens = batch.input_ids.shape
     padded = mask is not None and not bool(mask[:, 0].all())
-    return not (padded and "padding" in apart) and not (texts > 1 and tokens == 1 and "steps" in apart)
+    return not (padded and "padding" in wrong) and not (texts > 1 and tokens == 1 and "steps" in wrong)
 
 
 def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:

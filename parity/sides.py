@@ -158,7 +158,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is not None and family.two_stacks:  # buffers that files lack are as the class makes them
         own = {leaf.checkpoint for leaf in family.bind(family.spec(config))}
-        computed = {*family.made, *(leaf.checkpoint for leaf in family.leaves if leaf.buffer)} - own
+        computed = {*family.computed, *(leaf.checkpoint for leaf in family.leaves if leaf.buffer)} - own
         info["missing_keys"] = [name for name in info["missing_keys"] if name not in computed]
     if family is not None and family.base_class:
         layers = len(family.spec(config).blocks)

@@ -214,10 +214,10 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
     family, zero = target(to, FOLDERS).family or origin, _zero_in(model)
     tried = families_of(family, origin)
     expression, refused = first_of(tried, model.spec, zero)
-    if expression is None or expression.found is None:
+    if expression is None or expression.tree is None:
         raise in_the_way(model, tried, refused, zero)
     architecture = tried[len(refused)]
-    return architecture, _into(model, expression.found, architecture)
+    return architecture, _into(model, expression.tree, architecture)
 
 
 def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:

@@ -104,7 +104,7 @@ class Way:
 
     @property
     def arrived(self) -> bool:
-        return self.remaining.found is not None
+        return self.remaining.tree is not None
 
     @property
     def steps(self) -> _Remedy:
@@ -179,7 +179,7 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
         return refused[0].refusal(hint)
     lines = []
     for expression in near:
-        obstacles = expression.told
+        obstacles = expression.sentences
         lines += [
             *obstacles[:_FEW],
             *([f"and {len(obstacles) - _FEW} more for {expression.target.owner}"] if len(obstacles) > _FEW else []),

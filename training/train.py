@@ -298,7 +298,7 @@ def family_of(tree: Outline, found: str) -> str:
     own = tree.origin.family
     if own is None or own == found:
         return found
-    return own if express(named(own), tree.spec, clear=("rounding",)).found is not None else found
+    return own if express(named(own), tree.spec, clear=("rounding",)).tree is not None else found
 
 
 def folder_of(data: Sequence[str | Path], own: Path) -> Path:

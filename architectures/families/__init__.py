@@ -1,1 +1,1 @@
-"""One file a family: its config.json as a tree and back, and what its checkpoints call each tensor."""
+"""The families, one per file. A file describes the family's config.json and the names of the tensors in checkpoints."""

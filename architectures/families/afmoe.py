@@ -1,6 +1,6 @@
-"""AFMoE (Arcee 2025, Trinity): gated attention, norms on query and key heads, positions only in layers with a window,
-four norms per layer, and mixtures with a sigmoid router, a bias for the choice of experts, and shared experts. The
-first layers are dense.
+"""AFMoE (Arcee 2025, Trinity): llama with gated attention, norms on query and key heads, and four norms per layer. Only
+layers with a window have positions. The first layers are dense. The others are mixtures with a sigmoid router, a bias
+for the choice and shared experts.
 
 Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 """
@@ -9,7 +9,7 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import AROUND, ATTENTION_BIAS, Field, llama_fields
-from ..lenses import after, sliding, turned_in_windows
+from ..lenses import after, rope_in_windows, sliding
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 
 _DECODER = DecoderFamily(
@@ -32,7 +32,7 @@ _DECODER = DecoderFamily(
         "mixture.scores": "sigmoid",
         "mixture.choice_bias": True,
     },
-    layers=turned_in_windows(sliding(4, 1024, pattern="global_attn_every_n_layers")),
+    layers=rope_in_windows(sliding(4, 1024, pattern="global_attn_every_n_layers")),
     mixtures=Mixtures(after("num_dense_layers", 1)),
 )
 

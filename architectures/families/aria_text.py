@@ -1,7 +1,8 @@
 """Aria's language model (Rhymes AI, 2410.05993): llama with a mixture and shared experts in every layer.
 
-Source: transformers models/aria/{configuration,modeling}_aria.py. One tensor holds all experts, [in, out]. Of a
-checkpoint with a vision tower the language model is read; what stands beside it is carried along.
+One tensor contains all experts, stored as [in, out]. Conversions keep the tensors of a vision tower.
+
+Source: transformers models/aria/{configuration,modeling}_aria.py.
 """
 
 from ..base import Leaf, Stacked, by_name, leaves_of
@@ -12,7 +13,7 @@ from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T, shared_expert
 from .gpt_oss import BOTH, EXPERT, MLP
 
 _SILU = {"silu": "silu", "swish": "silu"}
-"""Routed experts have it whatever is said, and those that all tokens go through have what is."""
+"""The activation of routed experts, which transformers fixes. Only the shared experts have that of the config."""
 
 _DECODER = DecoderFamily(
     {
@@ -40,13 +41,13 @@ _LEAVES = by_name(
                 "(part intermediate) hidden",
                 split="part",
                 parts=("1", "1"),
-                each="experts",
+                stack="experts",
             ),
         ),
         Leaf(
             MLP + "fc2.weight",
             EXPERT + "down_proj.weight",
-            Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+            Layout("experts intermediate hidden", "hidden intermediate", stack="experts"),
         ),
         *leaves_of({**shared_expert("shared_experts"), **NORMS, **ENDS}),
     ),

@@ -1,7 +1,9 @@
 """A.X K1 (SK Telecom 2026): DeepSeek-V3 with a norm after every mixture.
 
-Source: transformers models/axk1/{configuration,modeling}_axk1.py, and conversion_mapping.py: files have that norm
-beside the mixture, modules inside it. Released files have one in dense layers too, which transformers does not use.
+In files, this norm is next to the mixture, and in transformers' modules it is inside. Released files also have such a
+norm in dense layers, which transformers does not use.
+
+Source: transformers models/axk1/{configuration,modeling}_axk1.py, and conversion_mapping.py.
 """
 
 from dataclasses import replace
@@ -11,7 +13,7 @@ from ..config import ConfigReader
 from ..decoder import Mixtures
 from ..draws import ODD, among
 from ..fields import with_defaults
-from ..latent import LATENT_LEAVES, MADE
+from ..latent import COMPUTED, LATENT_LEAVES
 from ..lenses import by_type
 from ..usual import CORRECTION, ROTARY_BUFFERS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import deepseek_v3
@@ -37,6 +39,6 @@ _AXK1 = _DECODER.architecture(
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     dropped=(*ROTARY_BUFFERS, _NORM + ".weight"),
     stacked=_HELD,
-    irrelevant={**MADE, **deepseek_v3.TRAINING},
+    irrelevant={**COMPUTED, **deepseek_v3.TRAINING},
     refused=deepseek_v3.DEEPSEEK_V3.refused,
 )

@@ -1,5 +1,5 @@
-"""Bamba (IBM, Princeton and UIUC 2024): Mamba-2 in most layers, and attention in the layers listed in
-`attn_layer_indices`.
+"""Bamba (IBM, Princeton and UIUC 2024): llama with Mamba-2 instead of attention, except in the layers that
+`attn_layer_indices` lists.
 
 Source: transformers models/bamba/{configuration,modeling}_bamba.py.
 """
@@ -19,7 +19,7 @@ from ..usual import ATTENTION, EMBEDDING, B, T
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the part of a head that turns as one of the RoPE parameters, where alone transformers reads it."""
+    """Return the RoPE fields. They include the part of a head that is rotated, which transformers only reads there."""
     attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
     rope = write_rotaries({"all": of_kind(attention.position, Rotary)}, attention.head_dim)["rope_parameters"]["all"]
     return {"rope_scaling": None, "rope_parameters": rope, PART: 0.5}
@@ -39,7 +39,7 @@ _DECODER = DecoderFamily(
 
 
 def _draw_config(chosen: Random) -> Config:
-    """Draw a config with the part of a head that turns among the RoPE parameters, where alone transformers reads it."""
+    """Draw a config. The part of a head that is rotated is among the RoPE parameters, as in `_written`."""
     config = _DECODER.draw(chosen, {})
     rope = {PART: config.pop(PART), "rope_theta": config.pop("rope_theta", 37.5), "rope_type": "default"}
     return {**config, "rope_parameters": rope, PART: 0.5}
@@ -62,5 +62,5 @@ _BAMBA = _DECODER.architecture(
     draw=_draw_config,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     stated={"attn_layer_indices": [9, 18, 27]},
-    irrelevant={"z_loss_coefficient": "a loss in training", "layers_block_type": "made of attn_layer_indices"},
+    irrelevant={"z_loss_coefficient": "a loss in training", "layers_block_type": "computed from attn_layer_indices"},
 )

@@ -1,8 +1,9 @@
 """BART (Lewis et al. 1910.13461): an encoder and a decoder with post-norm, position tables that start at their third
 row, and a bias that is added to the logits.
 
-Source: transformers models/bart/{configuration,modeling}_bart.py. Files of the class without a head have no such bias,
-which transformers' class with one then takes for zeros.
+Files of the class without a head lack this bias. transformers' class with a head then uses zeros.
+
+Source: transformers models/bart/{configuration,modeling}_bart.py.
 """
 
 from collections.abc import Mapping
@@ -26,8 +27,13 @@ BASE = "BartModel"
 def stack(
     name: str, positions: Mapping[str, Any] = MappingProxyType({"offset": 2}), tokens: int = 50265, **other: Any
 ) -> DecoderFamily:
-    """The encoder or the decoder of BART's kin: the fields of its positions, the usual size of the vocabulary, and
-    other fields of a `DecoderFamily`.
+    """Return the table of the encoder or the decoder of a family like BART.
+
+    Args:
+        name: "encoder" or "decoder".
+        positions: fields of the component of positions.
+        tokens: the default size of the vocabulary.
+        other: further fields of `DecoderFamily`.
     """
     encoder = name == "encoder"
     fixed = {
@@ -49,7 +55,7 @@ def stack(
             "activation_function": Field("activation", "gelu"),
             "max_position_embeddings": Field("context", 1024),
             "scale_embedding": Field("embedding.multiplier", False, root_of("d_model", 1024), is_scaled),
-            # Untied, each stack has a table of its own in transformers, which gptkit refuses where files have it.
+            # If untied, the stacks have separate tables in transformers. gptkit refuses files with such tables.
             "tie_word_embeddings": Field("tied", True, draw=among(True)),
         },
         "norm": LayerNorm,
@@ -66,7 +72,7 @@ _STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)
 
 
 def with_bias(read: Any, base: str) -> Any:
-    """Return the reader of trees whose logits have a bias, unless config.json names `base`, which has no head."""
+    """Return the reader of trees whose logits have a bias. If config.json names the class `base`, there is no head."""
 
     def tree(config: ConfigReader) -> ModelSpec:
         spec: ModelSpec = read(config)
@@ -77,7 +83,7 @@ def with_bias(read: Any, base: str) -> Any:
 
 
 def without_bias(write: Any, base: str) -> Any:
-    """Return the writer of such trees."""
+    """Return the writer of the trees that `with_bias` reads."""
 
     def fields(spec: ModelSpec) -> dict[str, Any]:
         return {**write(spec), **({} if spec.has_head().bias else {"architectures": [base]})}
@@ -86,22 +92,27 @@ def without_bias(write: Any, base: str) -> Any:
 
 
 def leaves(norms: str = "sum_norm", ends: Mapping[str, str] = MappingProxyType({})) -> tuple[Leaf, ...]:
-    """The leaves of BART's kin: how a block calls its norms, and what a stack has beside blocks and embeddings."""
-    found: dict[str, str] = {"model.shared": "embedding"}
+    """Return the leaves of families like BART.
+
+    Args:
+        norms: the end of the shared names of a block's norms.
+        ends: further modules of a stack: names in files -> shared names.
+    """
+    modules: dict[str, str] = {"model.shared": "embedding"}
     for name, shared in (("encoder", "encoder."), ("decoder", "")):
         top, b = f"model.{name}.", f"{shared}blocks.{{layer}}."
         t = top + "layers.{layer}."
-        found |= {top + "embed_positions": f"{shared}positions"}
+        modules |= {top + "embed_positions": f"{shared}positions"}
         parts = {"self_attn": "attention"} | ({} if shared else {"encoder_attn": "cross_attention"})
         for theirs, ours in parts.items():
-            found |= {f"{t}{theirs}.{each}_proj": f"{b}{ours}.{each}_proj" for each in "kvq"}
-            found |= {f"{t}{theirs}.out_proj": f"{b}{ours}.o_proj"}
-            found |= {f"{t}{theirs}_layer_norm": f"{b}{ours}_{norms}"}
-        found |= {t + "fc1": b + "feed_forward.up_proj", t + "fc2": b + "feed_forward.down_proj"}
-        found |= {t + "final_layer_norm": f"{b}feed_forward_{norms}"}
-        found |= {top + theirs: shared + ours for theirs, ours in ends.items()}
+            modules |= {f"{t}{theirs}.{name}_proj": f"{b}{ours}.{name}_proj" for name in "kvq"}
+            modules |= {f"{t}{theirs}.out_proj": f"{b}{ours}.o_proj"}
+            modules |= {f"{t}{theirs}_layer_norm": f"{b}{ours}_{norms}"}
+        modules |= {t + "fc1": b + "feed_forward.up_proj", t + "fc2": b + "feed_forward.down_proj"}
+        modules |= {t + "final_layer_norm": f"{b}feed_forward_{norms}"}
+        modules |= {top + theirs: shared + ours for theirs, ours in ends.items()}
     bias = Leaf("final_logits_bias", "head.bias", Layout("1 vocab", "(1 vocab)"), buffer=True)
-    return (bias, *leaves_of(found), Leaf("lm_head.weight", "head.weight"))
+    return (bias, *leaves_of(modules), Leaf("lm_head.weight", "head.weight"))
 
 
 OF_BART: dict[str, Any] = {
@@ -110,13 +121,13 @@ OF_BART: dict[str, Any] = {
         "encoder_attention_heads": ("num_attention_heads",),
         "encoder_layers": ("num_hidden_layers",),
     },
-    "repeated": {f"model.{each}.embed_tokens.weight": "model.shared.weight" for each in ("encoder", "decoder")},
+    "repeated": {f"model.{stack}.embed_tokens.weight": "model.shared.weight" for stack in ("encoder", "decoder")},
     "carried": {"unused": ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")},
     "dropped": ("model.encoder.version", "model.decoder.version"),
     "prefix": "model.",
     "irrelevant": {**GENERATION, "architectures": None},
 }
-"""Fields of `Architecture` that BART's kin share."""
+"""Fields of `Architecture` that families like BART share."""
 
 BART = _STACKS.architecture(
     "bart",

@@ -1,8 +1,10 @@
 """BERT (Devlin et al. 1810.04805): an encoder with post-norm and a table of token types. MiniLM (2002.10957) and most
 sentence encoders use the same model_type.
 
-Source: transformers models/bert/{configuration,modeling}_bert.py. Of BertForPreTraining the head of masked tokens is
-read, and what tells the next sentence is carried along.
+In BertForPreTraining checkpoints, gptkit reads the head for masked tokens. Conversions keep the head that
+predicts the next sentence.
+
+Source: transformers models/bert/{configuration,modeling}_bert.py.
 """
 
 from ..base import Leaf, leaves_of

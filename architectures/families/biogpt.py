@@ -1,7 +1,9 @@
 """BioGPT (Luo et al. 2210.10341): GPT-2 with ordinary linear layers, a scaled embedding, and a position table that
 starts at its third row.
 
-Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which reads no eps.
+transformers ignores an eps in the config.
+
+Source: transformers models/biogpt/{configuration,modeling}_biogpt.py.
 """
 
 from ...components import FeedForward, LayerNorm

@@ -1,7 +1,9 @@
 """BitNet b1.58 2B4T (Microsoft 2504.12285) with its weights in floating point: llama with squared ReLU as the gate's
 activation, and norms before the output projections of attention and feed-forward.
 
-Source: transformers models/bitnet/{configuration,modular}_bitnet.py. Files of ternary weights are refused as quantised.
+gptkit refuses files with ternary weights as quantised.
+
+Source: transformers models/bitnet/{configuration,modular}_bitnet.py.
 """
 
 from ...components import RMSNorm
@@ -15,7 +17,7 @@ from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 _DECODER = DecoderFamily(
     {
         **llama_fields(vocab=128256, hidden=2560, intermediate=6912, layers=30, heads=20, activation="relu2", eps=1e-5),
-        "num_key_value_heads": Field("kv_heads", 5, ConfigReader.optional_integer),  # null: as many as heads
+        "num_key_value_heads": Field("kv_heads", 5, ConfigReader.optional_integer),  # null means the number of heads
         "attention_bias": ATTENTION_BIAS,
     },
     fixed={

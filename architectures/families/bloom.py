@@ -1,7 +1,9 @@
-"""BLOOM (Le Scao et al. 2211.05100): ALiBi, a norm on the embeddings, and q, k and v fused head by head.
+"""BLOOM (Le Scao et al. 2211.05100): GPT-2 with ordinary linear layers, ALiBi instead of learned positions, a norm on
+the embeddings, and q, k and v fused head by head.
 
-Source: transformers models/bloom/{configuration,modeling}_bloom.py. transformers has only an eager path for it, whose
-baddbmm rounds differently from any sdpa kernel.
+transformers has only an eager path for this family. Its baddbmm rounds differently from any sdpa kernel.
+
+Source: transformers models/bloom/{configuration,modeling}_bloom.py.
 """
 
 import math

@@ -1,8 +1,9 @@
 """CodeGen (Nijkamp et al. 2203.13474): GPT-J's blocks with q, v and k in one tensor. It is split into four parts, one
 for each of the cores that trained it, and each part has a quarter of the queries, values and keys.
 
-Source: transformers models/codegen/{configuration,modeling}_codegen.py, which has no sdpa path. Queries stay in fp32
-when they have turned, keys are rounded by the cache.
+transformers has no sdpa path for this family. Queries stay in fp32 after RoPE, and the cache rounds keys.
+
+Source: transformers models/codegen/{configuration,modeling}_codegen.py.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from ..base import Leaf, leaves_of, only_eager
 from ..config import GPT2_ALIASES
 from ..fields import multiple
 from ..layout import Layout
-from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
+from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, rotary_dims
 
 _CORES = 4
 _QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))
@@ -20,7 +21,7 @@ _DECODER = replace(
     DECODER,
     fields={**DECODER.fields, "n_head": multiple("heads", 16, of=_CORES)},
     fixed={**DECODER.fixed, "attention.fused": True},
-    layers=turning("keys"),
+    layers=rotary_dims("keys"),
     sized=lambda _, sizes: {name: _CORES * sizes[name] for name in ("heads", "hidden")},
 )
 

@@ -1,4 +1,5 @@
-"""Command R (Cohere 2024): parallel blocks with one LayerNorm without bias, RoPE on adjacent pairs, and scaled logits.
+"""Command R (Cohere 2024): llama with parallel blocks with one LayerNorm without bias, RoPE on adjacent pairs, and
+scaled logits.
 
 Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 """

@@ -8,17 +8,17 @@ from ...components import LayerNorm
 from ..base import leaves_of
 from ..decoder import DecoderFamily
 from ..fields import PRE
-from ..lenses import sliding, turned_in_windows
+from ..lenses import rope_in_windows, sliding
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 from . import cohere
 
 DECODER = DecoderFamily(
-    {name: each for name, each in cohere.DECODER.fields.items() if name != "use_qk_norm"},
+    {name: field for name, field in cohere.DECODER.fields.items() if name != "use_qk_norm"},
     norm=LayerNorm,
     norms=PRE[:1],
     fixed=cohere.FIXED,
     rotary=cohere.ROTARY._replace(base=1e4),
-    layers=turned_in_windows(sliding(4, pattern="sliding_window_pattern")),
+    layers=rope_in_windows(sliding(4, pattern="sliding_window_pattern")),
 )
 LEAVES = leaves_of(
     {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}

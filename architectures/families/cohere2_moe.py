@@ -1,7 +1,9 @@
-"""Cohere 2 with mixtures (Cohere 2026): Cohere 2's parallel blocks, with either kind of norm and dense first layers.
+"""Cohere 2 with mixtures (Cohere 2026): Command R7B with mixtures of experts after the first dense layers, and with
+LayerNorms or RMSNorms.
 
-Source: transformers models/cohere2_moe/{configuration,modeling}_cohere2_moe.py. What a softmax router gives is
-normalised whatever is said, since it is over the experts that were chosen.
+The weights of a softmax router always sum to 1, since the softmax is over the chosen experts only.
+
+Source: transformers models/cohere2_moe/{configuration,modeling}_cohere2_moe.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +29,17 @@ _PATTERN = "prefix_dense_sliding_window_pattern"
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window and the positions of each layer. Layers without a window have no positions, except dense ones
-    where `prefix_dense_sliding_window_pattern` is 1.
+    """Return the window and the positions of every layer.
+
+    Layers without a window have no positions, except dense ones if `prefix_dense_sliding_window_pattern` is 1.
     """
     count, head_dim = values["layers"], values["head_dim"]
     first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, values)
     if first > count:
         raise config.fail("first_k_dense_replace", first, f"at most {count}, the number of layers")
-    before, behind = config.integer(_PATTERN, 1), config.integer("sliding_window_pattern", 4)
-    places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, behind) for layer in range(count - first)]
-    types = config.layer_types(["sliding_attention" if place % each else "full_attention" for place, each in places])
+    before, after = config.integer(_PATTERN, 1), config.integer("sliding_window_pattern", 4)
+    places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, after) for layer in range(count - first)]
+    types = config.layer_types(["sliding_attention" if place % every else "full_attention" for place, every in places])
     window = config.optional_integer("sliding_window", 4096)
     if window is None and "sliding_attention" in types:
         raise config.fail("sliding_window", window, "a number, since layer_types has sliding_attention")
@@ -56,7 +59,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that `_layers` reads."""
     mixers = [(of_kind(block.attention, Attention), hasattr(block.feed_forward, "experts")) for block in spec.blocks]
-    bare = any(each.window is None and each.position is None and not mixed for each, mixed in mixers)
+    bare = any(mixer.window is None and mixer.position is None and not mixed for mixer, mixed in mixers)
     return {**write_windows(spec), _PATTERN: 2 if bare else 1}
 
 
@@ -100,7 +103,7 @@ _DECODER = DecoderFamily(
 _RMS = replace(
     _DECODER,
     fields={
-        **{name: each for name, each in _DECODER.fields.items() if name != "layer_norm_eps"},
+        **{name: field for name, field in _DECODER.fields.items() if name != "layer_norm_eps"},
         "rms_norm_eps": Field("eps"),
     },
     norm=RMSNorm,
@@ -109,7 +112,7 @@ _RMS = replace(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json: with RMSNorm if `rms_norm_eps` is there, and otherwise with LayerNorm."""
+    """Read the tree of a config.json. With `rms_norm_eps` the norms are RMSNorms, otherwise LayerNorms."""
     if config.raw("rms_norm_eps") is None:
         return _DECODER.read(config)
     config.raw("layer_norm_eps")

@@ -1,8 +1,9 @@
 """The language model of Cohere Compass (Cohere 2026): Command R7B with separate RoPE settings for the two kinds of
 layer, each of which may have no positions instead. RoPE rotates halves of heads.
 
-Source: transformers models/cohere_compass/{configuration,modeling}_cohere_compass.py. Positions have three axes for
-images. In a text, all three are the same.
+Positions have three axes for images. In a text, the three are equal.
+
+Source: transformers models/cohere_compass/{configuration,modeling}_cohere_compass.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,28 +32,28 @@ def _scale(config: ConfigReader, name: str, default: float) -> float:
     return config.optional_number(name) or default
 
 
-def _position(said: ConfigReader, kind: str, values: Mapping[str, Any]) -> Rotary | None:
+def _position(parameters_by_kind: ConfigReader, kind: str, values: Mapping[str, Any]) -> Rotary | None:
     """Return the positions in layers of a kind, or None if the field of this kind is null."""
-    parameters = said.raw(kind, "nothing")
+    parameters = parameters_by_kind.raw(kind, "nothing")
     if parameters is None:
         return None
     if not isinstance(parameters, dict) or parameters.get("rope_theta") is None:
-        raise said.fail(
+        raise parameters_by_kind.fail(
             kind, parameters, "an object with a rope_theta, or null if these layers have no position encoding"
         )
-    reader = said.objects[kind] = ConfigReader({_ROPE: parameters})
+    reader = parameters_by_kind.objects[kind] = ConfigReader({_ROPE: parameters})
     return read_rotary(reader, values["head_dim"], values["context"], _ROTARY)
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the window and the positions of each layer."""
     types = config.layer_types(["full_attention"] * values["layers"])
-    window = config.integer("sliding_window", 4096)  # transformers needs it even where no layer has a window
-    said = config.inner(_ROPE)
+    window = config.integer("sliding_window", 4096)  # transformers needs it even if no layer has a window
+    parameters_by_kind = config.inner(_ROPE)
     windows = {"full_attention": None, "sliding_attention": window}
-    # Released files have the last two, and transformers ignores them. It also ignores a kind that no layer is of.
-    said.used |= {f"{said.place}{name}" for name in (*windows, "rope_theta", "rope_type")}
-    positions = {kind: _position(said, kind, values) for kind in dict.fromkeys(types)}
+    # Released files have the last two fields, and transformers ignores them. It also ignores kinds without layers.
+    parameters_by_kind.used |= {f"{parameters_by_kind.place}{name}" for name in (*windows, "rope_theta", "rope_type")}
+    positions = {kind: _position(parameters_by_kind, kind, values) for kind in dict.fromkeys(types)}
     return [{"window": windows[kind], "position": positions[kind]} for kind in types]
 
 

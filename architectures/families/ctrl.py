@@ -1,6 +1,9 @@
-"""CTRL (Keskar et al. 1909.05858): sinusoidal positions, a scaled embedding, ReLU, and a bias in the tied head.
+"""CTRL (Keskar et al. 1909.05858): GPT-2 with ordinary linear layers, sinusoidal positions, a scaled embedding, ReLU,
+and a bias in the tied head.
 
-Source: transformers models/ctrl/{configuration,modeling}_ctrl.py. The eps that a config has is the last norm's alone.
+The eps in a config is only that of the last norm.
+
+Source: transformers models/ctrl/{configuration,modeling}_ctrl.py.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Code World Model (Meta 2025): llama 3 with a window in three of four layers.
 
-Source: transformers models/cwm/{configuration,modeling}_cwm.py. Its config class has llama 3's rope parameters where
-none are given.
+The config class has Llama 3's RoPE parameters as defaults.
+
+Source: transformers models/cwm/{configuration,modeling}_cwm.py.
 """
 
 from ..decoder import DecoderFamily

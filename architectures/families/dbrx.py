@@ -1,9 +1,9 @@
-"""DBRX (Databricks 2024): LayerNorms without bias, clipped queries, keys and values, and a mixture of experts in every
-layer.
+"""DBRX (Databricks 2024): mixtral with LayerNorms without bias, and with clipped queries, keys and values.
 
-Source: transformers models/dbrx/{configuration,modeling}_dbrx.py, which fails without `clip_qkv`, and without a
-`rope_theta` in `attn_config`, though it turns by the one beside. One tensor holds q, k and v, and one each the gates of
-all experts, their factors, and what of them writes the stream.
+One tensor contains q, k and v. Three more contain the gate, up and down projections of all experts. transformers fails
+without `clip_qkv`, and without a `rope_theta` in `attn_config`, although RoPE uses the `rope_theta` outside of it.
+
+Source: transformers models/dbrx/{configuration,modeling}_dbrx.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def _named(config: ConfigReader, name: str, default: str) -> Any:
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return no values by layer; read the fields that transformers writes but does not use."""
+    """Return no values by layer. Read the fields that transformers writes but does not use, so that they are known."""
     count = values["layers"]
     config.inner("attn_config").raw("rope_theta")
     config.inner("ffn_config").raw("hidden_size")
@@ -91,8 +91,9 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 def _draw(chosen: Random) -> Config:
     """Draw a config with every object that transformers needs.
 
-    Each expert's part of a tensor has whole cache lines: a product sums as its matrix begins in one, and transformers'
-    own model computes other logits when it is loaded from the files that it saved, since these are mapped elsewhere.
+    An expert's part of a tensor has whole cache lines. The order of sums in a matrix product depends on where the
+    matrix begins in a cache line. Otherwise, transformers' own model would compute other logits after saving and
+    loading, since the loaded weights begin at other addresses.
     """
     config, count = _DECODER.draw(chosen, {}, intermediate=chosen.choice((16, 48, 64))), chosen.choice((1, 2, 5))
     inner = {"moe_num_experts": count, "moe_top_k": chosen.randint(1, count)}
@@ -104,7 +105,7 @@ def _draw(chosen: Random) -> Config:
 
 
 _ROWS = Layout("(rows head_dim) hidden", split="rows", parts=("heads", "kv_heads", "kv_heads"))
-_STACKED = Layout("(experts intermediate) hidden", each="experts")
+_STACKED = Layout("(experts intermediate) hidden", stack="experts")
 _LEAVES = (
     *leaves_of({"transformer.wte": "embedding", _T + "norm_attn_norm.norm_1": _B + "attention_norm"}),
     Leaf(_T + "norm_attn_norm.attn.Wqkv.weight", qkv("weight"), _ROWS),
@@ -120,7 +121,7 @@ _LEAVES = (
     Leaf(
         _T + "ffn.experts.mlp.w2",
         _EXPERT + "down_proj.weight",
-        Layout("(experts intermediate) hidden", "hidden intermediate", each="experts"),
+        Layout("(experts intermediate) hidden", "hidden intermediate", stack="experts"),
     ),
     *leaves_of({"transformer.norm_f": "final_norm", "lm_head": "head"}),
 )

@@ -1,8 +1,9 @@
-"""DeepSeek-V2 and V2-Lite (2405.04434): latent attention with RoPE on adjacent pairs, computed with complex numbers,
-and mixtures with a softmax router. The large model chooses groups of experts first.
+"""DeepSeek-V2 and V2-Lite (2405.04434): llama with latent attention, and with mixtures that have a softmax router. RoPE
+on adjacent pairs is computed with complex numbers. The large model chooses groups of experts first.
 
-Source: transformers models/deepseek_v2/{configuration,modeling}_deepseek_v2.py, which never divides weights of experts
-by their sum.
+transformers never divides the weights of experts by their sum.
+
+Source: transformers models/deepseek_v2/{configuration,modeling}_deepseek_v2.py.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from ..rope import RotaryKind
 from ..usual import OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 from .deepseek_v3 import FIELDS, TRAINING
 
-_GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
+_GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 with another meaning here
 _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
@@ -27,18 +28,18 @@ def _read(config: ConfigReader) -> ModelSpec:
     """Read the tree of a config.json. Experts are in groups if `topk_method` is group_limited_greedy."""
     grouped = config.choice("topk_method", "greedy", _METHODS)
     names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
-    found = {role: config.optional_integer(name) for name, role in names.items()}
+    groups = {role: config.optional_integer(name) for name, role in names.items()}
     for name, role in names.items():
-        if grouped and found[role] is None:
+        if grouped and groups[role] is None:
             raise config.fail(name, None, "a number, since topk_method is group_limited_greedy")
-    several = grouped and found["mixture__groups"] != 1
-    return _DECODER.read(config, **({**found, "mixture__group_best": 1} if several else {}))
+    several = grouped and groups["mixture__groups"] != 1
+    return _DECODER.read(config, **({**groups, "mixture__group_best": 1} if several else {}))
 
 
 def _written(spec: ModelSpec) -> Mapping[str, Any]:
     """Return the config fields of the groups of experts."""
     inner = (block.feed_forward for block in spec.blocks)
-    mixture = next((each for each in inner if isinstance(each, MixtureOfExperts)), None)
+    mixture = next((feed_forward for feed_forward in inner if isinstance(feed_forward, MixtureOfExperts)), None)
     if mixture is None or mixture.groups == 1:
         return {"topk_method": "greedy", "n_group": None, "topk_group": None}
     return {"topk_method": "group_limited_greedy", "n_group": mixture.groups, "topk_group": mixture.top_groups}
@@ -58,7 +59,7 @@ _DECODER = LatentDecoder(
         "mlp_bias": MLP_BIAS,
     },
     fixed={"mixture.normalise": False, "mixture.routed_in": "float32", "mixture.in_order": False},
-    turning=RotaryKind(rounding="complex"),
+    key_rotary=RotaryKind(rounding="complex"),
     interleaved=True,
     gathered=False,
     whole_heads=True,
@@ -68,7 +69,7 @@ _DECODER = LatentDecoder(
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with groups or without, and with even widths, since transformers pairs neighbours."""
+    """Draw a config with or without groups, and with even widths, since RoPE rotates pairs of neighbours."""
     even = {"attention.kv_rank": chosen.choice(EVEN), "attention.nope_dim": chosen.choice((0, *EVEN))}
     config, grouped = _DECODER.draw(chosen, {}, **even), chosen.random() < 0.5
     if not grouped:

@@ -1,14 +1,15 @@
-"""DeepSeek-V3 and R1 (2412.19437), Kimi K2, Moonlight: latent attention, and mixtures with a sigmoid router, which has
-a bias for the choice of experts, and first chooses groups of experts. The first layers are dense.
+"""DeepSeek-V3 and R1 (2412.19437), Kimi K2, Moonlight: DeepSeek-V2's latent attention, and mixtures with a sigmoid
+router, which has a bias for the choice and chooses groups of experts first. The first layers are dense.
 
-Source: transformers models/deepseek_v3/{configuration,modeling}_deepseek_v3.py. The layer behind the last, which drafts
-tokens (`layers.61`), is left out there, and carried along here.
+Conversions keep the extra layer after the last one, which drafts tokens (`layers.61`). transformers ignores it.
+
+Source: transformers models/deepseek_v3/{configuration,modeling}_deepseek_v3.py.
 """
 
-from ..base import BEHIND
+from ..base import DRAFT_LAYER
 from ..decoder import Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, with_defaults
-from ..latent import LATENT_FIELDS, LATENT_LEAVES, MADE, LatentDecoder
+from ..latent import COMPUTED, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 from ..lenses import after
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 
@@ -34,7 +35,7 @@ TRAINING = {
     "ep_size": "how a server distributes the experts",
     "seq_aux": "training only",
 }
-"""What files say beside, that transformers does not read."""
+"""Further fields in files, which transformers does not read."""
 
 DEEPSEEK_V3 = DECODER.architecture(
     "deepseek_v3",
@@ -44,8 +45,8 @@ DEEPSEEK_V3 = DECODER.architecture(
     released="2024-12",
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    carried=BEHIND,
-    irrelevant={**MADE, **OF_DRAFTS, **TRAINING},
+    carried=DRAFT_LAYER,
+    irrelevant={**COMPUTED, **OF_DRAFTS, **TRAINING},
     refused={
         "moe_layer_freq": ((1, None), "transformers uses a mixture of experts in every layer after the dense ones"),
         "scoring_func": (("sigmoid", None), "transformers' DeepSeek-V3 supports only sigmoid scores"),

@@ -1,7 +1,8 @@
 """dots.llm1 (2506.05767): qwen3's attention, and DeepSeek-V3's mixtures.
 
-Source: transformers models/dots1/{configuration,modeling}_dots1.py. Its config class has no number of experts of its
-own, which every file states.
+The config class has no default for the number of experts, so every file states it.
+
+Source: transformers models/dots1/{configuration,modeling}_dots1.py.
 """
 
 from ..decoder import DecoderFamily, Mixtures

@@ -1,8 +1,10 @@
 """ERNIE 4.5 (Baidu 2025) with mixtures: a softmax router in fp32 with a bias for the choice of experts, and shared
 experts.
 
-Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.py. The one switch for biases is for all
-linears but those of experts and routers, the head among them. Layers that draft tokens are left out there too.
+One switch adds biases to all linears, including the head, but not to experts and routers. transformers also ignores
+layers that draft tokens.
+
+Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from . import ernie4_5
 
 
 def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
-    """From a first to a last layer, those whose number, from 1, an interval divides."""
+    """Return which layers are mixtures: every N-th one between a first and a last layer, counted from 1."""
     layers = values["layers"]
     first, last = none_or_more(config, "moe_layer_start_index", 1), config.raw("moe_layer_end_index", -1)
     if type(last) is not int or last < -1:
@@ -33,9 +35,9 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
 def _written(spec: ModelSpec) -> Mapping[str, Any]:
     """Return the config fields that `_sparse` reads."""
     sparse = sparse_layers(spec)
-    found = [layer for layer, each in enumerate(sparse) if each]
-    first, last = (found[0], found[-1]) if found else (len(sparse), len(sparse))
-    every = found[1] - first if len(found) > 1 else 1
+    mixtures = [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
+    first, last = (mixtures[0], mixtures[-1]) if mixtures else (len(sparse), len(sparse))
+    every = mixtures[1] - first if len(mixtures) > 1 else 1
     return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": every}
 
 

@@ -11,7 +11,7 @@ from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..fields import OUTPUT_NORMS, llama_fields
-from ..lenses import Lens, draw_windows, sliding, turned_in_windows, write_windows
+from ..lenses import Lens, draw_windows, rope_in_windows, sliding, write_windows
 from ..usual import OUTPUT_NORM_LEAVES
 
 _WINDOW = 4096
@@ -19,7 +19,7 @@ _WINDOW = 4096
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the window of each layer, and which layers have no positions."""
-    # Of the patterns that are strings ("LLLG") transformers makes no layer types.
+    # transformers makes no layer types from patterns that are strings ("LLLG").
     stated = isinstance(config.raw("layer_types"), list)
     config.raw("sliding_window_pattern")
     every = 1 if stated else config.integer("sliding_window_pattern", 4)
@@ -27,14 +27,16 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
         if not stated:
             raise config.fail("layer_types", None, "a list of layer types, since sliding_window is null")
         return sliding(1, None).get(config, values)
-    return turned_in_windows(sliding(every, _WINDOW)).get(config, values)
+    return rope_in_windows(sliding(every, _WINDOW)).get(config, values)
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields of the windows. If no layer has a window and all have positions, the width is null."""
     fields = write_windows(spec)
-    turned = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
-    return {**fields, "sliding_window": None} if turned and "sliding_attention" not in fields["layer_types"] else fields
+    any_rope = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
+    return (
+        {**fields, "sliding_window": None} if any_rope and "sliding_attention" not in fields["layer_types"] else fields
+    )
 
 
 EXAONE_WINDOWS = Lens(_layers, _written, draw_windows)

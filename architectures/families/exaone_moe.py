@@ -1,7 +1,8 @@
 """K-EXAONE (LG 2025): EXAONE 4's attention with pre-norm, and DeepSeek-V3's mixtures, with dense first layers.
 
-Source: transformers models/exaone_moe/{configuration,modeling}_exaone_moe.py. Layers that draft tokens are left out
-there too.
+transformers also ignores layers that draft tokens.
+
+Source: transformers models/exaone_moe/{configuration,modeling}_exaone_moe.py.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ..usual import CORRECTION, ROUTED, STACKED, T, mixed_leaves, shared_expert
 from .exaone4 import EXAONE_WINDOWS
 
 _STORED = T + "mlp.e_score_correction_bias"
-_LEAVES = tuple(  # where transformers' own name stands
+_LEAVES = tuple(  # with transformers' own name
     replace(leaf, checkpoint=_STORED) if leaf.checkpoint == CORRECTION else leaf
     for leaf in mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, choice=CORRECTION)
 )

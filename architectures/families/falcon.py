@@ -1,10 +1,12 @@
-"""Falcon: 7b (MQA, parallel, one norm), 40b (GQA, parallel, two norms), 11b (one norm) and rw (ALiBi, serial). Old
-checkpoints have the model_type RefinedWeb (40b) or RefinedWebModel (7b, rw).
+"""Falcon (TII 2023): GPT-NeoX with other heads and norms, and without biases in some models. 7b has multi-query
+attention and parallel blocks with one norm, 40b grouped heads and two norms, 11b grouped heads and one norm, and rw
+ALiBi and serial blocks. Old checkpoints have the model_type RefinedWeb (40b) or RefinedWebModel (7b, rw).
 
-Source: transformers models/falcon/{configuration,modeling}_falcon.py. One layout serves all fused q-k-v tensors.
-Linears multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to
-bfloat16 even in fp32. transformers' eager path adds ALiBi twice (transformers issues 29067 and 29946), so ALiBi
-models are verified against sdpa alone.
+One layout serves all fused q-k-v tensors. Linears multiply and then add the bias, which rounds twice. Scores are
+divided by sqrt(head_dim). ALiBi is rounded to bfloat16 even in fp32. transformers' eager path adds ALiBi twice
+(transformers issues 29067 and 29946), so gptkit compares models with ALiBi only with the sdpa path.
+
+Source: transformers models/falcon/{configuration,modeling}_falcon.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     count, head_dim = values["layers"], values["head_dim"]
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, which is hidden_size / num_attention_heads")
-    # transformers ignores the two flags below in the new architecture for heads, but reads parallel_attn for norms.
+    # In the new architecture, transformers ignores both flags below for heads, but reads parallel_attn for norms.
     grouped, heads = _is_grouped(config), config.integer("num_attention_heads", 71)
     multi_query, stated = config.boolean("multi_query", True), config.optional_integer("num_kv_heads")
     if not grouped and not multi_query and stated not in (None, heads):
@@ -36,7 +38,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
             "num_kv_heads", stated, f"{heads} (num_attention_heads), since new_decoder_architecture is false"
         )
     alibi, context = config.boolean("alibi", False), config.integer("max_position_embeddings", 2048)
-    # With ALiBi these fields say nothing, and heads may be odd.
+    # With ALiBi these fields have no effect, and the width of heads may be odd.
     rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, context)
     fields = {
         "kv_heads": (stated or heads) if grouped else (1 if multi_query else heads),
@@ -142,7 +144,7 @@ _FALCON = _DECODER.architecture(
                 _T + "mlp.dense_4h_to_h": _B + "feed_forward.down_proj",
             }
         ),
-        # The second norm is the first that transformers makes.
+        # transformers creates the second norm first.
         *leaves_of(
             {_T + "post_attention_layernorm": _B + "feed_forward_norm", _T + "input_layernorm": _B + "attention_norm"},
             other_norms,

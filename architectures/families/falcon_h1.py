@@ -19,29 +19,29 @@ from ..recurrences import draw_mamba2, mamba2_leaves, mamba2_sizes, write_mamba2
 from ..usual import ATTENTION, EMBEDDING, ROTARY_BUFFERS, T
 from .bamba import ENDS, FEED_FORWARD, NORMS
 
-_BRANCHES = {  # the multipliers of what each mixer reads, and of what it gives
+_BRANCHES = {  # the multipliers of the input and of the output of every mixer
     "recurrence": ("ssm_in_multiplier", "ssm_out_multiplier"),
     "attention": ("attention_in_multiplier", "attention_out_multiplier"),
 }
 
 
 def _multipliers(config: ConfigReader, name: str, count: int) -> list[float]:
-    """Read a list of `count` numbers above 0. Null stands for ones."""
-    found = config.raw(name)
-    found = [1.0] * count if found is None else found
-    numbers = isinstance(found, list) and all(type(each) in (int, float) and 0 < each < 1e30 for each in found)
-    if not numbers or len(found) != count:
-        raise config.fail(name, found, f"a list of {count} numbers above 0")
-    return [float(each) for each in found]
+    """Read a list of `count` numbers above 0. Null means ones."""
+    given = config.raw(name)
+    given = [1.0] * count if given is None else given
+    numbers = isinstance(given, list) and all(type(number) in (int, float) and 0 < number < 1e30 for number in given)
+    if not numbers or len(given) != count:
+        raise config.fail(name, given, f"a list of {count} numbers above 0")
+    return [float(number) for number in given]
 
 
 def _mamba(config: ConfigReader, hidden: int, activation: Any, eps: float) -> Mamba2:
     inner = config.optional_integer("mamba_d_ssm", 1024)
-    found = mamba2_sizes(config, {"hidden": hidden, "activation": activation}, inner=inner)
+    sizes = mamba2_sizes(config, {"hidden": hidden, "activation": activation}, inner=inner)
     first, normed = config.boolean("mamba_norm_before_gate", True), config.boolean("mamba_rms_norm", False)
-    norm = RMSNorm(size=found["heads"] * found["head_dim"], eps=eps, groups=found["groups"], cast="after_weight")
+    norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=eps, groups=sizes["groups"], cast="after_weight")
     return Mamba2(
-        **found,
+        **sizes,
         norm=norm if normed else None,
         gated="behind norm" if normed and first else "before norm",
         bias=config.boolean("mamba_proj_bias", False),
@@ -59,8 +59,8 @@ def _read(config: ConfigReader) -> ModelSpec:
     norm = of_kind(attention.norm, RMSNorm)
     gate, down = _multipliers(config, "mlp_multipliers", 2)
     scaled: dict[str, dict[str, Any]] = {
-        slot: {"input_multiplier": config.number(read, 1.0), "multiplier": config.number(given, 1.0)}
-        for slot, (read, given) in _BRANCHES.items()
+        slot: {"input_multiplier": config.number(read, 1.0), "multiplier": config.number(output, 1.0)}
+        for slot, (read, output) in _BRANCHES.items()
     }
     mamba = _mamba(config, spec.hidden_size, inner.activation, norm.eps)
     sublayers = (
@@ -75,10 +75,10 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     first = spec.blocks[0]
     mamba, inner = of_kind(first.mixer("recurrence"), Mamba2), of_kind(first.feed_forward, GatedFeedForward)
     of_kind(first.mixer("attention"), Attention)
-    by_slot = {each.mixer.slot: each for each in first.sublayers}
-    found: dict[str, Any] = {}
-    for slot, (read, given) in _BRANCHES.items():
-        found |= {read: by_slot[slot].input_multiplier, given: by_slot[slot].multiplier}
+    by_slot = {sublayer.mixer.slot: sublayer for sublayer in first.sublayers}
+    multipliers: dict[str, Any] = {}
+    for slot, (read, output) in _BRANCHES.items():
+        multipliers |= {read: by_slot[slot].input_multiplier, output: by_slot[slot].multiplier}
     return {
         **write_mamba2(replace(mamba, hidden_size=mamba.inner)),
         "mamba_d_ssm": mamba.inner,
@@ -88,7 +88,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
         "mamba_norm_before_gate": mamba.gated == "behind norm",
         "ssm_multipliers": list(mamba.multipliers),
         "mlp_multipliers": [inner.gate_multiplier, by_slot["feed_forward"].multiplier],
-        **found,
+        **multipliers,
     }
 
 

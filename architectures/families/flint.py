@@ -1,17 +1,18 @@
 """Flint (Recursive 2026): qwen3-moe with attention sinks, a sigmoid router, a shared expert and windows in most layers.
 
-Source: transformers models/flint/{configuration,modeling}_flint.py. Only layers with a window have RoPE. Routers, sinks
-and scores are in fp32 in a model of any dtype.
+Only layers with a window have RoPE. Routers, sinks and scores stay in fp32 whatever the dtype of the model.
+
+Source: transformers models/flint/{configuration,modeling}_flint.py.
 """
 
 from ..base import Leaf, Stacked, only_eager
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, with_defaults
-from ..lenses import by_step, sliding, turned_in_windows
+from ..lenses import by_step, rope_in_windows, sliding
 from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
-_SINKS = T + "self_attn.softmax_offset"  # in files
+_SINKS = T + "self_attn.softmax_offset"  # the name in files
 _FIELDS = {
     **with_defaults(
         qwen2.FIELDS, vocab=150144, hidden=2048, intermediate=6144, layers=49, kv_heads=4, head_dim=128, context=262144
@@ -35,7 +36,7 @@ _DECODER = DecoderFamily(
         "mixture.routed_in": "float32",
         "mixture.wide_router": True,
     },
-    layers=turned_in_windows(sliding(4, 513, first=1, whole=(0, 1, -1))),
+    layers=rope_in_windows(sliding(4, 513, first=1, whole=(0, 1, -1))),
     mixtures=Mixtures(by_step(usual=(0, 1))),
 )
 

@@ -1,7 +1,8 @@
 """Gemma (2403.08295): llama with norms that multiply by 1 + weight in fp32, and embeddings multiplied by √hidden.
 
-Source: transformers models/gemma/{configuration,modeling}_gemma.py. A `hidden_act` of gelu is read there as its tanh
-approximation, which the first releases meant.
+transformers reads a `hidden_act` of gelu as its tanh approximation, which the first releases meant.
+
+Source: transformers models/gemma/{configuration,modeling}_gemma.py.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ FIXED: dict[str, Any] = {
 
 LATER_FIELDS = {
     **with_defaults(
-        {"hidden_activation" if name == "hidden_act" else name: each for name, each in FIELDS.items()},
+        {"hidden_activation" if name == "hidden_act" else name: field for name, field in FIELDS.items()},
         hidden=2304,
         intermediate=9216,
         layers=26,

@@ -1,7 +1,9 @@
 """Gemma 2 (2408.00118): Gemma with norms before and after each sub-layer, capped scores and logits, and a window in
 every second layer.
 
-Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has no sdpa path: none caps scores.
+transformers has no sdpa path for this family, since no sdpa kernel caps scores.
+
+Source: transformers models/gemma2/{configuration,modeling}_gemma2.py.
 """
 
 from ..base import only_eager

@@ -1,13 +1,14 @@
-"""Gemma 3 (2503.19786), its text model: Gemma 2 with norms on query and key heads instead of capped scores, a window in
-five of six layers, and separate RoPE settings for the two kinds of layer.
+"""Gemma 3's text model (2503.19786): Gemma 2 with norms on query and key heads instead of capped scores. Five of six
+layers have a window. The two kinds of layer have separate RoPE settings.
 
-Source: transformers models/gemma3/{configuration,modeling}_gemma3.py. Of a checkpoint with a vision tower the language
-model is read; what stands beside it is carried along.
+Conversions keep the tensors of a vision tower.
+
+Source: transformers models/gemma3/{configuration,modeling}_gemma3.py.
 """
 
 from ..decoder import DecoderFamily
 from ..fields import AROUND, with_defaults
-from ..lenses import sliding, turned_by_kind
+from ..lenses import rope_by_kind, sliding
 from ..rope import RotaryKind
 from ..usual import SANDWICH_LEAVES
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS, LATER_FIELDS
@@ -21,7 +22,7 @@ _DECODER = DecoderFamily(
     fixed=FIXED,
     rotary=None,
     head_norms="same",
-    layers=turned_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS),
+    layers=rope_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS),
     whole_heads=True,
 )
 

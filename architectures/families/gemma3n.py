@@ -1,10 +1,11 @@
-"""Gemma 3n (Google 2025), its text model: Gemma 3 with four streams per token, of which a layer computes one and
-predicts the others, and a low-rank residual next to attention. Every layer has an additional input, the first
+"""Gemma 3n's text model (Google 2025): Gemma 3 with four streams per token, of which a layer computes one and predicts
+the others. There is a low-rank residual next to attention, and every layer has an additional input. The first
 feed-forwards have few active units, and the last layers use keys and values of earlier layers.
 
-Source: transformers models/gemma3n/{configuration,modeling}_gemma3n.py. Of a checkpoint with towers for images and
-sound the language model is read, and what stands beside it carried along: projections of keys and values too that the
-last layers do not use.
+Conversions keep the tensors of towers for images and sound, and the projections of keys and values of the last layers,
+which do not use them.
+
+Source: transformers models/gemma3n/{configuration,modeling}_gemma3n.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +31,17 @@ from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import VOCAB, Config, Random, Sizes, among, kind_by_layer, sometimes
 from ..fields import AROUND, none_or_more, with_defaults
-from ..lenses import Lens, sliding, turned_by_kind
+from ..lenses import Lens, rope_by_kind, sliding
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
-from .gemma4 import BEHIND, FIELDS, INPUTS, LATE, TOWERS, UNUSED
+from .gemma4 import AFTER_LAYERS, FIELDS, INPUTS, LATE, TOWERS, UNUSED
 
 
 def _read_width(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of all feed-forwards. A list by layer is read later, by `_units`; 1 stands for it."""
-    said = config.raw(name, default)
-    return config.integer(name, default) if not isinstance(said, list) else 1
+    """Read the width of all feed-forwards. For a list by layer, return 1, since `_units` reads the list later."""
+    stated = config.raw(name, default)
+    return config.integer(name, default) if not isinstance(stated, list) else 1
 
 
 _KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
@@ -49,15 +50,15 @@ _FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_
 _FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(
     read=ConfigReader.number, draw=among(0.5, 3.0, 30.0)
 )
-_WINDOWS = turned_by_kind(sliding(5, 512), _KINDS)
-SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where nothing else is said
+_WINDOWS = rope_by_kind(sliding(5, 512), _KINDS)
+SPARSE, SPARSITY = 10, 0.95  # by default, 95 % of the units are 0 in the first 10 layers
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the window and positions of each layer, and whether it uses the keys and values of an earlier layer."""
     count, head_dim = values["layers"], values["head_dim"]
-    found = _WINDOWS.get(config, values)
-    shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [each["window"] for each in found]
+    layers = _WINDOWS.get(config, values)
+    shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [fields["window"] for fields in layers]
     if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
         raise config.fail(
             "num_kv_shared_layers",
@@ -66,7 +67,7 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
         )
     norm = RMSNorm(size=head_dim, eps=_FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
     norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}
-    return [{**each, **norms, **(LATE if layer >= count - shared else {})} for layer, each in enumerate(found)]
+    return [{**fields, **norms, **(LATE if layer >= count - shared else {})} for layer, fields in enumerate(layers)]
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
@@ -75,9 +76,9 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
     return {
         **_WINDOWS.put(spec),
-        "intermediate_size": [each.intermediate_size for each in inners],
-        "activation_sparsity_pattern": [each.sparsity or 0.0 for each in inners],
-        "num_kv_shared_layers": sum(of_kind(each.attention, Attention).kv_from == "earlier" for each in spec.blocks),
+        "intermediate_size": [inner.intermediate_size for inner in inners],
+        "activation_sparsity_pattern": [inner.sparsity or 0.0 for inner in inners],
+        "num_kv_shared_layers": sum(of_kind(block.attention, Attention).kv_from == "earlier" for block in spec.blocks),
         "hidden_size_per_layer_input": inputs.width,
         "vocab_size_per_layer_input": inputs.table.vocab_size,
         "altup_num_inputs": of_kind(spec.streams, Streams).count,
@@ -87,7 +88,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
-    """Draw the windows, how many of the last layers share keys, the streams, and the additional inputs."""
+    """Draw the windows, the number of layers that share keys, the streams, and the additional inputs."""
     layers, streams = sizes["layers"], chosen.choice((2, 3, 5))
     kinds = kind_by_layer(chosen, layers, "full_attention", "sliding_attention")
     by_layer = {
@@ -161,23 +162,23 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 def _units(config: ConfigReader, count: int) -> list[int]:
     """Return the width of each layer's feed-forward."""
-    said = config.raw("intermediate_size", _FIELDS["intermediate_size"].default)
-    if not isinstance(said, list):
-        return [said] * count
-    if len(said) != count or any(type(each) is not int or not 1 <= each < 2**31 for each in said):
-        raise config.fail("intermediate_size", said, f"a positive integer, or a list of {count} positive integers")
-    return said
+    stated = config.raw("intermediate_size", _FIELDS["intermediate_size"].default)
+    if not isinstance(stated, list):
+        return [stated] * count
+    if len(stated) != count or any(type(width) is not int or not 1 <= width < 2**31 for width in stated):
+        raise config.fail("intermediate_size", stated, f"a positive integer, or a list of {count} positive integers")
+    return stated
 
 
 def _shares(config: ConfigReader, count: int) -> list[float]:
     """Return for each layer the share of its units that are 0."""
-    said, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
-    if said is None:
+    stated, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
+    if stated is None:
         return [SPARSITY] * sparse + [0.0] * (count - sparse)
-    numbers = isinstance(said, list) and all(type(each) in (int, float) and 0 <= each < 1 for each in said)
-    if not numbers or len(said) != count:
-        raise config.fail("activation_sparsity_pattern", said, f"a list of {count} numbers, at least 0 and below 1")
-    return list(map(float, said))
+    numbers = isinstance(stated, list) and all(type(share) in (int, float) and 0 <= share < 1 for share in stated)
+    if not numbers or len(stated) != count:
+        raise config.fail("activation_sparsity_pattern", stated, f"a list of {count} numbers, at least 0 and below 1")
+    return list(map(float, stated))
 
 
 _UPDATES = {
@@ -200,15 +201,15 @@ _STREAMS = {
     for i in range(MOST_STREAMS - 1)
 }
 _HEAD = "lm_head"
-_MADE = ("q_proj", "q_norm", "k_proj", "v_proj", "k_norm", "o_proj")
+_MODULES = ("q_proj", "q_norm", "k_proj", "v_proj", "k_norm", "o_proj")
 _LEAVES = (
     *leaves_of(EMBEDDING),
-    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in _MADE}),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in _MODULES}),
     *leaves_of({**FEED_FORWARD, **SANDWICH}),
     Leaf(T + "altup.correct_output_scale", B + "altup.scale.weight"),
     *leaves_of({**_UPDATES, **INPUTS}),
-    *leaves_of({name: each for name, each in BEHIND.items() if name != _HEAD}),
-    *leaves_of({**_STREAMS, _HEAD: BEHIND[_HEAD]}),
+    *leaves_of({name: ours for name, ours in AFTER_LAYERS.items() if name != _HEAD}),
+    *leaves_of({**_STREAMS, _HEAD: AFTER_LAYERS[_HEAD]}),
 )
 
 GEMMA3N = _DECODER.architecture(

@@ -1,10 +1,11 @@
-"""Gemma 4 (Google 2026), its text model: Gemma 3 with heads of another width in layers that see all tokens, and values
-that are normalised or equal to the keys. The last layers use keys and values of earlier layers, and every layer has an
-additional input.
+"""Gemma 4's text model (Google 2026): Gemma 3 with heads of another width in layers with full attention, and with
+values that are normalised or equal to the keys. The last layers use keys and values of earlier layers, and every layer
+has an additional input.
 
-Source: transformers models/gemma4/{configuration,modeling}_gemma4.py. Of a checkpoint with towers for images and sound
-the language model is read, and what stands beside it carried along: projections of keys and values too that the last
-layers do not use. What `use_bidirectional_attention` "vision" changes is about images alone.
+Conversions keep the tensors of towers for images and sound, and the projections of keys and values of the last layers,
+which do not use them. `use_bidirectional_attention` "vision" only affects images.
+
+Source: transformers models/gemma4/{configuration,modeling}_gemma4.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
 FULL, SLIDING = "full_attention", "sliding_attention"
 FIELDS = {
     **with_defaults(
-        {"hidden_activation" if name == "hidden_act" else name: each for name, each in USUAL.items()},
+        {"hidden_activation" if name == "hidden_act" else name: field for name, field in USUAL.items()},
         vocab=256000,
         hidden=2304,
         intermediate=9216,
@@ -63,10 +64,11 @@ _KINDS = {
     ),
     SLIDING: RotaryKind(1e4, "", scaled=False),
 }
-LATE = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}  # layers on keys and values of earlier ones
-_EVERY = 6  # one layer of so many sees all tokens
+LATE = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}  # layers that use the keys and values of earlier layers
+_EVERY = 6  # by default, every sixth layer has full attention
 _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""What may be otherwise in layers that see all tokens, and the field that says so where `per_layer_config` does not."""
+"""The fields that may differ in layers with full attention, and the fields with their values there, which
+`per_layer_config` overrides."""
 
 
 def _types(config: ConfigReader, count: int) -> list[str]:
@@ -76,31 +78,35 @@ def _types(config: ConfigReader, count: int) -> list[str]:
 
 
 def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the fields of `_HEADS` for each kind of layer that differs from the fields of the whole model."""
-    said = config.raw("per_layer_config")
-    if said is None:
+    """Return the fields of `_HEADS` for the kinds of layer in which they differ from those of the whole model."""
+    stated = config.raw("per_layer_config")
+    if stated is None:
         full = {"head_dim": config.integer("global_head_dim", 512)}
         kv_heads = config.optional_integer("num_global_key_value_heads")
         shared = config.boolean("attention_k_eq_v", False)
         return {FULL: full | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
     for name in _HEADS.values():
-        config.raw(name)  # transformers looks at none of them then
-    numbers = {int(key): key for key in said if key.isdecimal() and len(key) < 9} if isinstance(said, dict) else {}
-    if not isinstance(said, dict) or len(numbers) < len(said) or not numbers.keys() <= {*range(len(types))}:
-        raise config.fail("per_layer_config", said, f"an object with layer numbers below {len(types)} as keys")
-    if not all(isinstance(own, dict) for own in said.values()):
-        raise config.fail("per_layer_config", said, "objects")
-    whole = {name: _FIELDS[name].value(config, name) for name in _HEADS}
-    each = [whole | said.get(numbers.get(layer, ""), {}) for layer in range(len(types))]
-    wrong = [
-        own for own in each if own.keys() != _HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
-    ]
-    if wrong:
-        raise config.fail("per_layer_config", wrong[0], f"only the keys {' and '.join(_HEADS)}, with positive integers")
-    found = dict(zip(types, each, strict=True))
-    if [found[kind] for kind in types] != each:
-        raise config.fail("per_layer_config", said, "the same values for all layers with the same layer type")
-    return found
+        config.raw(name)  # then transformers reads none of them
+    by_layer = _by_layer(config, stated, len(types))
+    by_kind = dict(zip(types, by_layer, strict=True))
+    if [by_kind[kind] for kind in types] != by_layer:
+        raise config.fail("per_layer_config", stated, "the same values for all layers with the same layer type")
+    return by_kind
+
+
+def _by_layer(config: ConfigReader, stated: Any, count: int) -> list[dict[str, int]]:
+    """Return the fields of `_HEADS` for every layer. `stated` is `per_layer_config`, whose keys are layer numbers."""
+    numbers = {int(key): key for key in stated if key.isdecimal() and len(key) < 9} if isinstance(stated, dict) else {}
+    if not isinstance(stated, dict) or len(numbers) < len(stated) or not numbers.keys() <= {*range(count)}:
+        raise config.fail("per_layer_config", stated, f"an object with layer numbers below {count} as keys")
+    if not all(isinstance(own, dict) for own in stated.values()):
+        raise config.fail("per_layer_config", stated, "objects")
+    usual = {name: _FIELDS[name].value(config, name) for name in _HEADS}
+    by_layer = [usual | stated.get(numbers.get(layer, ""), {}) for layer in range(count)]
+    for own in by_layer:
+        if own.keys() != _HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values()):
+            raise config.fail("per_layer_config", own, f"only the keys {' and '.join(_HEADS)}, with positive integers")
+    return by_layer
 
 
 def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) -> Sequence[Mapping[str, Any]]:
@@ -116,12 +122,12 @@ def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) ->
             shared,
             "a smaller number: of each type in layer_types, at least one layer must compute its own keys and values",
         )
-    keys_alone, found = config.boolean("attention_k_eq_v", False), {}
+    keys_alone, fields = config.boolean("attention_k_eq_v", False), {}
     for kind in dict.fromkeys(types):
         width = own.get(kind, {}).get("head_dim", head_dim)
         length = context.value(config, "max_position_embeddings")
         norm = RMSNorm(size=width, eps=eps, cast="after_weight")
-        found[kind] = {
+        fields[kind] = {
             "window": None if kind == FULL else window,
             "head_dim": width,
             "kv_heads": own.get(kind, {}).get("num_key_value_heads", kv_heads),
@@ -131,7 +137,7 @@ def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) ->
             "v_norm": replace(norm, gain="none"),
             "kv_from": "keys" if kind == FULL and keys_alone else "input",
         }
-    return [found[kind] if layer < count - shared else found[kind] | LATE for layer, kind in enumerate(types)]
+    return [fields[kind] if layer < count - shared else fields[kind] | LATE for layer, kind in enumerate(types)]
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
@@ -139,8 +145,8 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     attentions = [of_kind(block.attention, Attention) for block in spec.blocks]
     fields = write_windows(spec)
     first: dict[str, Any] = {}
-    for kind, each in zip(fields["layer_types"], attentions, strict=True):
-        first.setdefault(kind, each)
+    for kind, attention in zip(fields["layer_types"], attentions, strict=True):
+        first.setdefault(kind, attention)
     full, local = first.get(FULL, attentions[0]), first.get(SLIDING, attentions[0])
     keys_alone = full.kv_from == "keys"
     heads = {"head_dim": local.head_dim, "num_key_value_heads": local.kv_heads}
@@ -148,13 +154,13 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     if full.kv_heads != local.kv_heads and not keys_alone:
         own = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
         heads["per_layer_config"] = {str(i): own for i, kind in enumerate(fields["layer_types"]) if kind == FULL}
-    shared = [block for block, each in zip(spec.blocks, attentions, strict=True) if each.kv_from == "earlier"]
+    shared = [block for block, attention in zip(spec.blocks, attentions, strict=True) if attention.kv_from == "earlier"]
     width = spec.blocks[0].feed_forward.intermediate_size
     inputs = spec.layer_inputs
     return {
         **fields,
         **heads,
-        **write_rotaries({kind: of_kind(each.position, Rotary) for kind, each in first.items()}),
+        **write_rotaries({kind: of_kind(attention.position, Rotary) for kind, attention in first.items()}),
         "attention_k_eq_v": keys_alone,
         "num_kv_shared_layers": len(shared),
         "use_double_wide_mlp": any(block.feed_forward.intermediate_size == 2 * width for block in shared),
@@ -179,7 +185,7 @@ def draw_layers(chosen: Random, sizes: Sizes) -> Config:
     rope = {FULL: draw_scaling(chosen, full), SLIDING: draw_scaling(chosen, sizes["head_dim"])}
     for kind, fields in rope.items():
         fields.pop("truncate", None)
-        if fields["rope_type"] == "longrope":  # transformers' config class fails where heads differ in width
+        if fields["rope_type"] == "longrope":  # transformers' config class fails if heads differ in width
             rope[kind] = {"rope_type": "linear", "factor": 4.5}
         rope[kind]["rope_theta"] = chosen.choice((5e4, 37.5))
     return {**config, "rope_parameters": rope}
@@ -239,8 +245,9 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def scaled(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Return the tree with a factor of the hidden states after each block, and with wider feed-forwards where
-    `use_double_wide_mlp` says so: in layers that use the keys of earlier layers.
+    """Return the tree with a factor of the hidden states after every block.
+
+    With `use_double_wide_mlp`, layers that use the keys of earlier layers have wider feed-forwards.
     """
     wide, blocks = config.boolean("use_double_wide_mlp", False), []
     for block in spec.blocks:
@@ -255,7 +262,7 @@ def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
     """Return the mixture of experts that every layer has in addition to its feed-forward, or None."""
     if not config.boolean("enable_moe_block", False):
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-            config.raw(name)  # which say nothing then
+            config.raw(name)  # they have no effect then
         return None
     experts, top_k = config.integer("num_experts", most=MOST_EXPERTS), config.integer("top_k_experts")
     if top_k > experts:
@@ -276,11 +283,11 @@ def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields of a tree."""
     inners: list[Any] = [block.mixer("feed_forward") for block in spec.blocks]
-    if not any(isinstance(each, DenseBesideExperts) for each in inners):
+    if not any(isinstance(inner, DenseBesideExperts) for inner in inners):
         return DECODER.write(spec)
     first = of_kind(inners[0], DenseBesideExperts)
-    dense = [of_kind(each, DenseBesideExperts).dense for each in inners]
-    blocks = [block.replaced(feed_forward=each) for block, each in zip(spec.blocks, dense, strict=True)]
+    dense = [of_kind(inner, DenseBesideExperts).dense for inner in inners]
+    blocks = [block.replaced(feed_forward=inner) for block, inner in zip(spec.blocks, dense, strict=True)]
     return {
         **DECODER.write(replace(spec, blocks=tuple(blocks))),
         "enable_moe_block": True,
@@ -309,7 +316,7 @@ INPUTS = {
     T + "per_layer_projection": B + "layer_input.down_proj",
     T + "post_per_layer_input_norm": B + "layer_input_output_norm",
 }
-BEHIND = {
+AFTER_LAYERS = {
     "model.norm": "final_norm",
     "model.embed_tokens_per_layer": "layer_inputs.table",
     "model.per_layer_model_projection": "layer_inputs.projection",
@@ -321,7 +328,7 @@ _EXPERT = _MIXTURE + "experts.{expert}."
 _DENSE = {f"{T}mlp.{name}": f"{B}feed_forward.dense.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 _NORMED = [*SANDWICH.items()]
 _BEFORE = {T + "pre_feedforward_layernorm": B + "feed_forward.dense_norm"}
-"""Where experts stand beside it, the feed-forward has the names that it has alone."""
+"""The norm before a feed-forward with experts next to it. Files name it like the norm of other feed-forwards."""
 _EXPERTS = (
     Leaf(T + "router.scale", _MIXTURE + "router_norm.weight"),
     Leaf(T + "router.per_expert_scale", _MIXTURE + "expert_scale.weight"),
@@ -329,24 +336,24 @@ _EXPERTS = (
     Leaf(
         T + "experts.gate_up_proj",
         (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
-        Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),
+        Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), stack="experts"),
     ),
-    Leaf(T + "experts.down_proj", _EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+    Leaf(T + "experts.down_proj", _EXPERT + "down_proj.weight", Layout("experts hidden intermediate", stack="experts")),
     Leaf(T + "post_feedforward_layernorm_1.weight", B + "feed_forward.dense_output_norm.weight"),
     Leaf(T + "post_feedforward_layernorm_2.weight", B + "feed_forward.mixture_output_norm.weight"),
     Leaf(T + "pre_feedforward_layernorm_2.weight", _MIXTURE + "expert_norm.weight"),
 )
-_MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # the modules of attention in transformers' order
+_MODULES = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # attention's, in transformers' order
 LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "layer_scalar", B + "scale.weight", buffer=True),
-    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in _MADE}),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in _MODULES}),
     *leaves_of(FEED_FORWARD),
     *leaves_of({**_DENSE, **dict(_NORMED[:3])}),
     *leaves_of(_BEFORE),
     *leaves_of({**dict(_NORMED[3:]), **INPUTS}),
     *_EXPERTS,
-    *leaves_of(BEHIND),
+    *leaves_of(AFTER_LAYERS),
 )
 TOWERS = {
     "vision": ("model.vision_tower.", "model.embed_vision."),

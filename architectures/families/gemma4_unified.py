@@ -1,9 +1,10 @@
-"""Gemma 4 (Google 2026) without vision and audio towers, as in the 12B, where images and sound are direct inputs: Gemma
-4's text model without experts and without the additional layer inputs.
+"""Gemma 4's text model without experts and without the additional layer inputs, as in the 12B (Google 2026). This model
+has no towers for images and sound, which are direct inputs.
 
-Source: transformers models/gemma4_unified/{configuration,modeling}_gemma4_unified.py. Of a checkpoint with embeddings
-of images and sound the language model is read. What `use_bidirectional_attention` "vision" changes is about images
-alone.
+gptkit reads the language model of checkpoints with embeddings of images and sound. `use_bidirectional_attention`
+"vision" only affects images.
+
+Source: transformers models/gemma4_unified/{configuration,modeling}_gemma4_unified.py.
 """
 
 from dataclasses import replace

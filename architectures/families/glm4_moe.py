@@ -1,12 +1,13 @@
-"""GLM-4.5 (2508.06471): RoPE on a part of each head, optional norms on query and key heads, and DeepSeek-V3's mixtures:
-a sigmoid router with a bias for the choice of experts, groups of experts, a scale, shared experts, and dense first
-layers.
+"""GLM-4.5 (2508.06471): llama with RoPE on a part of each head, optional norms on query and key heads, and
+DeepSeek-V3's mixtures. They have a sigmoid router with a bias for the choice, groups of experts, a scale and shared
+experts. The first layers are dense.
 
-Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py. Layers behind the last, which draft tokens,
-are left out there too.
+transformers also ignores the extra layers after the last one, which draft tokens.
+
+Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py.
 """
 
-from ..base import BEHIND
+from ..base import DRAFT_LAYER
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields
 from ..lenses import after
@@ -37,6 +38,6 @@ _GLM4_MOE = _DECODER.architecture(
     released="2025-07",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     stated={"head_dim": 128},
-    carried=BEHIND,
+    carried=DRAFT_LAYER,
     irrelevant={**OF_DRAFTS},
 )

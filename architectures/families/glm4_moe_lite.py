@@ -1,13 +1,14 @@
 """GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3's latent attention and mixtures, with a dense first layer.
 
-Source: transformers models/glm4_moe_lite/{configuration,modeling}_glm4_moe_lite.py. The layer behind the last, which
-drafts tokens (`layers.47`), is left out there too.
+transformers also ignores the extra layer after the last one, which drafts tokens (`layers.47`).
+
+Source: transformers models/glm4_moe_lite/{configuration,modeling}_glm4_moe_lite.py.
 """
 
-from ..base import BEHIND
+from ..base import DRAFT_LAYER
 from ..decoder import Mixtures
 from ..fields import SIGMOID_ROUTER, with_defaults
-from ..latent import MADE, LatentDecoder
+from ..latent import COMPUTED, LatentDecoder
 from ..lenses import by_type
 from ..rope import RotaryKind
 from ..usual import OF_DRAFTS
@@ -35,7 +36,7 @@ _DECODER = LatentDecoder(
     ),
     fixed=SIGMOID_ROUTER,
     kv_heads=20,
-    turning=RotaryKind(entire=True),
+    key_rotary=RotaryKind(entire=True),
     mixtures=Mixtures(by_type(1)),
 )
 
@@ -46,7 +47,7 @@ _GLM4_MOE_LITE = _DECODER.architecture(
     released="2026-01",
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
-    carried=BEHIND,
-    irrelevant={**MADE, **OF_DRAFTS},
+    carried=DRAFT_LAYER,
+    irrelevant={**COMPUTED, **OF_DRAFTS},
     refused={"first_k_dense_replace": ((1,), "transformers ignores this field: only the first layer is dense")},
 )

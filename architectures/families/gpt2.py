@@ -1,7 +1,10 @@
-"""GPT-2 (Radford et al. 2019). Source: transformers models/gpt2/{configuration,modeling}_gpt2.py.
+"""GPT-2 (Radford et al. 2019): a decoder with LayerNorms, learned positions, biases everywhere and a tied head.
 
-Linears are Conv1D: weights lie [in, out], and c_attn holds q, k and v side by side along the output. GPT-3's sizes
-in the presets use this architecture with its dense attention; GPT-SW3 (2305.12987) is it under another name.
+Linears are Conv1D: weights are stored as [in, out], and c_attn contains q, k and v, one after the other along the
+output. The presets of GPT-3 have this architecture, with dense attention. GPT-SW3 (2305.12987) is GPT-2 under another
+name.
+
+Source: transformers models/gpt2/{configuration,modeling}_gpt2.py.
 """
 
 import math
@@ -38,7 +41,7 @@ def _scales(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 def _write_scales(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that `_scales` reads."""
     first = of_kind(spec.blocks[0].attention, Attention)
-    return {  # `without_rounding` rounds scales
+    return {  # `without_rounding` changes scales slightly
         "scale_attn_weights": math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12),
         "scale_attn_by_inverse_layer_idx": spec.blocks[-1].attention.scale != first.scale,
     }

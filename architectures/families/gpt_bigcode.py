@@ -14,7 +14,7 @@ from .gpt2 import FIELDS
 
 _DECODER = DecoderFamily(
     {
-        **{name: each for name, each in FIELDS.items() if name != "reorder_and_upcast_attn"},
+        **{name: field for name, field in FIELDS.items() if name != "reorder_and_upcast_attn"},
         "activation_function": Field("activation", "gelu_pytorch_tanh"),
         "multi_query": flag("kv_heads", True, 1, None),
         "scale_attn_weights": flag("attention.scale", True, None, 1.0),

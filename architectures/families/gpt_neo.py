@@ -1,7 +1,8 @@
 """GPT-Neo (EleutherAI 2021): GPT-2 with ordinary linear layers, a window in every second layer, and unscaled scores.
 
-Source: transformers models/gpt_neo/{configuration,modeling}_gpt_neo.py, which has no sdpa path: scores are made in
-fp32.
+transformers has no sdpa path for this family. It computes scores in fp32.
+
+Source: transformers models/gpt_neo/{configuration,modeling}_gpt_neo.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
     """Return the window of each local layer, and None for global ones."""
     count = values["layers"]
     groups = config.raw("attention_types")
-    found: list[Any] = []
+    kinds: list[Any] = []
     for group in [[[_GLOBAL, _LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
         if (
             not isinstance(group, list)
@@ -31,26 +32,26 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
             or type(group[1]) is not int
         ):
             raise config.fail("attention_types", groups, 'a list of pairs, as [[["global", "local"], 12]]')
-        found += group[0] * min(group[1], count)
-    if len(found) != count or any(kind not in (_GLOBAL, _LOCAL) for kind in found):
+        kinds += group[0] * min(group[1], count)
+    if len(kinds) != count or any(kind not in (_GLOBAL, _LOCAL) for kind in kinds):
         raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {_GLOBAL} or {_LOCAL}")
-    if config.raw("attention_layers", found) != found:
+    if config.raw("attention_layers", kinds) != kinds:
         raise config.fail(
             "attention_layers", config.raw("attention_layers"), "the same layer types as in attention_types"
         )
     width = config.integer("window_size", 256)
-    return [{"window": width if kind == _LOCAL else None} for kind in found]
+    return [{"window": width if kind == _LOCAL else None} for kind in kinds]
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields of the windows."""
-    found = [block.attention.window for block in spec.blocks]
-    kinds = [_GLOBAL if window is None else _LOCAL for window in found]
+    windows = [block.attention.window for block in spec.blocks]
+    kinds = [_GLOBAL if window is None else _LOCAL for window in windows]
     pairs, last = divmod(len(kinds), 2)
     alternate = not last and kinds == [_GLOBAL, _LOCAL] * pairs
     return {
         "attention_types": [[[_GLOBAL, _LOCAL], pairs]] if alternate else [[kinds, 1]],
-        "window_size": next((window for window in found if window is not None), 256),
+        "window_size": next((window for window in windows if window is not None), 256),
     }
 
 

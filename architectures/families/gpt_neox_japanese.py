@@ -1,7 +1,9 @@
 """GPT-NeoX Japanese (ABEJA 2022): GPT-NeoX with serial blocks and without biases, except one after the attention of the
 last layer.
 
-Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py, which has no sdpa path.
+transformers has no sdpa path for this family.
+
+Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py.
 """
 
 from ...components import FeedForward, LayerNorm, ModelSpec

@@ -1,8 +1,10 @@
 """gpt-oss (OpenAI, 2508.10925): attention with sinks and biases, a window in every second layer, YaRN, and mixtures in
-every layer. The experts have biases. They limit gate and up, and add 1 to up.
+every layer. The experts have biases. They clamp the gate and the up projection, and add 1 to the latter.
 
-Source: transformers models/gpt_oss/{configuration,modeling}_gpt_oss.py. One tensor holds all experts, [in, out], gate
-and up in turns. The released files have experts in MXFP4, which `converter.quantised` undoes.
+One tensor contains all experts, stored as [in, out], in which columns of gate and up alternate. The released files have
+experts in MXFP4, which `converter.quantised` converts to floating point.
+
+Source: transformers models/gpt_oss/{configuration,modeling}_gpt_oss.py.
 """
 
 from typing import Any
@@ -58,7 +60,7 @@ MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 BOTH = {suffix: (f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}") for suffix in ("weight", "bias")}
 """The shared names of an expert's gate and up projections."""
 
-_TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
+_TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "stack": "experts"}
 _LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "self_attn.sinks", B + "attention.sinks"),
@@ -72,9 +74,9 @@ _LEAVES = (
     Leaf(
         MLP + "down_proj",
         EXPERT + "down_proj.weight",
-        Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+        Layout("experts intermediate hidden", "hidden intermediate", stack="experts"),
     ),
-    Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
+    Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", stack="experts")),
     *leaves_of({**NORMS, **ENDS}),
 )
 

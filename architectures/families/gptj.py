@@ -1,8 +1,10 @@
-"""GPT-J (EleutherAI 2021): parallel blocks with one LayerNorm, RoPE on adjacent pairs in the first elements of each
-head, and a bias in the head. The projections of attention have no biases.
+"""GPT-J (EleutherAI 2021): GPT-2 with ordinary linear layers, parallel blocks with one LayerNorm, and a bias in the
+head. RoPE on adjacent pairs in the first elements of each head replaces learned positions. The projections of attention
+have no biases.
 
-Source: transformers models/gptj/{configuration,modeling}_gptj.py, which has no sdpa path: scores are made in fp32 and
-then divided.
+transformers has no sdpa path for this family. It computes scores in fp32 and then divides them.
+
+Source: transformers models/gptj/{configuration,modeling}_gptj.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ from ..lenses import Lens
 from ..obstacles import Kinds, of_kind
 
 
-def turning(rounding: Literal["input", "keys"]) -> Lens:
+def rotary_dims(rounding: Literal["input", "keys"]) -> Lens:
     """Return the lens of `rotary_dim`, the number of elements of a head that RoPE rotates."""
 
     def layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -62,7 +64,7 @@ _FIXED = {
 }
 KINDS: Kinds = frozenset({LayerNorm, Attention, FeedForward, Rotary})
 DECODER = DecoderFamily(
-    _FIELDS, norm=LayerNorm, inner=FeedForward, norms=PRE[:1], fixed=_FIXED, rotary=None, layers=turning("input")
+    _FIELDS, norm=LayerNorm, inner=FeedForward, norms=PRE[:1], fixed=_FIXED, rotary=None, layers=rotary_dims("input")
 )
 
 B, T = "blocks.{layer}.", "transformer.h.{layer}."

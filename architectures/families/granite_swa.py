@@ -7,7 +7,7 @@ Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 from ..base import Leaf, leaves_of, only_eager
 from ..decoder import DecoderFamily
 from ..fields import with_defaults
-from ..lenses import sliding, turned_by_base
+from ..lenses import rope_by_base, sliding
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, B, T
 from . import granite
 
@@ -28,7 +28,7 @@ _DECODER = DecoderFamily(
         tied=True,
     ),
     fixed={**granite.DECODER.fixed, **SINKS},
-    layers=turned_by_base(sliding(4, 128, first=0)),
+    layers=rope_by_base(sliding(4, 128, first=0)),
 )
 
 _GRANITE_SWA = _DECODER.architecture(

@@ -1,7 +1,8 @@
 """Granite 3 MoE (IBM 2024): granite with a mixture of experts in every layer.
 
-Source: transformers models/granitemoe/{configuration,modeling}_granitemoe.py. One tensor holds gate and up of all
-experts, and one what writes the stream.
+One tensor contains the gate and up projections of all experts, and another the down projections.
+
+Source: transformers models/granitemoe/{configuration,modeling}_granitemoe.py.
 """
 
 from typing import Any
@@ -29,11 +30,11 @@ _DECODER = DecoderFamily(FIELDS, fixed=FIXED, mixtures=Mixtures())
 _MOE, _EXPERT = T + "block_sparse_moe.", B + "feed_forward.experts.{expert}."
 _INPUT, _OUTPUT, _ROUTER = _MOE + "input_linear.weight", _MOE + "output_linear.weight", _MOE + "router.layer.weight"
 _MIXTURE = (
-    Leaf(_OUTPUT, _EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+    Leaf(_OUTPUT, _EXPERT + "down_proj.weight", Layout("experts hidden intermediate", stack="experts")),
     Leaf(
         _INPUT,
         (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
-        Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),
+        Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), stack="experts"),
     ),
     Leaf(_ROUTER, B + "feed_forward.router.weight"),
 )

@@ -1,6 +1,8 @@
 """Granite with windows and mixtures (IBM 2026): granite_swa's attention, and granite's mixtures with shared experts.
 
-Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_swa.py. Files have the names of modules.
+Files have the names of transformers' modules.
+
+Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_swa.py.
 """
 
 from dataclasses import replace
@@ -8,7 +10,7 @@ from dataclasses import replace
 from ..base import Leaf, leaves_of, only_eager
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, none_or_more
-from ..lenses import sliding, turned_by_base
+from ..lenses import rope_by_base, sliding
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 from .granitemoe import FIELDS, FIXED, GRANITEMOE, LEAVES, SHARED_MLP, STACKED
 
@@ -16,10 +18,10 @@ _DECODER = DecoderFamily(
     {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
     fixed={**FIXED, "attention.sinks": True, "attention.sunk": "behind it"},
     mixtures=Mixtures(shared={"fused": True}),
-    layers=turned_by_base(sliding(4, 128, first=0)),
+    layers=rope_by_base(sliding(4, 128, first=0)),
 )
 
-_HELD = {each.checkpoint[0]: each.parameter for each in STACKED}
+_HELD = {parameter.checkpoint[0]: parameter.parameter for parameter in STACKED}
 _MIXTURE = tuple(replace(leaf, checkpoint=_HELD[leaf.checkpoint]) for leaf in LEAVES if leaf.checkpoint in _HELD)
 
 _GRANITEMOE_SWA = _DECODER.architecture(
@@ -29,7 +31,7 @@ _GRANITEMOE_SWA = _DECODER.architecture(
         *leaves_of(EMBEDDING),
         Leaf(T + "self_attn.sinks", B + "attention.sinks"),
         *leaves_of({**ATTENTION, **NORMS}),
-        *reversed(_MIXTURE),  # as modules have them: the router first
+        *reversed(_MIXTURE),  # in the order of modules: the router first
         *SHARED_MLP["feed_forward.shared"],
         *leaves_of(ENDS),
     ),

@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in the others, mostly without positions, and granite's
-multipliers. Feed-forwards are mixtures with a shared expert, or only this expert.
+"""Granite 4 (IBM 2025): granite with Mamba-2 instead of attention in most layers. Attention usually has no positions.
+Feed-forwards are mixtures with a shared expert, or only this expert.
 
 Source: transformers models/granitemoehybrid/{configuration,modeling}_granitemoehybrid.py.
 """
@@ -23,10 +23,10 @@ from .granitemoe import FIELDS, FIXED, LEAVES, SHARED_MLP, STACKED
 
 def _some(config: ConfigReader, name: str, default: int) -> int | None:
     """Read a number of experts, where 0 means None."""
-    found = none_or_more(config, name, default)
-    if found > MOST_EXPERTS:
-        raise config.fail(name, found, f"at most {MOST_EXPERTS:,}")
-    return found or None
+    number = none_or_more(config, name, default)
+    if number > MOST_EXPERTS:
+        raise config.fail(name, number, f"at most {MOST_EXPERTS:,}")
+    return number or None
 
 
 def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:

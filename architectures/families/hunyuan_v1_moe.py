@@ -1,8 +1,9 @@
 """Hunyuan A13B (Tencent 2025): hunyuan_v1_dense with a mixture in every layer, a shared expert of the same width, and a
 router in fp32.
 
-Source: transformers models/hunyuan_v1_moe/{configuration,modeling}_hunyuan_v1_moe.py. Numbers of experts may be listed
-by layer; here all layers have as many.
+A config may list numbers of experts by layer. gptkit supports only equal numbers.
+
+Source: transformers models/hunyuan_v1_moe/{configuration,modeling}_hunyuan_v1_moe.py.
 """
 
 from ..decoder import DecoderFamily, Mixtures

@@ -1,11 +1,13 @@
 """Hunyuan 3 (Tencent 2025): qwen3's attention, and mixtures with a sigmoid router, a bias for the choice of experts, a
 scale and shared experts. The first layer is dense.
 
-Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py. What experts and shared experts give is added in
-fp32 and rounded once, as every sum of two numbers is.
+The outputs of experts and shared experts are added in fp32 and rounded once. Any sum of two numbers is rounded like
+this, so the tree needs no field for it.
+
+Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py.
 """
 
-from ..base import BEHIND, Stacked
+from ..base import DRAFT_LAYER, Stacked
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, MLP_BIAS, SIGMOID_ROUTER, Field, llama_fields
 from ..lenses import by_type
@@ -47,7 +49,7 @@ _RENAMED = (
         for name in (f"{part}_proj.{kind}" for part in ("down", "gate", "up") for kind in ("weight", "bias"))
     ),
 )
-"""What transformers' modules call otherwise than files do."""
+"""The parameters that transformers' modules name differently from files."""
 
 _HY_V3 = _DECODER.architecture(
     "hy_v3",
@@ -56,6 +58,6 @@ _HY_V3 = _DECODER.architecture(
     released="2026-03",
     config_aliases={"num_experts": ("num_local_experts",)},
     stacked=(*STACKED, *_RENAMED),
-    carried=BEHIND,
+    carried=DRAFT_LAYER,
     irrelevant={"enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
 )

@@ -1,6 +1,6 @@
 """InternLM 3 (Shanghai AI Laboratory 2025): llama with other field names, and one switch for all biases.
 
-Source: transformers models/internlm3/configuration_internlm3.py; its model is LlamaForCausalLM.
+Source: transformers models/internlm3/configuration_internlm3.py. The model is LlamaForCausalLM.
 """
 
 from ..decoder import DecoderFamily

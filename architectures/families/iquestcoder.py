@@ -1,6 +1,6 @@
 """IQuest-Coder V1 (IQuest 2026): llama under a model_type of its own.
 
-Source: transformers models/iquestcoder/configuration_iquestcoder.py; the model is its LlamaForCausalLM.
+Source: transformers models/iquestcoder/configuration_iquestcoder.py. The model is LlamaForCausalLM.
 """
 
 from ..decoder import DecoderFamily

@@ -1,5 +1,5 @@
-"""Jamba (AI21 2403.19887): Mamba with norms in most layers, attention without positions in some, and a mixture of
-experts in every second layer.
+"""Jamba (AI21 2403.19887): llama with Mamba instead of attention in most layers, and with a mixture of experts in every
+second layer. Mamba has norms, and attention has no positions.
 
 Source: transformers models/jamba/{configuration,modeling}_jamba.py.
 """
@@ -55,7 +55,7 @@ _JAMBA = _DECODER.architecture(
     stated={"attn_layer_period": 2, "attn_layer_offset": 1},
     irrelevant={
         **dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan"), "which kernels compute it"),
-        **dict.fromkeys(("layers_block_type", "layers_num_experts"), "made of periods and offsets"),
+        **dict.fromkeys(("layers_block_type", "layers_num_experts"), "computed from periods and offsets"),
     },
     refused={
         "mamba_inner_layernorms": ((True, None), "transformers ignores this field and always normalises dt, B and C")

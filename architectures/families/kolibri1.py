@@ -1,20 +1,21 @@
-"""Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention with norms before and after it, and in every layer a mixture with
-a shared expert and a router bias for the choice of experts.
+"""Kolibri 1 (Aleph Alpha 2026): EXAONE 4 with norms also before sub-layers, and with mixtures in every layer. They have
+a shared expert and a router bias for the choice.
 
-Source: transformers models/kolibri1/{configuration,modeling}_kolibri1.py, and conversion_mapping.py: files have other
-names of the bias and of the norms behind sub-layers.
+Files have other names than transformers' modules for the bias and for the norms after sub-layers.
+
+Source: transformers models/kolibri1/{configuration,modeling}_kolibri1.py, and conversion_mapping.py.
 """
 
 from ..base import Stacked, leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import AROUND, USUAL, Field, with_defaults
-from ..lenses import sliding, turned_in_windows
+from ..lenses import rope_in_windows, sliding
 from ..usual import ATTENTION, CORRECTION, EMBEDDING, ENDS, NORMS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 
 _DECODER = DecoderFamily(
     {
         **with_defaults(
-            {name: each for name, each in USUAL.items() if name != "intermediate_size"},
+            {name: field for name, field in USUAL.items() if name != "intermediate_size"},
             vocab=128000,
             hidden=2560,
             layers=50,
@@ -38,7 +39,7 @@ _DECODER = DecoderFamily(
         "mixture.routed_in": "float32",
         "mixture.wide_choice": True,
     },
-    layers=turned_in_windows(sliding(5, 513, always=True)),
+    layers=rope_in_windows(sliding(5, 513, always=True)),
     mixtures=Mixtures(),
 )
 _BIAS = T + "moe.router.expert_bias"

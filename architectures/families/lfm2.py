@@ -1,5 +1,5 @@
-"""LFM2 (Liquid AI 2511.23404): gated short convolutions, and attention with norms on query and key heads in some
-layers. Its final norm has a name of its own.
+"""LFM2 (Liquid AI 2511.23404): llama with gated short convolutions instead of attention in some layers. The other
+layers have norms on query and key heads. The final norm has an unusual name.
 
 Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
 """
@@ -23,15 +23,16 @@ CONV = "conv"
 
 def _attends(config: ConfigReader, layers: int) -> Sequence[bool]:
     """Return which layers have attention if `layer_types` is absent: those of `full_attn_idxs`, and otherwise all."""
-    whole = config.raw("full_attn_idxs")
-    if whole is not None and (not isinstance(whole, list) or any(type(layer) is not int for layer in whole)):
-        raise config.fail("full_attn_idxs", whole, "a list of layer numbers")
-    return [whole is None or layer in whole for layer in range(layers)]
+    full = config.raw("full_attn_idxs")
+    if full is not None and (not isinstance(full, list) or any(type(layer) is not int for layer in full)):
+        raise config.fail("full_attn_idxs", full, "a list of layer numbers")
+    return [full is None or layer in full for layer in range(layers)]
 
 
 def _units(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward. `block_auto_adjust_ff_dim` makes it two thirds as large, times a factor, and
-    rounds it up to a multiple.
+    """Read the width of the feed-forward.
+
+    With `block_auto_adjust_ff_dim`, it is two thirds of the stated width, times a factor, rounded up to a multiple.
     """
     stated = config.integer(name, default)
     of, factor = config.integer("block_multiple_of", 256), config.optional_number("block_ffn_dim_multiplier", 1.0)
@@ -47,7 +48,7 @@ def _units(config: ConfigReader, name: str, default: int) -> int:
 
 
 FIELDS = {
-    **{name: each for name, each in USUAL.items() if name not in ("hidden_act", "rms_norm_eps", "head_dim")},
+    **{name: field for name, field in USUAL.items() if name not in ("hidden_act", "rms_norm_eps", "head_dim")},
     "norm_eps": Field("eps", 1e-5),
 }
 FIELDS = with_defaults(FIELDS, vocab=65536, hidden=2560, kv_heads=8, context=128_000, tied=True)
@@ -55,7 +56,7 @@ ROPE = RotaryKind(1e6)
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with a width of the feed-forward that is adjusted, or not."""
+    """Draw a config with an adjusted or unadjusted width of the feed-forward."""
     adjusted = {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3))}
     units = {"intermediate_size": chosen.choice((7, 33, 64)), "block_multiple_of": chosen.choice((1, 8, 24))}
     return {**_DECODER.draw(chosen, {}), **units, **sometimes(chosen, adjusted)}
@@ -88,13 +89,13 @@ MIXERS: tuple[Leaf, ...] = (
     Leaf(T + "conv.conv.bias", B + "convolution.convolved.bias"),
     Leaf(
         T + "conv.in_proj.weight",
-        tuple(f"{each}.weight" for each in _PARTS),
+        tuple(f"{part}.weight" for part in _PARTS),
         Layout("(part channels) hidden", **_THREE),
     ),
-    Leaf(T + "conv.in_proj.bias", tuple(f"{each}.bias" for each in _PARTS), Layout("(part channels)", **_THREE)),
+    Leaf(T + "conv.in_proj.bias", tuple(f"{part}.bias" for part in _PARTS), Layout("(part channels)", **_THREE)),
     *leaves_of({T + "conv.out_proj": B + "convolution.o_proj"}),
 )
-"""Of a layer, before its feed-forward."""
+"""The leaves of a layer's mixers other than the feed-forward."""
 
 NORMS = (
     *leaves_of({T + "operator_norm": B + "attention_norm"}),

@@ -1,6 +1,8 @@
 """LLaMA (Touvron et al. 2302.13971), the origin of most of today's config fields and tensor names.
 
-Source: transformers models/llama/{configuration,modeling}_llama.py. Checkpoints are pure renames.
+Checkpoint tensors have the layouts of shared tensors, under other names.
+
+Source: transformers models/llama/{configuration,modeling}_llama.py.
 """
 
 from ..decoder import DecoderFamily

@@ -1,10 +1,12 @@
-"""Llama 4 (Meta 2025), its text model. Three of four layers attend within chunks of the text and have RoPE, and after
-it norms without weights on query and key heads. The fourth attends to all tokens, without positions, with queries
-scaled by position. All or every second layer has a mixture with a shared expert, and the input of an expert is
-multiplied by its weight.
+"""Llama 4's text model (Meta 2025): llama with mixtures of experts, and with attention within chunks of the text in
+three of four layers. These layers have RoPE, and after it norms without weights on query and key heads. The fourth
+layer attends to all tokens, without positions, and scales queries by their position. All layers or every second layer
+have a mixture with a shared expert. The input of an expert is multiplied by the expert's weight.
 
-Source: transformers models/llama4/{configuration,modeling}_llama4.py. Of a checkpoint with a vision tower the language
-model is read; what stands beside it is left out. One tensor holds all experts, [in, out].
+One tensor contains all experts, stored as [in, out]. gptkit reads the language model of checkpoints with a vision
+tower, and drops the tower.
+
+Source: transformers models/llama4/{configuration,modeling}_llama4.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +28,18 @@ _CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the chunk of each layer, and either its positions with norms after them, or how its queries grow."""
+    """Return the chunk of every layer, and either its positions and head norms, or the temperature of its queries."""
     count, head_dim = values["layers"], values["head_dim"]
-    every, turned = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
-    turned = turned or [int((layer + 1) % every != 0) for layer in range(count)]
-    if not isinstance(turned, list) or len(turned) != count or any(type(each) is not int for each in turned):
-        raise config.fail("no_rope_layers", turned, f"a list of {count} integers, with 0 for layers without RoPE")
+    every, rope_flags = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
+    rope_flags = rope_flags or [int((layer + 1) % every != 0) for layer in range(count)]
+    if (
+        not isinstance(rope_flags, list)
+        or len(rope_flags) != count
+        or any(type(switch) is not int for switch in rope_flags)
+    ):
+        raise config.fail("no_rope_layers", rope_flags, f"a list of {count} integers, with 0 for layers without RoPE")
     types = config.layer_types(
-        ["chunked_attention" if each else "full_attention" for each in turned], "chunked_attention"
+        ["chunked_attention" if has_rope else "full_attention" for has_rope in rope_flags], "chunked_attention"
     )
     chunk = config.optional_integer(_CHUNK, 8192)
     if chunk is None:
@@ -41,24 +47,27 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     norm = RMSNorm(size=head_dim, eps=config.number("rms_norm_eps", 1e-5), gain="none")
     normed = config.boolean("use_qk_norm", True)
     growth, length = config.number(_GROWTH, 0.1), config.integer(_LENGTH, 8192)
-    grows = Temperature(growth=growth, original_context=length, offset=1, counts="tokens")
+    temperature = Temperature(growth=growth, original_context=length, offset=1, counts="tokens")
     norms = {"q_norm": norm, "k_norm": norm, "norm_order": "after"} if normed else {}
-    bare = {"position": None, **({"temperature": grows} if config.boolean("attn_temperature_tuning", True) else {})}
+    bare = {
+        "position": None,
+        **({"temperature": temperature} if config.boolean("attn_temperature_tuning", True) else {}),
+    }
     sight = {"chunked_attention": {"window": chunk, "chunked": True}, "full_attention": {}}
-    return [{**sight[kind], **(norms if each else bare)} for each, kind in zip(turned, types, strict=True)]
+    return [{**sight[kind], **(norms if has_rope else bare)} for has_rope, kind in zip(rope_flags, types, strict=True)]
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that `_layers` reads."""
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
-    warm = next((each.temperature for each in mixers if each.temperature is not None), None)
-    found = {} if warm is None else {_GROWTH: warm.growth, _LENGTH: warm.original_context}
+    warm = next((mixer.temperature for mixer in mixers if mixer.temperature is not None), None)
+    growth = {} if warm is None else {_GROWTH: warm.growth, _LENGTH: warm.original_context}
     return {
-        **found,
-        _CHUNK: next((each.window for each in mixers if each.window is not None), 8192),
-        "layer_types": ["full_attention" if each.window is None else "chunked_attention" for each in mixers],
-        "no_rope_layers": [int(each.position is not None) for each in mixers],
-        "use_qk_norm": any(each.q_norm is not None for each in mixers),
+        **growth,
+        _CHUNK: next((mixer.window for mixer in mixers if mixer.window is not None), 8192),
+        "layer_types": ["full_attention" if mixer.window is None else "chunked_attention" for mixer in mixers],
+        "no_rope_layers": [int(mixer.position is not None) for mixer in mixers],
+        "use_qk_norm": any(mixer.q_norm is not None for mixer in mixers),
         "attn_temperature_tuning": warm is not None,
     }
 
@@ -68,7 +77,7 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
     count = values["layers"]
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
     listed = list(range(step - 1, count, step)) if listed is None else listed
-    if not isinstance(listed, list) or any(type(each) is not int for each in listed):
+    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         raise config.fail("moe_layers", listed, "a list of layer numbers")
     return [layer in listed for layer in range(count)]
 
@@ -132,15 +141,15 @@ _LEAVES = (
             "(part intermediate) hidden",
             split="part",
             parts=("1", "1"),
-            each="experts",
+            stack="experts",
         ),
     ),
     Leaf(
         _FF + "experts.down_proj",
         _EXPERT + "down_proj.weight",
-        Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+        Layout("experts intermediate hidden", "hidden intermediate", stack="experts"),
     ),
-    Leaf(_FF + "router.weight", _OURS + "router.weight", value=1),  # behind the scores
+    Leaf(_FF + "router.weight", _OURS + "router.weight", value=1),  # the module returns the scores first
     *leaves_of({f"{_FF}shared_expert.{name}": f"{_OURS}shared.{name}" for name in _NAMES}),
     *leaves_of({**NORMS, **ENDS}),
 )

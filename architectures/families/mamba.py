@@ -19,7 +19,7 @@ def _channels(config: ConfigReader) -> int:
     """Return the number of channels: transformers' class prefers `intermediate_size` to `expand`."""
     if "intermediate_size" not in config.data:
         return width_of(config, "expand", config.integer("hidden_size", 768))
-    config.integer("expand", 2)  # which says nothing then (falcon-mamba-7b has 16 there)
+    config.integer("expand", 2)  # it has no effect then (falcon-mamba-7b has 16)
     return config.integer("intermediate_size")
 
 
@@ -35,7 +35,7 @@ _MIXER = {
 
 
 def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
-    """Return the tree of a config. `normed`: the step sizes, B and C are normalised, without weights."""
+    """Return the tree of a config. With `normed`, the step sizes, B and C have norms without weights."""
     tree, mixer, inner = read_fields(_TREE, config), read_fields(_MIXER, config), _channels(config)
     own = {"eps": config.number("mixer_rms_eps", 1e-6), "gain": "none"} if normed else {}
     norms: dict[str, Any] = norms_of(mixer["rank"], mixer["state_size"], **own) if normed else {}

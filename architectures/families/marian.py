@@ -1,7 +1,9 @@
 """Marian (Junczys-Dowmunt et al. 1804.00344), used by the OPUS-MT translators: the original Transformer, an encoder and
 a decoder with post-norm and sinusoidal positions.
 
-Source: transformers models/marian/{configuration,modeling}_marian.py. Files may hold the sines and cosines as a table.
+Files may contain the sines and cosines as a table.
+
+Source: transformers models/marian/{configuration,modeling}_marian.py.
 """
 
 from dataclasses import replace as replace_leaf
@@ -20,11 +22,11 @@ BASE = "MarianModel"
 _SHARED = "share_encoder_decoder_embeddings"
 
 SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPositions}
-"""Of `stack` where positions are sines and cosines that numpy makes."""
+"""Arguments of `bart.stack` for positions that are sines and cosines computed by numpy."""
 
 
 def _sines(spec: ModelSpec) -> Any:
-    """Return the sines and cosines of a stack, (positions, hidden), with the sines in the first half of the columns."""
+    """Return the table of positions, (positions, hidden size). The first half of the columns are the sines."""
     import numpy as np
 
     rows = of_kind(spec.positions, SinusoidalPositions).length
@@ -33,14 +35,14 @@ def _sines(spec: ModelSpec) -> Any:
     return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
 
 
-MADE = {f"model.{each}.embed_positions.weight": _sines for each in ("encoder", "decoder")}
-"""Of them in files; both stacks have as many."""
+TABLES = {f"model.{stack}.embed_positions.weight": _sines for stack in ("encoder", "decoder")}
+"""The names of the tables of positions in files, with the function that computes them. Both stacks have one."""
 
 _STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder", tokens=58101, **SINES))
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Return the tree of a config.json: both stacks share a table of tokens, or each has its own."""
+    """Return the tree of a config.json. The stacks share a token embedding, or have separate ones."""
     spec, shared = _STACKS.read(config), config.boolean(_SHARED, True)
     assert spec.encoder is not None
     tokens = config.optional_integer("decoder_vocab_size", spec.vocab_size) or spec.vocab_size
@@ -68,19 +70,19 @@ _OWN = "encoder.embedding.weight"
 
 
 def _leaves() -> tuple[Leaf, ...]:
-    """Return BART's leaves, and before those of each stack that of a table of tokens of its own."""
+    """Return BART's leaves, with a leaf for a separate token embedding before those of either stack."""
     shared, others = ("embedding.weight",), leaves()
-    found = [replace_leaf(leaf, unless=_OWN) if leaf.names == shared else leaf for leaf in others]
-    for stack_name, name, beside in (("encoder", _OWN, ""), ("decoder", *shared, _OWN)):
-        first = next(at for at, leaf in enumerate(found) if leaf.checkpoint.startswith(f"model.{stack_name}."))
-        found.insert(first, Leaf(f"model.{stack_name}.embed_tokens.weight", name, beside=beside))
-    return tuple(found)
+    leaves_of_both = [replace_leaf(leaf, unless=_OWN) if leaf.names == shared else leaf for leaf in others]
+    for stack_name, name, requires in (("encoder", _OWN, ""), ("decoder", *shared, _OWN)):
+        first = next(at for at, leaf in enumerate(leaves_of_both) if leaf.checkpoint.startswith(f"model.{stack_name}."))
+        leaves_of_both.insert(first, Leaf(f"model.{stack_name}.embed_tokens.weight", name, requires=requires))
+    return tuple(leaves_of_both)
 
 
 def _unwritten(spec: ModelSpec) -> int:
-    """Return how many numbers the sines and cosines of both stacks are."""
-    stacks = [each for each in (spec, spec.encoder) if each is not None]
-    return sum(each.positions.length * each.hidden_size for each in stacks if each.positions is not None)
+    """Return the number of values in the tables of positions of both stacks."""
+    stacks = [stack for stack in (spec, spec.encoder) if stack is not None]
+    return sum(stack.positions.length * stack.hidden_size for stack in stacks if stack.positions is not None)
 
 
 MARIAN = _STACKS.architecture(
@@ -96,8 +98,8 @@ MARIAN = _STACKS.architecture(
     refused=OF_BOTH,
     **{
         **OF_BART,
-        "carried": {"unused": (*OF_BART["carried"]["unused"], *MADE)},
-        "made": MADE,
+        "carried": {"unused": (*OF_BART["carried"]["unused"], *TABLES)},
+        "computed": TABLES,
         "unwritten": _unwritten,
         "irrelevant": {**OF_BART["irrelevant"], "static_position_embeddings": "what this family always has"},
     },

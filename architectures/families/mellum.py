@@ -1,13 +1,14 @@
 """Mellum 2 (JetBrains 2026): qwen3-moe with a window in some layers, and separate RoPE settings for the two kinds of
 layer.
 
-Source: transformers models/mellum/{configuration,modeling}_mellum.py. Tensors of `mtp.`, which draft tokens, are left
-out there too.
+transformers also ignores the tensors of `mtp.`, which draft tokens.
+
+Source: transformers models/mellum/{configuration,modeling}_mellum.py.
 """
 
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, llama_fields
-from ..lenses import by_type, sliding, turned_by_kind
+from ..lenses import by_type, rope_by_kind, sliding
 from ..rope import RotaryKind
 from ..usual import ROUTED, mixed_leaves
 
@@ -28,7 +29,7 @@ _DECODER = DecoderFamily(
     head_norms="same",
     fixed=ROUNDED_ROUTER,
     rotary=None,
-    layers=turned_by_kind(sliding(1, 1024), _KINDS),
+    layers=rope_by_kind(sliding(1, 1024), _KINDS),
     mixtures=Mixtures(by_type(0)),
 )
 

@@ -1,5 +1,5 @@
-"""MiniCPM 3 (OpenBMB 2024, 2404.06395): a dense model with DeepSeek-V2's latent attention, but RoPE pairs in halves,
-and with multipliers on the embedding, the branches and the final hidden states.
+"""MiniCPM 3 (OpenBMB 2024, 2404.06395): a dense model with DeepSeek-V2's latent attention, and with multipliers on the
+embedding, the branches and the final hidden states. RoPE pairs the two halves of a head.
 
 Source: transformers models/minicpm3/{configuration,modeling}_minicpm3.py.
 """
@@ -16,7 +16,7 @@ from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json. Null fields follow from the sizes."""
+    """Read the tree of a config.json. Fields that are null are computed from the sizes."""
     layers, hidden = config.layers("num_hidden_layers", 62), config.integer("hidden_size", 2560)
     value_dim = config.optional_integer("v_head_dim")
     if value_dim is None:
@@ -39,7 +39,7 @@ def _written(spec: ModelSpec) -> Mapping[str, Any]:
     tried = (float(f"{multiplier * root:.{digits}g}") for digits in range(1, 18))
     return {
         "v_head_dim": spec.blocks[0].attention.value_dim,  # type: ignore[union-attr]
-        "scale_depth": next((each for each in tried if each / root == multiplier), multiplier * root),
+        "scale_depth": next((scale for scale in tried if scale / root == multiplier), multiplier * root),
         "dim_model_base": max(round(spec.has_head().multiplier * spec.hidden_size), 1),
     }
 
@@ -85,5 +85,5 @@ _MINICPM3 = _DECODER.architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=_read,
     draw=_draw,
-    irrelevant={**KNOWN, "logits_scaling": "made of hidden_size and dim_model_base"},
+    irrelevant={**KNOWN, "logits_scaling": "computed from hidden_size and dim_model_base"},
 )

@@ -1,7 +1,9 @@
-"""MiniMax-M2 (MiniMax 2025): one norm over all query heads and one over all key heads, RoPE on a part of each head, and
-mixtures in every layer with a sigmoid router and a bias for the choice of experts.
+"""MiniMax-M2 (MiniMax 2025): mixtral with one norm over all query heads and one over all key heads, and with RoPE on a
+part of each head. The router has sigmoid scores and a bias for the choice.
 
-Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. Its tensors are named as mixtral's.
+Tensors have mixtral's names.
+
+Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py.
 """
 
 from ..base import Leaf, Stacked, by_name, leaves_of

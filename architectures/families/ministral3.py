@@ -1,7 +1,8 @@
 """Ministral 3 (Mistral 2025): mistral with YaRN, and queries scaled by position.
 
-Source: transformers models/ministral3/{configuration,modeling}_ministral3.py. What the queries grow by stands among the
-rotary parameters.
+The scale of the queries is among the RoPE parameters.
+
+Source: transformers models/ministral3/{configuration,modeling}_ministral3.py.
 """
 
 from collections.abc import Mapping
@@ -32,21 +33,21 @@ _YARN = {
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return how queries grow with their position, the same in all layers."""
+    """Return the temperature of queries, which temperature with the position. It is the same in all layers."""
     count = values["layers"]
-    found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
-    rope = config.inner("rope_scaling" if found[0].data else "rope_parameters")
+    ropes = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
+    rope = config.inner("rope_scaling" if ropes[0].data else "rope_parameters")
     rope.raw("max_position_embeddings")
     if not rope.data:
-        grows = Temperature(growth=0.1, original_context=16384)
+        temperature = Temperature(growth=0.1, original_context=16384)
     else:
         kind = rope.raw("rope_type", rope.raw("type", "default"))
         known = kind in ("yarn", "llama3", "longrope")
         length = config.raw(ORIGINAL, _FIELDS["max_position_embeddings"].value(config, "max_position_embeddings"))
-        grows = Temperature(
+        temperature = Temperature(
             growth=rope.number(_GROWTH), original_context=rope.integer(ORIGINAL, length if known else None)
         )
-    return [{"temperature": grows}] * count
+    return [{"temperature": temperature}] * count
 
 
 _FIELDS = with_defaults(
@@ -58,13 +59,13 @@ _DECODER = DecoderFamily(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_l
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields of a tree."""
     fields = _DECODER.write(spec)
-    grows = of_kind(of_kind(spec.blocks[0].attention, Attention).temperature, Temperature)
-    length = {ORIGINAL: grows.original_context}
-    return {**fields, "rope_scaling": {**length, **fields["rope_scaling"], _GROWTH: grows.growth}}
+    temperature = of_kind(of_kind(spec.blocks[0].attention, Attention).temperature, Temperature)
+    length = {ORIGINAL: temperature.original_context}
+    return {**fields, "rope_scaling": {**length, **fields["rope_scaling"], _GROWTH: temperature.growth}}
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config in which the RoPE parameters also say how the queries grow, or in which there are none."""
+    """Draw a config without RoPE parameters, or with parameters that include the scale of the queries."""
     config = _DECODER.draw(chosen, {})
     growth = {ORIGINAL: chosen.choice((8, 32)), _GROWTH: 0.3}
     rope = config.get("rope_parameters")

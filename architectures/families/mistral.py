@@ -1,7 +1,8 @@
 """Mistral (Jiang et al. 2310.06825): llama with one sliding window in all layers.
 
-Source: transformers models/mistral/{configuration,modeling}_mistral.py. An absent `sliding_window` means 4096 there,
-null means none.
+If `sliding_window` is absent, it is 4096. If it is null, there is no window.
+
+Source: transformers models/mistral/{configuration,modeling}_mistral.py.
 """
 
 from ..decoder import DecoderFamily

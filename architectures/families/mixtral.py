@@ -1,8 +1,10 @@
 """Mixtral (Jiang et al. 2401.04088): mistral with mixtures of experts as feed-forwards.
 
-Source: transformers models/mixtral/{configuration,modeling}_mixtral.py. Checkpoints have a tensor for every expert's
-w1 (gate), w2 (down) and w3 (up), as transformers 4 had modules; since 5.0 its modules hold all experts' gate and up in
-one parameter, and the same files are written (conversion_mapping.py). An absent `sliding_window` means none here.
+Checkpoints have three tensors per expert, w1 (gate), w2 (down) and w3 (up), like the modules of transformers 4. Since
+5.0, transformers' modules have one parameter with gate and up of all experts, but the files are the same
+(conversion_mapping.py). If `sliding_window` is absent, there is no window.
+
+Source: transformers models/mixtral/{configuration,modeling}_mixtral.py.
 """
 
 from ..base import Leaf, Stacked
@@ -23,7 +25,8 @@ _DECODER = DecoderFamily(
 )
 MOE, _EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
 
-# In the order in which transformers writes them: its modules' names sorted, each parameter of all experts taken apart.
+# The leaves are in the order in which transformers writes tensors: sorted by the names of modules, where a parameter of
+# all experts becomes several tensors.
 LEAVES: tuple[Leaf, ...] = (
     Leaf("lm_head.weight", "head.weight"),
     Leaf("model.embed_tokens.weight", "embedding.weight"),

@@ -16,7 +16,7 @@ from ..draws import Config, Random, Sizes, sometimes
 from ..encoder import BOTH_WAYS, Encoder
 from ..fields import ACTIVATIONS, ATTENTION_BIAS, MLP_BIAS, PRE, Field, Fields, activation_named, name_of, without
 from ..layout import Layout
-from ..lenses import Lens, turned_by_kind, write_windows
+from ..lenses import Lens, rope_by_kind, write_windows
 from ..rope import ROTARY, RotaryKind
 
 FIELDS: Fields = {
@@ -42,12 +42,12 @@ KINDS = {
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each layer: half of `local_attention` on either side, and the token itself."""
+    """Return the window of every layer: half of `local_attention` on both sides, and the token itself."""
     layers = values["layers"]
     every = config.integer("global_attn_every_n_layers", 3)
     types = config.layer_types(["sliding_attention" if layer % every else "full_attention" for layer in range(layers)])
     window = config.integer("local_attention", 128) // 2 + 1
-    return [{"window": window if each == "sliding_attention" else None} for each in types]
+    return [{"window": window if kind == "sliding_attention" else None} for kind in types]
 
 
 def _write_windows(spec: ModelSpec) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _draw_windows(chosen: Random, _: Sizes) -> Config:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with a transform before the head, and with RoPE parameters of the two types that work here."""
+    """Draw a config with a transform before the head, and with RoPE parameters of the two supported types."""
     config = without(_ENCODER.draw(chosen, {}), "rope_scaling", "rope_parameters")
     kinds = {kind: chosen.choice(({}, {"rope_type": "linear", "factor": 4.5})) for kind in KINDS}
     own = {"rope_parameters": {kind: {**fields, "rope_theta": 37.5} for kind, fields in kinds.items()}}
@@ -106,14 +106,14 @@ _ENCODER = Encoder(
     embedding_norm=True,
     first_norm=False,
     types=None,
-    layers=turned_by_kind(Lens(_windows, _write_windows, _draw_windows), KINDS),
+    layers=rope_by_kind(Lens(_windows, _write_windows, _draw_windows), KINDS),
     written=write_transform,
     transform=read_transform,
 )
 
 
 def without_first_norm(spec: ModelSpec) -> ModelSpec:
-    """Return the tree without a norm before the first attention, which reads what the embedding's norm gives."""
+    """Return the tree without a norm before the first attention, which reads the output of the embedding's norm."""
     return structs.replace(spec, blocks=(spec.blocks[0].replaced(attention_norm=None), *spec.blocks[1:]))
 
 

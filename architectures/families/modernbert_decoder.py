@@ -15,14 +15,14 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import Config, Sizes, kind_by_layer, sometimes
-from ..lenses import Lens, turned_by_kind, write_windows
+from ..lenses import Lens, rope_by_kind, write_windows
 from ..obstacles import of_kind
 from ..usual import B, T
 from . import modernbert
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each layer: `sliding_window`, or half of `local_attention` where it is absent."""
+    """Return the window of every layer: `sliding_window`, or half of `local_attention` if it is absent."""
     every = config.integer("global_attn_every_n_layers", 3)
     usual = ["sliding_attention" if layer % every else "full_attention" for layer in range(values["layers"])]
     types = config.layer_types(usual)
@@ -69,7 +69,7 @@ _DECODER = _ModernBertDecoder(
     fixed={"feed_forward.fused": True},
     rotary=None,
     embedding_norm=True,
-    layers=turned_by_kind(Lens(_windows, _write_windows, _draw_windows), modernbert.KINDS),
+    layers=rope_by_kind(Lens(_windows, _write_windows, _draw_windows), modernbert.KINDS),
     square=True,
     written=modernbert.write_transform,
 )

@@ -1,7 +1,10 @@
-"""MPT (MosaicML 2023): ALiBi, LayerNorms without bias, no biases, and clipped queries, keys and values in some models.
+"""MPT (MosaicML 2023): GPT-2 with ordinary linear layers, ALiBi instead of learned positions, and no biases, also in
+LayerNorms. Some models have clipped queries, keys and values.
 
-Source: transformers models/mpt/{configuration,modeling}_mpt.py, which has no sdpa path. ALiBi counts back from the last
-key; its slopes are the paper's, with 8 for a maximum whatever the config says.
+transformers has no sdpa path for this family. ALiBi counts back from the last key. Its slopes are the paper's, with a
+maximum of 8 whatever the config states.
+
+Source: transformers models/mpt/{configuration,modeling}_mpt.py.
 """
 
 from typing import Any
@@ -84,7 +87,7 @@ _MPT = _DECODER.architecture(
         "attn_uses_sequence_id": "training only",
         "embedding_fraction": "training only",
         "init_config": "training only",
-        "init_device": "where weights are made",
+        "init_device": "where weights are created",
         "learned_pos_emb": "not read by transformers",
         "norm_type": "transformers supports only LayerNorm",
         "tokenizer_name": "tokenizer",

@@ -1,5 +1,5 @@
-"""nanochat (Karpathy 2025): norms without weights, also on the embedding and on query and key heads, squared ReLU,
-capped logits, and RoPE that rotates in the opposite direction.
+"""nanochat (Karpathy 2025): llama with plain feed-forwards with squared ReLU, capped logits, and RoPE that rotates in
+the opposite direction. Norms have no weights. There are norms on the embedding and on query and key heads, too.
 
 Source: transformers models/nanochat/{configuration,modeling}_nanochat.py.
 """

@@ -1,8 +1,9 @@
 """Nemotron-H (NVIDIA 2504.03624) and Nemotron 3 Nano: one mixer per layer, which is Mamba-2, attention without
-positions, a plain feed-forward with squared ReLU, or a mixture of these.
+positions, a plain feed-forward with squared ReLU, or a mixture of such feed-forwards.
 
-Source: transformers models/nemotron_h/{configuration,modeling}_nemotron_h.py. Tensors of `mtp.`, which draft tokens,
-are carried along.
+Conversions keep the tensors of `mtp.`, which draft tokens.
+
+Source: transformers models/nemotron_h/{configuration,modeling}_nemotron_h.py.
 """
 
 from collections import ChainMap
@@ -31,7 +32,7 @@ from ..obstacles import of_kind
 from ..recurrences import LINEAR, least_step, mamba2_leaves
 from ..usual import B
 
-_KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # as older files write them, a letter a layer
+_KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # older files have a letter per layer
 _TREE = {
     "hidden_size": Field("hidden", 4096, draw=among(*ROWS)),
     "vocab_size": Field("vocab", 131072),
@@ -73,17 +74,17 @@ _MIXTURE = {
 
 
 def _types(config: ConfigReader) -> list[str]:
-    """Return the kind of each layer. Their number is the number of layers."""
+    """Return the kind of every layer. The length of the list is the number of layers."""
     pattern, types = config.raw("hybrid_override_pattern"), config.kinds_of_layers()
     if types is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) > MAX_LAYERS or not {*pattern} <= _KINDS.keys():
             wanted = f"at most {MAX_LAYERS:,} letters of {''.join(_KINDS)}, one per layer"
             raise config.fail("hybrid_override_pattern", pattern, wanted)
-        types = [_KINDS[each] for each in pattern]
+        types = [_KINDS[letter] for letter in pattern]
     types = [LINEAR, "moe", "full_attention", "mlp"] if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
         raise config.fail("layers_block_type", types, f"a list of at most {MAX_LAYERS:,} layers")
-    if not isinstance(types, list) or not types or any(each not in _KINDS.values() for each in types):
+    if not isinstance(types, list) or not types or any(kind not in _KINDS.values() for kind in types):
         raise config.fail("layers_block_type", types, f"a list of {', '.join(_KINDS.values())}")
     if "full_attention" not in types:
         raise config.fail(
@@ -93,7 +94,7 @@ def _types(config: ConfigReader) -> list[str]:
 
 
 def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> MixtureOfExperts:
-    """Return the mixture of experts; `inner` are the fields of the dense feed-forward, without its width."""
+    """Return the mixture of experts. `inner` has the fields of the dense feed-forward, without its width."""
     own, width = read_fields(_MIXTURE, config), config.optional_integer("moe_latent_size")
     plain = {**inner, "up_bias": False, "down_bias": False}
     plain |= {} if width is None else {"hidden_size": width, "inside": True}
@@ -122,7 +123,7 @@ def _read(config: ConfigReader) -> ModelSpec:
         raise config.fail("n_groups", mamba["groups"], f"a divisor of mamba_num_heads ({mamba['heads']})")
     inner |= {"hidden_size": hidden, "down_bias": inner["up_bias"]}
     for name in (*_MIXTURE, "moe_latent_size"):
-        config.raw(name)  # transformers writes them also where no layer has experts, and then nobody reads their values
+        config.raw(name)  # transformers also writes these fields if no layer has experts, and then ignores their values
     norm = RMSNorm(size=mamba["heads"] * mamba["head_dim"], eps=eps, groups=mamba["groups"])
     mixers: dict[str, Any] = {
         LINEAR: Mamba2(hidden_size=hidden, norm=norm, output_bias=mamba["bias"], **mamba),
@@ -204,7 +205,8 @@ _NEMOTRON_H = Architecture(
     write=_write,
     draw=_draw,
     leaves=(
-        *leaves_of({"lm_head": "head"}),  # first, since transformers' modules call the rest `model`, behind it by name
+        # The head comes first, since transformers' modules call the rest `model`, which follows by name.
+        *leaves_of({"lm_head": "head"}),
         *by_name(
             (
                 *leaves_of({"backbone.embeddings": "embedding"}),

@@ -5,7 +5,7 @@ Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
 
 from ..decoder import DecoderFamily
 from ..fields import OUTPUT_NORMS
-from ..lenses import sliding, turned_by_kind
+from ..lenses import rope_by_kind, sliding
 from ..rope import RotaryKind
 from ..usual import OUTPUT_NORM_LEAVES
 from . import olmo2
@@ -20,7 +20,7 @@ _DECODER = DecoderFamily(
     head_norms="whole",
     fixed=olmo2.FIXED,
     rotary=None,
-    layers=turned_by_kind(sliding(4), _KINDS),
+    layers=rope_by_kind(sliding(4), _KINDS),
 )
 
 _OLMO3 = _DECODER.architecture(

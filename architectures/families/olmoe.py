@@ -1,8 +1,10 @@
 """OLMoE (2409.02060): OLMo with one norm over all query heads, one over all key heads, and a mixture of experts in
 every layer.
 
-Source: transformers models/olmoe/{configuration,modeling}_olmoe.py. Queries, keys and values are clipped behind their
-norms, which are as wide as the hidden size says: it has no heads of another width.
+Queries, keys and values are clipped after their norms. The norms are as wide as the hidden states, so heads cannot have
+another width.
+
+Source: transformers models/olmoe/{configuration,modeling}_olmoe.py.
 """
 
 from ..config import ConfigReader

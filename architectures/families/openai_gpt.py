@@ -1,7 +1,8 @@
 """GPT (Radford et al. 2018): GPT-2 with post-norm (norms after the residual sums), and no final norm.
 
-Source: transformers models/openai/{configuration,modeling}_openai.py, which has no sdpa path and no cache. Its "gelu"
-is the tanh approximation.
+transformers has no sdpa path and no KV cache for this family. Its "gelu" is the tanh approximation.
+
+Source: transformers models/openai/{configuration,modeling}_openai.py.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,9 @@
 """OPT (Zhang et al. 2205.01068): ReLU, and a position table that starts at its third row and does not count padding.
 OPT-350m has post-norm, no final norm, and an embedding half as wide as the hidden states.
 
-Source: transformers models/opt/{configuration,modeling}_opt.py. Queries are scaled before they meet keys.
+Queries are scaled before they are multiplied by keys.
+
+Source: transformers models/opt/{configuration,modeling}_opt.py.
 """
 
 from ...components import FeedForward, LayerNorm

@@ -1,5 +1,5 @@
-"""Persimmon (Adept 2023): LayerNorms, also on the queries and keys of every head, RoPE on half of each head, a plain
-feed-forward with squared ReLU, and q, k and v fused head by head.
+"""Persimmon (Adept 2023): GPT-NeoX with serial blocks, LayerNorms also on the queries and keys of every head, RoPE on
+half of each head, and squared ReLU.
 
 Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 """

@@ -1,5 +1,5 @@
-"""Phi 1, 1.5 and 2 (2306.11644, 2309.05463): parallel blocks with one LayerNorm, RoPE on a part of each head, and
-biases everywhere, including the head.
+"""Phi 1, 1.5 and 2 (2306.11644, 2309.05463): a decoder like GPT-J, with parallel blocks with one LayerNorm, RoPE on a
+part of each head, and biases everywhere, including the head.
 
 Source: transformers models/phi/{configuration,modeling}_phi.py.
 """

@@ -1,7 +1,9 @@
 """Phi 3 and 4 (Microsoft 2404.14219, 2412.08905): llama with q, k and v in one tensor, gate and up in another, and
 LongRoPE. Phi-4-mini rotates only a part of each head.
 
-Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files call LongRoPE "su" or "yarn".
+Older files name LongRoPE "su" or "yarn".
+
+Source: transformers models/phi3/{configuration,modeling}_phi3.py.
 """
 
 from ...components import Attention, GatedFeedForward, LongRopeScaling, RMSNorm, Rotary

@@ -1,9 +1,10 @@
-"""Phi-3.5-MoE (Microsoft 2024, 2404.14219): LayerNorms with biases, LongRoPE, and mixtures that weigh each of two
-experts with a separate softmax (SparseMixer).
+"""Phi-3.5-MoE (Microsoft 2024, 2404.14219): mixtral with LayerNorms with biases, LongRoPE, and separate softmaxes for
+the weights of the two experts (SparseMixer).
 
-Source: transformers models/phimoe/{configuration,modeling}_phimoe.py, which takes two experts whatever is said, and
-turns longer texts than the original context by the short factors still, where the model's own code takes the long ones:
-a tree has the short ones for both.
+transformers always uses two experts. It uses LongRoPE's short factors for all texts. The model's own code uses the long
+factors for texts longer than the original context. gptkit follows transformers: a tree has the short factors twice.
+
+Source: transformers models/phimoe/{configuration,modeling}_phimoe.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ _FACTORS = ("short_mscale", "long_mscale")
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the positions of all layers. LongRoPE's tables are multiplied by a factor of their own."""
+    """Return the positions of all layers. LongRoPE's tables are multiplied by a factor from the config."""
     count, head_dim = values["layers"], values["head_dim"]
     context = _DECODER.fields["max_position_embeddings"].value(config, "max_position_embeddings")
     rotary = read_rotary(config, head_dim, context, _ROTARY)

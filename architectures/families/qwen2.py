@@ -10,10 +10,11 @@ from ..usual import LEAVES
 
 FIELDS = llama_fields(vocab=151936, intermediate=22016, kv_heads=32, context=32768)
 
-# transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
+
+# transformers' Qwen2Config has no head_dim, but its model uses one if config.json has it.
 _DECODER = DecoderFamily(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows_above())
 
-# Qwen2VLTextConfig, and Qwen2_5_VLTextConfig alike
+# the same in Qwen2VLTextConfig and Qwen2_5_VLTextConfig
 _VISION = {
     "vocab_size": 152064,
     "hidden_size": 8192,

@@ -1,9 +1,11 @@
 """Qwen1.5-MoE and Qwen2-MoE (2407.10671): qwen2 with mixtures of small experts and a shared expert with its own gate.
 Any layer may be dense.
 
-Source: transformers models/qwen2_moe/{configuration,modeling}_qwen2_moe.py, and conversion_mapping.py, by which most
-families of experts name their tensors since: one an expert in files, one of all experts in modules. Of the windows that
-the config class gives every other layer below `max_window_layers`, no released checkpoint has one.
+Files have one tensor per expert, and transformers' modules have one for all experts. Most later families with experts
+have the same names. The config class gives every other layer below `max_window_layers` a window, but no released
+checkpoint has windows.
+
+Source: transformers models/qwen2_moe/{configuration,modeling}_qwen2_moe.py, and conversion_mapping.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +24,16 @@ FIELDS = with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=24, 
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each layer: by `layer_types`, or of every other layer below `max_window_layers`."""
+    """Return the window of every layer from `layer_types`, or of every other layer below `max_window_layers`."""
     layers = values["layers"]
     on, below = config.boolean("use_sliding_window", False), config.raw("max_window_layers", 28)
-    off = not on and config.raw("sliding_window") == 0  # as transformers writes it
+    off = not on and config.raw("sliding_window") == 0  # transformers writes this
     stated = None if off else config.optional_integer("sliding_window", 4096)
     window = stated if on else None
     if type(below) is not int or below < 0:
         raise config.fail("max_window_layers", below, "an integer from 0")
     sliding = [window is not None and (layer + 1) % 2 == 1 and layer < below for layer in range(layers)]
-    types = config.layer_types(["sliding_attention" if each else "full_attention" for each in sliding])
+    types = config.layer_types(["sliding_attention" if has_window else "full_attention" for has_window in sliding])
     if window is None and "sliding_attention" in types:
         raise config.fail("layer_types", list(types), "full_attention for every layer, since no sliding window is set")
     return [{"window": window if kind == "sliding_attention" else None} for kind in types]

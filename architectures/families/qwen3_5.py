@@ -1,9 +1,10 @@
 """Qwen3.5 (Qwen 2026), its text model: Qwen3-Next with dense feed-forwards, and with the recurrence's projections in
 separate tensors.
 
-Source: transformers models/qwen3_5/{configuration,modeling}_qwen3_5.py. Of a checkpoint with a vision tower the
-language model is read; what stands beside it, and tensors of `mtp.`, which draft tokens, are carried along. Where all
-tokens are text, the three kinds of positions of `mrope_section` are one.
+Conversions keep the tensors of a vision tower, and those of `mtp.`, which draft tokens. If all tokens are text, the
+three kinds of positions in `mrope_section` are equal.
+
+Source: transformers models/qwen3_5/{configuration,modeling}_qwen3_5.py.
 """
 
 from typing import Any

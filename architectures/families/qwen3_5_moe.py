@@ -10,7 +10,7 @@ from ..usual import mixed_leaves
 from . import qwen3_5
 from .qwen3_5 import COMPOSITE, UNREAD
 
-_FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "intermediate_size"}
+_FIELDS = {name: field for name, field in qwen3_5.FIELDS.items() if name != "intermediate_size"}
 
 _DECODER = DecoderFamily(
     {

@@ -1,8 +1,10 @@
-"""Qwen3-Next (Qwen 2025): gated DeltaNet in three of four layers and gated attention in the others, norms that multiply
-by 1 + weight, RoPE on a part of each head, and mixtures of small experts with a gated shared one.
+"""Qwen3-Next (Qwen 2025): qwen3-moe with gated DeltaNet instead of attention in three of four layers. The other layers
+have gated attention with RoPE on a part of each head. Norms multiply by 1 + weight, and mixtures have a shared expert
+with a gate.
 
-Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py. Tensors of `mtp.`, which draft tokens,
-are carried along.
+Conversions keep the tensors of `mtp.`, which draft tokens.
+
+Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py.
 """
 
 from ..decoder import DecoderFamily, Mixtures

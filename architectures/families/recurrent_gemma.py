@@ -1,8 +1,9 @@
 """RecurrentGemma (Google 2404.07839): Griffin's recurrent units (RG-LRU) in two of three layers and attention with a
 window in the third. Norms, scaled embedding and capped logits are Gemma's.
 
-Source: transformers models/recurrent_gemma/{configuration,modeling}_recurrent_gemma.py. Its class keeps the states of
-recurrences in its own modules, and masks no padding in them.
+transformers' class stores the states of recurrences in its modules, and does not mask padding in recurrences.
+
+Source: transformers models/recurrent_gemma/{configuration,modeling}_recurrent_gemma.py.
 """
 
 import struct
@@ -28,7 +29,7 @@ _RECURRENT, _WHOLE = "recurrent", "attention"
 
 
 def _half(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward from a field that is the sum of gate and up."""
+    """Read the width of the feed-forward. The field is the width of gate and up together."""
     both = config.integer(name, default)
     if both < 2:
         raise config.fail(name, both, "at least 2, because gate_proj and up_proj each get half of it")
@@ -38,21 +39,21 @@ def _half(config: ConfigReader, name: str, default: int) -> int:
 def _root(values: Mapping[str, Any]) -> float:
     """Return √hidden rounded to bf16, as transformers' class stores it for every dtype."""
     (bits,) = struct.unpack("<I", struct.pack("<f", values["hidden"] ** 0.5))
-    (found,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
-    return float(found)
+    (rounded,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
+    return float(rounded)
 
 
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU | None]:
-    """Return the recurrence of each layer without attention, and None for the others. `block_types` is repeated."""
+    """Return the recurrence of every layer without attention, and None for other layers. `block_types` repeats."""
     names, count = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE]), values["layers"]
-    known = isinstance(names, list) and all(each in (_RECURRENT, _WHOLE) for each in names)
+    known = isinstance(names, list) and all(name in (_RECURRENT, _WHOLE) for name in names)
     types = (names * 100)[:count] if known else []
     if len(types) < count or _WHOLE not in types:
         wanted = f"a list of {_RECURRENT!r} and {_WHOLE!r}, which is repeated, with attention in one of the layers"
         raise config.fail("block_types", names, wanted)
     if config.kinds_of_layers() not in (
         None,
-        [LINEAR if each == _RECURRENT else "sliding_attention" for each in types],
+        [LINEAR if kind == _RECURRENT else "sliding_attention" for kind in types],
     ):
         raise config.fail("layer_types", config.raw("layer_types"), "the layer types that follow from block_types")
     hidden, heads = values["hidden"], values["heads"]
@@ -72,14 +73,14 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that `_recurrences` reads."""
     mixers = [block.mixer("recurrence") for block in spec.blocks]
     attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
-    first = next((of_kind(each, RGLRU) for each in mixers if each is not None), None)
+    first = next((of_kind(mixer, RGLRU) for mixer in mixers if mixer is not None), None)
     own = {} if first is None else {"conv1d_width": first.kernel}
     if first is not None and (first.inner, first.heads) != (spec.hidden_size, attention.heads):
         wanted = f"as many channels as hidden_size ({spec.hidden_size}) and heads as attention ({attention.heads})"
         raise CannotExpress(f"recurrent_gemma needs {wanted} in its recurrence, not {first.inner} and {first.heads}")
     if attention.window is None:
         raise CannotExpress("recurrent_gemma needs sliding-window attention")
-    types = [_WHOLE if each is None else _RECURRENT for each in mixers]
+    types = [_WHOLE if mixer is None else _RECURRENT for mixer in mixers]
     return {**own, "block_types": types}
 
 
@@ -91,7 +92,7 @@ def _draw(chosen: Random, sizes: Sizes) -> Config:
 _DECODER = DecoderFamily(
     {
         **with_defaults(
-            {name: each for name, each in USUAL.items() if name not in ("hidden_act", "max_position_embeddings")},
+            {name: field for name, field in USUAL.items() if name not in ("hidden_act", "max_position_embeddings")},
             vocab=256000,
             hidden=2560,
             layers=26,
@@ -118,7 +119,7 @@ _DECODER = DecoderFamily(
 
 
 def _draw_config(chosen: Random) -> Config:
-    """Draw a config whose heads, which are also the gates, divide the hidden size."""
+    """Draw a config. The number of heads, which is also that of gates, divides the hidden size."""
     sizes = _DECODER.draw_sizes(chosen)
     return _DECODER.draw(chosen, {}, **{**sizes, "hidden": sizes["heads"] * chosen.choice(ODD)})
 
@@ -136,7 +137,7 @@ def _gate(theirs: str, ours: str) -> tuple[Leaf, ...]:
 
 
 def _prepare(model: Any) -> None:
-    """Make recurrences forget the states of an earlier text before each pass that begins a text."""
+    """Make recurrences forget the states of an earlier text before a pass that begins a new text."""
 
     def forget(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if not bool(named["position_ids"][:, 0].any()):
@@ -169,13 +170,13 @@ _RECURRENT_GEMMA = _DECODER.architecture(
     ),
     released="2024-04",
     token_ids=GEMMA_IDS,
-    apart=("padding",),
+    wrong_batches=("padding",),
     draw=_draw_config,
     prepare=_prepare,
     config_aliases={"attention_window_size": ("sliding_window",)},
     irrelevant={
         **dict.fromkeys(("w_init_variance_scale", "final_w_init_variance_scale"), "how training starts"),
-        "layers_block_type": "made of block_types",
+        "layers_block_type": "computed from block_types",
     },
     refused={
         "embeddings_scale_by_sqrt_dim": (

@@ -1,10 +1,11 @@
-"""RWKV-4 (Peng et al. 2305.13048): every layer has a weighted mean over time and a channel mixing, and both read a
-token and the token before it.
+"""RWKV-4 (Peng et al. 2305.13048): a recurrent model without attention. Every layer has a weighted mean over time and a
+channel mixing, and both read a token and the token before it.
 
-Source: transformers models/rwkv/{configuration,modeling}_rwkv.py. When it does not train, its class halves the stream
-behind every `rescale_every` layers, and what is written into it as often. All of that is exact in binary, and gives the
-norms a stream s times as small, of which they make what they make of the whole one with s² times their eps: so the
-tree has it.
+Except in training, transformers' class halves the hidden states after every `rescale_every` layers, and everything that
+later layers add to them. This is exact in binary. Dividing the input of a norm by s has the same effect as multiplying
+its eps by s², so the tree has larger eps instead.
+
+Source: transformers models/rwkv/{configuration,modeling}_rwkv.py.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from ..layout import Layout
 from ..obstacles import of_kind
 from ..usual import B
 
-_EPS = 1e-5  # of the last norm, whatever config.json says
+_EPS = 1e-5  # the eps of the last norm, whatever config.json states
 
 
 def _widened(eps: float, halvings: int) -> float:
@@ -92,13 +93,13 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rescaled(spec: ModelSpec) -> dict[str, float]:
-    """Return the tensors that write into the hidden states, and the factor of each."""
-    first, found = of_kind(spec.embedding.norm, LayerNorm), dict[str, float]()
+    """Return the tensors that write into the hidden states, with the factors by which transformers multiplies them."""
+    first, factors = of_kind(spec.embedding.norm, LayerNorm), dict[str, float]()
     for layer, block in enumerate(spec.blocks):
         times = (first.eps / of_kind(block.sublayers[0].norm, LayerNorm).eps) ** 0.5
         names = ("attention.output", "feed_forward.value") if times != 1 else ()
-        found |= {f"rwkv.blocks.{layer}.{name}.weight": times for name in names}
-    return found
+        factors |= {f"rwkv.blocks.{layer}.{name}.weight": times for name in names}
+    return factors
 
 
 def _draw(chosen: Random) -> Config:
@@ -152,7 +153,7 @@ _RWKV = Architecture(
     token_ids={"bos_token_id": 0, "eos_token_id": 0},
     config_aliases={"context_length": ("max_position_embeddings",)},
     **only_eager("transformers' class has no attention, and therefore only one path"),
-    apart=("padding", "steps"),
+    wrong_batches=("padding", "steps"),
     rescaled=_rescaled,
     prepare=lambda model: model.rwkv.eval()._rescale_layers(),
 )

@@ -1,8 +1,9 @@
 """StableLM (Stability AI 2023): llama with LayerNorms, RoPE on a quarter of each head, and parallel blocks in some
 models.
 
-Source: transformers models/stablelm/{configuration,modeling}_stablelm.py. In StableLM 2 12B every head has a norm of
-its own, each a tensor.
+In StableLM 2 12B, every head has its own norm, which is a separate tensor.
+
+Source: transformers models/stablelm/{configuration,modeling}_stablelm.py.
 """
 
 from ...components import LayerNorm

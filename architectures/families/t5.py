@@ -2,7 +2,9 @@
 v1.1 and FLAN have gated feed-forwards and an untied head. The original T5 has a tied head that reads scaled hidden
 states.
 
-Source: transformers models/t5/{configuration,modeling}_t5.py, whose heads are tied unless files hold another.
+transformers ties the head unless the files contain a separate one.
+
+Source: transformers models/t5/{configuration,modeling}_t5.py.
 """
 
 from typing import Any
@@ -30,7 +32,10 @@ def _scale(config: ConfigReader, name: str, _: Any) -> float:
 
 
 def _activation(config: ConfigReader, name: str, default: str) -> Any:
-    """Read the activation: `dense_act_fn`, or else the name after "gated-", where gelu means its tanh approximation."""
+    """Read the activation from `dense_act_fn`, or else from the name after "gated-".
+
+    After "gated-", gelu means its tanh approximation.
+    """
     said = config.string(name, default)
     gated, _, function = said.rpartition("-")
     usual = "gelu_new" if said == "gated-gelu" else function
@@ -50,7 +55,7 @@ def _named(activation: Any, gated: bool) -> str:
 
 
 def _stack(gated: bool, both: bool) -> DecoderFamily:
-    """Return the table of one of the two stacks; `both` says that attention looks in both directions."""
+    """Return the table of one of the two stacks. With `both`, attention looks in both directions."""
     return DecoderFamily(
         {
             "vocab_size": Field("vocab", 32128),
@@ -70,7 +75,7 @@ def _stack(gated: bool, both: bool) -> DecoderFamily:
                 "activation",
                 "relu",
                 _activation,
-                lambda each: _named(each, gated),
+                lambda activation: _named(activation, gated),
                 draw=among("gated-gelu", "gated-silu") if gated else among("relu", "gelu"),
             ),
             "n_positions": Field("context"),
@@ -118,23 +123,23 @@ def _is_gated(block: Block) -> bool:
 
 def _layers(stack: str, shared: str, parts: tuple[str, ...]) -> tuple[Leaf, ...]:
     """Return the leaves of a stack, in which the modules of a layer are numbered by sub-layer."""
-    found: tuple[Leaf, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
     names = {"attention": "SelfAttention", "cross_attention": "EncDecAttention"}
     for index, part in enumerate(parts):
         theirs, ours = f"{stack}.block.{{layer}}.layer.{index}.", f"{shared}blocks.{{layer}}.{part}"
         if part == "feed_forward":
             theirs_wi = f"{theirs}DenseReluDense.wi"
-            found += leaves_of({theirs_wi: f"{ours}.up_proj"}, lambda block: not _is_gated(block))
+            leaves += leaves_of({theirs_wi: f"{ours}.up_proj"}, lambda block: not _is_gated(block))
             gated = {f"{theirs_wi}_0": f"{ours}.gate_proj", f"{theirs_wi}_1": f"{ours}.up_proj"}
-            found += leaves_of(gated, _is_gated)
-            found += leaves_of({f"{theirs}DenseReluDense.wo": f"{ours}.down_proj"})
+            leaves += leaves_of(gated, _is_gated)
+            leaves += leaves_of({f"{theirs}DenseReluDense.wo": f"{ours}.down_proj"})
         else:
-            found += leaves_of({f"{theirs}{names[part]}.{each}": f"{ours}.{each}_proj" for each in "qkvo"})
-            if part == "attention":  # the first layer's alone, from which all take it
+            leaves += leaves_of({f"{theirs}{names[part]}.{name}": f"{ours}.{name}_proj" for name in "qkvo"})
+            if part == "attention":  # only the first layer stores it, and all layers use it
                 name = f"{stack}.block.0.layer.{index}.SelfAttention.relative_attention_bias"
-                found += leaves_of({name: f"{shared}relative_bias"})
-        found += leaves_of({f"{theirs}layer_norm": f"{ours}_norm"})
-    return (*found, *leaves_of({f"{stack}.final_layer_norm": f"{shared}final_norm"}))
+                leaves += leaves_of({name: f"{shared}relative_bias"})
+        leaves += leaves_of({f"{theirs}layer_norm": f"{ours}_norm"})
+    return (*leaves, *leaves_of({f"{stack}.final_layer_norm": f"{shared}final_norm"}))
 
 
 T5 = Architecture(

@@ -1,8 +1,9 @@
 """XGLM (Lin et al. 2112.10668): GPT-2 with ordinary linear layers, a scaled embedding, and sinusoidal positions that
 start at the third row.
 
-Source: transformers models/xglm/{configuration,modeling}_xglm.py, which has no sdpa path. Queries are scaled before
-they meet keys.
+transformers has no sdpa path for this family. Queries are scaled before they are multiplied by keys.
+
+Source: transformers models/xglm/{configuration,modeling}_xglm.py.
 """
 
 from ...components import FeedForward, LayerNorm, SinusoidalPositions

@@ -6,7 +6,7 @@ Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 from ..config import ConfigReader
 from ..draws import among
 from ..fields import Field, with_defaults
-from ..latent import LATENT_FIELDS, LATENT_LEAVES, MADE, LatentDecoder
+from ..latent import COMPUTED, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
 
 def _padding_row(config: ConfigReader, name: str, default: int | None) -> int | None:
@@ -34,5 +34,5 @@ _YOUTU = _DECODER.architecture(
     LATENT_LEAVES,
     released="2025-12",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    irrelevant={**MADE, "embedding_initializer_range": "training only"},
+    irrelevant={**COMPUTED, "embedding_initializer_range": "training only"},
 )

@@ -1,5 +1,5 @@
 """Zamba2 (Zyphra 2411.15242): Mamba-2 in every layer. Before it, some layers run a transformer block that reads the
-hidden states and the embeddings. Layers share these few blocks and have their own adapters.
+hidden states and the embeddings. Several layers share one such block, but have their own adapters.
 
 Source: transformers models/zamba2/{configuration,modeling}_zamba2.py.
 """
@@ -34,7 +34,7 @@ def _types(config: ConfigReader) -> list[str]:
     types = _USUAL if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
         raise config.fail("layers_block_type", types, f"a list of at most {MAX_LAYERS:,} layers")
-    if not isinstance(types, list) or any(each not in (LINEAR, _HYBRID) for each in types):
+    if not isinstance(types, list) or any(kind not in (LINEAR, _HYBRID) for kind in types):
         raise config.fail("layers_block_type", types, f"a list of {LINEAR} and {_HYBRID}")
     if len(types) != count:
         raise config.fail("num_hidden_layers", count, f"{len(types)}, the length of layers_block_type")
@@ -45,9 +45,9 @@ def _types(config: ConfigReader) -> list[str]:
     return types
 
 
-def _made_of_others(config: ConfigReader, made: dict[str, Any]) -> None:
+def _refuse_others(config: ConfigReader, computed: dict[str, Any]) -> None:
     """Refuse fields that transformers' class computes from others, unless they have the computed value."""
-    config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in made.items()})
+    config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in computed.items()})
 
 
 _MAMBA = {
@@ -68,14 +68,14 @@ def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
         raise config.fail("n_mamba_heads", heads, f"a divisor of {inner}, the width of all heads together")
     if heads % groups:
         raise config.fail("mamba_ngroups", groups, f"a divisor of n_mamba_heads ({heads})")
-    _made_of_others(config, {"mamba_headdim": inner // heads})
+    _refuse_others(config, {"mamba_headdim": inner // heads})
     own = {"head_dim": inner // heads, "bias": bias, "output_bias": bias, "activation": "silu"}
     norm = RMSNorm(size=inner, eps=1e-5, groups=groups)
     return Mamba2(hidden_size=hidden, norm=norm, conv_bias=True, **sizes, **own)
 
 
 def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: bool) -> SharedTransformer:
-    """Return the shared block, without the number of a layer."""
+    """Return the shared block. The fields that differ by layer are not set."""
     heads, width = config.integer("num_attention_heads", 32), 2 * hidden
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if width % heads:
@@ -88,10 +88,10 @@ def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: b
         wanted = f"num_attention_heads ({heads}): adapters of keys and values are as wide as those of queries"
         raise config.fail("num_key_value_heads", kv_heads, wanted)
     own = {"attention_hidden_size": width, "attention_head_dim": dim, "head_dim": dim}
-    _made_of_others(config, own)
-    turned = config.boolean("use_mem_rope", False)
+    _refuse_others(config, own)
+    has_rope = config.boolean("use_mem_rope", False)
     for name in ("rope_theta", "rope_scaling", "rope_parameters", PART, ORIGINAL):
-        config.raw(name)  # which nobody reads where heads do not turn
+        config.raw(name)  # transformers does not read it without RoPE
     return SharedTransformer(
         hidden_size=hidden,
         heads=heads,
@@ -102,7 +102,7 @@ def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: b
         activation=activation_named(config, "hidden_act", "gelu"),
         norm=RMSNorm(size=width, eps=eps),
         inner_norm=RMSNorm(size=hidden, eps=eps),
-        position=read_rotary(config, dim, context) if turned else None,
+        position=read_rotary(config, dim, context) if has_rope else None,
         bias=bias,
         rank=rank,
         attention_rank=rank if adapted else None,
@@ -115,7 +115,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     if config.kinds_of_layers() not in (None, types):
         wanted = "what layers_block_type says, of which transformers makes hybrid_layer_ids"
         raise config.fail("layer_types", config.raw("layer_types"), wanted)
-    _made_of_others(config, {"hybrid_layer_ids": [layer for layer, each in enumerate(types) if each == _HYBRID]})
+    _refuse_others(config, {"hybrid_layer_ids": [layer for layer, kind in enumerate(types) if kind == _HYBRID]})
     eps, bias = config.number("rms_norm_eps", 1e-5), config.boolean("add_bias_linear", False)
     context = config.integer("max_position_embeddings", 4096)
     context = 16384 if config.boolean("use_long_context", False) else context
@@ -123,15 +123,15 @@ def _read(config: ConfigReader) -> ModelSpec:
     mamba = SubLayer(mixer=_mamba(config, hidden, bias), norm=norm)
     shared = _shared(config, hidden, context, eps, bias)
     plain, blocks = Block(sublayers=(mamba,)), list[Block]()
-    there = 0
-    for each in types:
-        if each == LINEAR:
+    uses = 0
+    for kind in types:
+        if kind == LINEAR:
             blocks.append(plain)
             continue
-        own = {"number": there % several, "weights_from": "own" if there < several else "earlier"}
-        given = SubLayer(mixer=structs.replace(shared, **own), onto="next")
-        blocks.append(Block(sublayers=(given, mamba)))
-        there += 1
+        own = {"number": uses % several, "weights_from": "own" if uses < several else "earlier"}
+        shared_layer = SubLayer(mixer=structs.replace(shared, **own), onto="next")
+        blocks.append(Block(sublayers=(shared_layer, mamba)))
+        uses += 1
     return ModelSpec(
         embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
         blocks=tuple(blocks),
@@ -142,15 +142,15 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _several(shared: Sequence[Any]) -> int:
-    """Return the number of shared blocks, after which the first one is used again."""
-    return sum(of_kind(each, SharedTransformer).weights_from == "own" for each in shared)
+    """Return the number of shared blocks. After the last one, the first one is used again."""
+    return sum(of_kind(mixer, SharedTransformer).weights_from == "own" for mixer in shared)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
     norm, mamba = of_kind(spec.final_norm, RMSNorm), of_kind(spec.blocks[0].mixer("recurrence"), Mamba2)
-    found = [block.mixer("shared") for block in spec.blocks]
-    there = [each for each in found if each is not None]
-    shared = of_kind(there[0] if there else None, SharedTransformer)
+    mixers = [block.mixer("shared") for block in spec.blocks]
+    hybrids = [mixer for mixer in mixers if mixer is not None]
+    shared = of_kind(hybrids[0] if hybrids else None, SharedTransformer)
     if shared.rank is None:
         raise CannotExpress("zamba2 needs adapters for its shared feed-forwards, but the model has none")
     rotary = shared.position
@@ -158,7 +158,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": len(spec.blocks),
-        "layers_block_type": [LINEAR if each is None else _HYBRID for each in found],
+        "layers_block_type": [LINEAR if mixer is None else _HYBRID for mixer in mixers],
         **write_fields(_MAMBA, mamba),
         "mamba_expand": multiple_of_hidden(mamba),
         "add_bias_linear": mamba.bias,
@@ -166,7 +166,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": name_of(shared.activation),
         "num_attention_heads": shared.heads,
         "num_key_value_heads": shared.kv_heads,
-        "num_mem_blocks": _several(there),
+        "num_mem_blocks": _several(hybrids),
         "use_shared_attention_adapter": shared.attention_rank is not None,
         "adapter_rank": shared.rank,
         "use_mem_rope": rotary is not None,
@@ -178,7 +178,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config: the heads divide twice the hidden size, and those of Mamba-2 a multiple of it."""
+    """Draw a config. The heads divide twice the hidden size, and those of Mamba-2 divide a multiple of it."""
     kinds = kind_by_layer(chosen, chosen.choice((0, 1, 3)), "mamba", _HYBRID)
     kinds.insert(chosen.randrange(len(kinds) + 1), _HYBRID)
     heads, dim, adapted = chosen.choice((1, 2, 3, 6)), chosen.choice(EVEN), chosen.random() < 0.4
@@ -234,7 +234,7 @@ def _is_hybrid(block: Block) -> bool:
 
 
 def _recurrent(theirs: str, when: Any) -> tuple[Leaf, ...]:
-    """Return the leaves of Mamba-2 and its norm in the layers for which `when` holds."""
+    """Return the leaves of Mamba-2 and its norm in the layers for which `when` is true."""
     norm = leaves_of({theirs + "input_layernorm": B + "recurrence_norm"})
     return tuple(replace(leaf, when=when) for leaf in (*mamba2_leaves(theirs + "mamba."), *norm))
 

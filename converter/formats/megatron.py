@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures import named
 from ...architectures.base import bind
-from ...architectures.megatron import EMBEDDING, HEAD, LEAVES, config_of, shared_out
+from ...architectures.megatron import EMBEDDING, HEAD, LEAVES, config_of, split_dimension
 from ...architectures.megatron import named as name_of
 from ...components import differences, without_rounding
 from ...components.ranges import some_of
@@ -301,7 +301,7 @@ def _joined(
                 f"{where} is missing in some of the {len(tables)} tensor-parallel ranks of its pipeline stage", _HINT
             )
         parts = [table[name] for table in tables]
-        dim, first = shared_out(name), parts[0]
+        dim, first = split_dimension(name), parts[0]
         if dim is None or len(parts) == 1:
             for file, part in zip(files[1:], parts[1:], strict=False):
                 same_in(name, files[0], first, file, part)

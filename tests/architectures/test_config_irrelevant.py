@@ -73,7 +73,7 @@ class Reference:
         begin_anew(model, self.family)
         with torch.inference_mode():
             found = [outputs_of(model, ProbeBatch("whole", IDS))]
-            if has_cache(model) and not self.family.apart and spec_of(self.config).encoder is None:
+            if has_cache(model) and not self.family.wrong_batches and spec_of(self.config).encoder is None:
                 past = model(IDS, use_cache=True)
                 past = getattr(past, "past_key_values", None) or getattr(past, "cache_params", None)
                 if past is not None and hasattr(past, "get_seq_length"):

@@ -120,7 +120,7 @@ def test_what_was_taken_for_irrelevant_is_of_training_or_output(family: str) -> 
         "classification",
         "heads other",
         "label",
-        "made of",
+        "computed from",
         "stored dtype",
         "slices",
         "dense layers",

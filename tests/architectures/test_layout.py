@@ -71,9 +71,11 @@ STACKED = (
     Layout(
         "experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), "experts"
     ),  # Llama 4
-    Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),  # Qwen3-MoE in memory
-    Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
-    Layout("hidden (experts intermediate)", "intermediate hidden", each="experts"),
+    Layout(
+        "experts (part intermediate) hidden", split="part", parts=("1", "1"), stack="experts"
+    ),  # Qwen3-MoE in memory
+    Layout("experts intermediate hidden", "hidden intermediate", stack="experts"),
+    Layout("hidden (experts intermediate)", "intermediate hidden", stack="experts"),
 )
 """Tensors that hold those of all experts."""
 

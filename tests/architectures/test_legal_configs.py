@@ -94,7 +94,7 @@ def prefill(reference: Any, decoder: Decoder, chosen: random.Random, family: Arc
 def decoding(reference: Any, decoder: Decoder, chosen: random.Random, family: Architecture) -> bool:
     """Whether six tokens that are decoded from a cache have the same logits to the bit."""
     ids, past, cache = tokens(chosen, chosen.choice((1, 2)), chosen.choice((1, 3, 7, 20))), None, Cache(decoder.spec)
-    ids = ids[:1] if family.apart else ids
+    ids = ids[:1] if family.wrong_batches else ids
     mask = torch.ones_like(ids)
     if len(ids) > 1:
         mask[1, : ids.shape[1] // 3] = 0

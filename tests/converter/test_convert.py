@@ -729,14 +729,14 @@ def computed_all_the_same(
 ) -> dict[str, torch.Tensor]:
     """Of what no layer reads the tensors that transformers computes with where files hold them, as they must be."""
     own = {name: stored[first].clone() for name, first in architecture.repeated.items() if first in stored}
-    own |= {name: torch.tensor(make(architecture.spec(config))).float() for name, make in architecture.made.items()}
+    own |= {name: torch.tensor(make(architecture.spec(config))).float() for name, make in architecture.computed.items()}
     return {name: each for name, each in own.items() if name in names}
 
 
 ALTERED = [
     (family.name, name)
     for family in ARCHITECTURES.values()
-    for name in (*family.repeated, *family.made)
+    for name in (*family.repeated, *family.computed)
     if name in family.carried.get("unused", ())
 ]
 
@@ -844,7 +844,7 @@ def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base
     if base:
         model.base_model.save_pretrained(tmp_path / "hf")
     layers = len(architecture_of(config).spec(config).blocks)
-    name = DRAFTS[family][0].format(behind=layers) + "eh_proj.weight"
+    name = DRAFTS[family][0].format(next=layers) + "eh_proj.weight"
     name = name.removeprefix("model.") if base else name
     edited(tmp_path / "hf", lambda weights: weights.update({name: torch.randn(48, 96).bfloat16()}))
     convert(tmp_path / "hf", tmp_path / "local")
@@ -863,7 +863,7 @@ def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base
     edited(tmp_path / "back", lambda weights: weights.update({name: torch.zeros(48, 96).bfloat16()}))
     failed = verify(tmp_path / "hf", tmp_path / "back", mutations=False)
     assert not failed.passed and len(failed.bytes.different) == 1
-    if "{behind}" in DRAFTS[family][0]:
+    if "{next}" in DRAFTS[family][0]:
         further = name.replace(f".{layers}.", f".{layers + 1}.").replace(f"layers.{layers}.", f"layers.{layers + 1}.")
         edited(tmp_path / "hf", lambda weights: weights.update({further: torch.ones(48, 96)}))
         with pytest.raises(CheckpointError, match="no place in the model"):

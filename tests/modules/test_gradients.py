@@ -61,7 +61,7 @@ CASES = [
     if variant.name != "rwkv-rescaled"  # of which transformers trains another function than it computes
     for attention in architecture_of(variant.config).reference(spec_of(variant.config))
     for padding in ((), ("left",))
-    if not (padding and "padding" in architecture_of(variant.config).apart)
+    if not (padding and "padding" in architecture_of(variant.config).wrong_batches)
 ]
 
 

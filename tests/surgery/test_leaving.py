@@ -349,7 +349,7 @@ def test_ways_are_ways(name: str, to: str, folder: Path) -> None:
         rest = after(tuple(step for each in found.remedies if each != remedy for step in each))
         fewer = None if rest is None else express(ARCHITECTURES[to], rest.spec, rest.zero)
         worse = rest is not None and ways.ORDER.index(rest.guarantee) > ways.ORDER.index(found.end.guarantee)
-        assert fewer is None or fewer.found is None or worse
+        assert fewer is None or fewer.tree is None or worse
 
 
 def proposed(name: str) -> set[tuple[str, str]]:
@@ -378,9 +378,9 @@ def test_obstacles_in_words() -> None:
     found = [Obstacle(f"blocks.{layer}.parallel", True, False) for layer in (0, 1, 2, 5)]
     assert by_layers(found, 6) == [Obstacle("blocks.0-2,5.parallel", True, False)]
     assert by_layers(found, 4) == [Obstacle("blocks.*.parallel", True, False)]
-    assert found[0].told("llama") == "blocks.0.parallel: true, llama has false"
-    assert Obstacle("head.bias", True, False).told("llama") == "llama has no head.bias"
-    assert Obstacle("head.bias", False, True).told("llama") == "head.bias: false, llama has true"
+    assert found[0].sentence("llama") == "blocks.0.parallel: true, llama has false"
+    assert Obstacle("head.bias", True, False).sentence("llama") == "llama has no head.bias"
+    assert Obstacle("head.bias", False, True).sentence("llama") == "head.bias: false, llama has true"
 
 
 def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_text_brings_it_nearer() -> None:
 def test_no_family_has_it() -> None:
     done = swapped(spec_of(CONFIGS["llama"]), [Step("attention", "linear", "1")])
     found = express(ARCHITECTURES["qwen3_next"], done.spec)
-    assert found.told == ["qwen3_next has no blocks.1.recurrence (LinearAttention)"]
+    assert found.sentences == ["qwen3_next has no blocks.1.recurrence (LinearAttention)"]
 
 
 @pytest.mark.parametrize(
