@@ -184,7 +184,7 @@ def none_or_more(config: ConfigReader, name: str, default: int) -> int:
     """Read an integer of at least 0."""
     value = config.raw(name, default)
     if type(value) is not int or not 0 <= value < 2**31:
-        raise config.fail(name, value, "an integer from 0")
+        raise config.fail(name, value, "an integer of at least 0")
     return value
 
 

@@ -72,7 +72,7 @@ class GgufFacts:
             return self.number(key)
         if isinstance(value, int) and 0 <= value < 2**31:
             return value
-        raise self.fail(key, value, "a number from 0, or a boolean")
+        raise self.fail(key, value, "a number of at least 0, or a boolean")
 
     def string(self, key: str, default: str) -> str:
         value = self.raw(key)

@@ -139,7 +139,7 @@ def windows_above(switch: bool = True, first: int = 28) -> Lens:
         stated, start = config.optional_integer("sliding_window", 4096), config.raw("max_window_layers", first)
         window = stated if on else None
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise config.fail("max_window_layers", start, "an integer from 0")
+            raise config.fail("max_window_layers", start, "an integer of at least 0")
         usual = ["sliding_attention" if window and n >= start else "full_attention" for n in range(values["layers"])]
         types = config.layer_types(usual)
         if window is None and "sliding_attention" in types:
@@ -352,7 +352,9 @@ def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: in
     """Return for every layer whether it is of a kind: one in `period` layers is, from layer `offset` on."""
     every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
     if type(first) is not int or not 0 <= first < every:
-        raise config.fail(f"{what}_layer_offset", first, f"a number from 0, below {what}_layer_period ({every})")
+        raise config.fail(
+            f"{what}_layer_offset", first, f"an integer of at least 0 and below {what}_layer_period ({every})"
+        )
     return [layer % every == first for layer in range(layers)]
 
 

@@ -238,7 +238,7 @@ def _grown_base(rope: ConfigReader, dim: int, base: float) -> float:
 def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> int:
     """Return the number of dimensions that RoPE rotates in a part of a head of width `dim`."""
     if not _is_number(part) or not 0 < part <= 1:
-        raise rope.fail(PART, part, "a number above 0 up to 1")
+        raise rope.fail(PART, part, "a number above 0 and at most 1")
     rotated = int(dim * part)
     if not 0 < rotated + rotated % 2 <= dim or (kind.even and rotated % 2):
         raise rope.fail(

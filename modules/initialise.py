@@ -48,7 +48,7 @@ def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[
         UsageError: the seed is negative.
     """
     if seed < 0:
-        raise UsageError(f"the seed must be a whole number from 0, not {seed}")
+        raise UsageError(f"the seed must be a whole number of at least 0, not {seed}")
     for parameter in spec.parameters():
         yield parameter.name, cast(_drawn(parameter, len(spec.blocks), seed), "F32", dtype), dtype
 

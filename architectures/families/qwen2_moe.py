@@ -31,7 +31,7 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
     stated = None if off else config.optional_integer("sliding_window", 4096)
     window = stated if on else None
     if type(below) is not int or below < 0:
-        raise config.fail("max_window_layers", below, "an integer from 0")
+        raise config.fail("max_window_layers", below, "an integer of at least 0")
     sliding = [window is not None and (layer + 1) % 2 == 1 and layer < below for layer in range(layers)]
     types = config.layer_types(["sliding_attention" if has_window else "full_attention" for has_window in sliding])
     if window is None and "sliding_attention" in types:

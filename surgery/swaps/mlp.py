@@ -192,7 +192,7 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     """Convert feed-forwards into E experts: copies, of which a token uses K, or parts, which are all used."""
     seed = asked.settings.get("seed", 0)
     if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
-        raise UsageError(f"the router's seed is {seed!r}, expected a whole number from 0")
+        raise UsageError(f"the router's seed is {seed!r}, expected a whole number of at least 0")
     count, top, dense_layers = _wanted(spec, asked)
     if split and top != count:
         hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."

@@ -296,7 +296,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("olmoe", {"head_dim": 16}, "no other value for this family"),
         ("cohere2_moe", {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "only rope_parameters"),
         ("dots1", {"num_experts_per_tok": None}, "a positive integer"),
-        ("hy_v3", {"num_shared_experts": 2**31 - 1}, "less than 2\\^31 units"),
+        ("hy_v3", {"num_shared_experts": 2**31 - 1}, "fewer than 2\\^31 hidden units"),
         ("minicpm3", {"v_head_dim": None, "hidden_size": 3}, "at least num_attention_heads"),
         ("persimmon", {"head_dim": 8}, "a different width"),
         *(
