@@ -120,7 +120,7 @@ def split(
             f"--pp {pp}: {layers:,} layers cannot be split into {pp} pipeline stages of equal length",
             f"Choose a divisor of {layers:,}.",
         )
-    if spec.shares and pp > 1:
+    if spec.has_shared_blocks and pp > 1:
         raise UsageError(
             f"--pp {pp}: several layers of the model share the weights of one block, so gptkit cannot "
             "divide the model into pipeline stages",

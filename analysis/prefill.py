@@ -33,7 +33,8 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: PrefillMemory(program, run) for block, program in programs.items()}
     most, alive = 0, run.size * sum(_given(programs[block], run) for block in spec.blocks)
-    alive += run.rows * spec.hidden_size * run.size if spec.shares else 0  # later layers read the first layer's input
+    if spec.has_shared_blocks:
+        alive += run.rows * spec.hidden_size * run.size  # later layers read the first layer's input
     for block in spec.blocks:
         most = max(most, alive + layers[block].most)
         alive += layers[block].cached

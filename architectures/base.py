@@ -687,7 +687,7 @@ def _repeats(template: str, sizes: Mapping[str, int]) -> int:
 def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
     """Return the uses of shared blocks, by the layer that stores the block. The values fill templates (see `Leaf`)."""
     places: dict[int, list[dict[str, int]]] = {}
-    for use, (layer, stored) in enumerate(spec.lenders.items()):
+    for use, (layer, stored) in enumerate(spec.shared_block_sources.items()):
         places.setdefault(stored, []).append({"layer": stored, "runs": layer, "use": use})
     return places
 

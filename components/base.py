@@ -365,7 +365,7 @@ class Mixer(Open, frozen=True):
     """The mixer's name in a block, and in the names of its parameters."""
     axes: ClassVar[tuple[str, ...]] = ()
     """The properties that layouts of checkpoint tensors may use as axis sizes, besides the fields."""
-    lends: ClassVar[bool] = False
+    borrows_weights: ClassVar[bool] = False
     """Whether the mixer may use the weights of another layer."""
     hidden_size: int
     """The width of the residual stream."""

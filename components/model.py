@@ -161,8 +161,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
             if getattr(shared, "weights_from", "") == "own":
-                shared_blocks[shared.number] = shared.lent
-            elif shared is not None and shared_blocks.get(shared.number) != shared.lent:
+                shared_blocks[shared.number] = shared.shared_part
+            elif shared is not None and shared_blocks.get(shared.number) != shared.shared_part:
                 raise ConfigError(
                     f"layer {layer} uses the weights of shared block {shared.number}, but no earlier layer has "
                     "this block with the same sizes"
@@ -228,30 +228,30 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     @property
     def extra_inputs(self) -> str:
         """What layers read besides the stream, as field names joined by "and". Empty if they read only the stream."""
-        there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
+        there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.reused_keys)}
         there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
-        there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.shares}
+        there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.has_shared_blocks}
         return " and ".join(name for name, is_there in there.items() if is_there)
 
     @property
-    def shares(self) -> bool:
+    def has_shared_blocks(self) -> bool:
         """Whether layers have shared blocks, which read the first layer's input again."""
         return any(block.mixer(SharedTransformer.slot) is not None for block in self.blocks)
 
     @property
-    def lenders(self) -> dict[int, int]:
+    def shared_block_sources(self) -> dict[int, int]:
         """For every layer with a shared block, the number of the layer that stores the block's weights."""
-        lenders: dict[int, int] = {}
+        sources: dict[int, int] = {}
         stored: dict[int, int] = {}
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
             if shared is not None:
                 stored |= {shared.number: layer} if shared.weights_from == "own" else {}
-                lenders[layer] = stored[shared.number]
-        return lenders
+                sources[layer] = stored[shared.number]
+        return sources
 
     @property
-    def shared(self) -> frozenset[Any]:
+    def reused_keys(self) -> frozenset[Any]:
         """The `Attention.kv_signature` of the keys and values that later layers take from earlier ones."""
         mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
         return frozenset(mixer.kv_signature for mixer in mixers if getattr(mixer, "kv_from", "") == "earlier")
@@ -360,7 +360,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             program += self.first_norm.operations("first_norm", program[-1].id, program[-1].shape)
         if self.streams is not None:
             program += self.streams.operations("streams", program[-1].id, program[-1].shape)
-        if self.shares:
+        if self.has_shared_blocks:
             program.append(Stream(FIRST, (program[-1].id,), program[-1].shape, "norms"))
         return tuple(program)
 

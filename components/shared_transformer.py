@@ -49,7 +49,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     label = "shared block"
     slot = "shared"
-    lends = True
+    borrows_weights = True
     computed_in = "gptkit.modules.shared_transformer"
     rounds = ("fused",)
     described = ("head_dim", "scale", "position", "norm", "inner_norm", "bias")
@@ -115,7 +115,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return 2 * self.hidden_size
 
     @property
-    def lent(self) -> Self:
+    def shared_part(self) -> Self:
         """The shared part of the block, as in the layer that stores the weights."""
         return msgspec.structs.replace(self, weights_from="own", rank=None, attention_rank=None)
 
@@ -255,13 +255,13 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     def _attention(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
         """Return the operations of the norm of the input, attention and its output projection."""
-        row, end, lent, tokens = self.label, f"{path}.o_proj", self.lent, shape[:-1]
+        row, end, part, tokens = self.label, f"{path}.o_proj", self.shared_part, shape[:-1]
         program = self._norm("norm", path, source, (*tokens, self.read))
         read, inputs = program[-1].id, dict[str, str]()
         for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             inner: Sizes = (*tokens, heads, self.head_dim)
             until = "" if self.attention_rank else end
-            program.append(self._stored(linear(lent, f"{name}_proj", path, read, inner, row, until)))
+            program.append(self._stored(linear(part, f"{name}_proj", path, read, inner, row, until)))
             if self.attention_rank is not None:
                 projected = program[-1].id
                 down = linear(self, f"{name}_adapter_down", path, read, (*tokens, self.attention_rank), row)
@@ -280,16 +280,16 @@ class SharedTransformer(Mixer, Component, frozen=True):
             inputs[name] = program[-1].id
         scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.kv_heads}
         program += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim)
-        return [*program, self._stored(linear(lent, "o_proj", path, program[-1].id, shape, row))]
+        return [*program, self._stored(linear(part, "o_proj", path, program[-1].id, shape, row))]
 
     def _feed_forward(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
         """Return the operations of the inner norm and the feed-forward."""
-        row, lent, tokens = self.label, self.lent, shape[:-1]
+        row, part, tokens = self.label, self.shared_part, shape[:-1]
         units: Sizes = (*tokens, self.intermediate_size)
         program = self._norm("inner_norm", path, source, shape)
         read = program[-1].id
         both: dict[str, Any] = {"fused": self.fused, "joined": self.fused}
-        gate, up = (linear(lent, f"{n}_proj", path, read, units, row, together=f"{path}.both", **both) for n in _UNITS)
+        gate, up = (linear(part, f"{n}_proj", path, read, units, row, together=f"{path}.both", **both) for n in _UNITS)
         program.append(self._stored(gate))
         inputs = {"gate": gate.id, "up": up.id}
         if self.rank is not None:
@@ -303,7 +303,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
                 inputs[name] = program[-1].id
         active = ActivationOperation(f"{path}.activated", (inputs["gate"],), units, row, function=self.activation)
         program += (active, Product(f"{path}.gated", (active.id, inputs["up"]), units, row))
-        return [*program, self._stored(linear(lent, "down_proj", path, program[-1].id, shape, row))]
+        return [*program, self._stored(linear(part, "down_proj", path, program[-1].id, shape, row))]
 
 
 _UNITS = ("gate", "up")

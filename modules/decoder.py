@@ -373,7 +373,7 @@ class Decoder(nn.Module):
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = None if spec.head is None else HeadModule(spec.head, spec.embedding.blank)
         self.pooler = None if spec.pooler is None else PoolerModule(spec.pooler)
-        self.shares = spec.shares
+        self.has_shared_blocks = spec.has_shared_blocks
 
     def forward(
         self,
@@ -434,9 +434,9 @@ class Decoder(nn.Module):
         encoded = self._source(encoded, cache, batch)
         x, inputs = _embedded(self, input_ids, position_ids, token_types, table)
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
-        context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
+        context.inputs, context.shared = inputs, dict.fromkeys(self.spec.reused_keys)
         context.table = None if self.relative_bias is None else self.relative_bias()
-        context.first = x if self.shares else None
+        context.first = x if self.has_shared_blocks else None
         if encoded is not None:
             context.see(encoded)
         for layer, block in enumerate(self.blocks):

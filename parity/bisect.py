@@ -173,7 +173,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             plain = 1 / rescaled.get(leaf.checkpoint, 1.0)
             factor = spec.embedding.multiplier if here == ("embedding", "output") else plain
             mixer = None if layer is None else spec.blocks[layer].mixer(short.partition(".")[0])
-            shared = mixer is not None and mixer.lends
+            shared = mixer is not None and mixer.borrows_weights
             places.append(
                 (place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, shared, leaf.value))
             )

@@ -368,7 +368,7 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
     def read(name: str) -> Tensor:
         return tensor_of(tree, "embedding.weight" if name in shared else name)
 
-    lenders = tree.spec.lenders.items()
+    lenders = tree.spec.shared_block_sources.items()
     lent = {model.blocks[layer]: f"blocks.{lender}.shared" for layer, lender in lenders if layer != lender}
     return StreamedModel(model, read, dtype, tree.release, lent)
 

@@ -391,7 +391,7 @@ def _refuse_shared(spec: ModelSpec) -> None:
             raise SwapRefused(f"the model has {words} ({name}), which this swap does not support")
     for layer, block in enumerate(spec.blocks):
         for mixer in (sublayer.mixer for sublayer in block.sublayers):
-            if mixer.lends:
+            if mixer.borrows_weights:
                 raise SwapRefused(f"layer {layer} has a {type(mixer).__name__}, which this swap does not support")
         if block.scale is not None:
             raise SwapRefused(

@@ -384,7 +384,7 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
             "into the next, so the text cannot be masked by document",
             "Use --no-document-mask to train on all documents as one text.",
         )
-    if several and spec.shares:
+    if several and spec.has_shared_blocks:
         raise UsageError(
             "several layers of the model share the weights of one block, which gptkit cannot train with "
             "several processes",

@@ -214,7 +214,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     width, rows = none_or_more(config, *_WIDTH), config.integer("vocab_size_per_layer_input", 262144)
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
-    if spec.shared and not width:
+    if spec.reused_keys and not width:
         raise config.fail(_WIDTH[0], 0, "a positive integer: transformers fails with 0 if layers share keys and values")
     mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:

@@ -119,7 +119,7 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "short convolution": blocks(lambda block: block.mixer("convolution") is not None),
     "delta": blocks(lambda block: isinstance(block.mixer("recurrence"), GatedDeltaNet)),
     "mamba": blocks(lambda block: isinstance(block.mixer("recurrence"), Mamba)),
-    "shared": lambda spec: spec.shares,
+    "shared": lambda spec: spec.has_shared_blocks,
     "rg-lru": blocks(lambda block: isinstance(block.mixer("recurrence"), RGLRU)),
     "rwkv": blocks(lambda block: isinstance(block.mixer("recurrence"), TimeMixing)),
     "mamba2": blocks(lambda block: isinstance(block.mixer("recurrence"), Mamba2)),

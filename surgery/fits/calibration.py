@@ -159,7 +159,7 @@ class Calibration:
         with torch.no_grad():
             x, inputs = front(self.ids, torch.arange(steps)[None])
         context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
-        context.inputs, context.shared, context.first = inputs, dict.fromkeys(model.spec.shared), x
+        context.inputs, context.shared, context.first = inputs, dict.fromkeys(model.spec.reused_keys), x
         return x, context
 
     def walk(

@@ -331,7 +331,7 @@ def least_done(spec: ModelSpec) -> int:
     """How many of `steps_for`, for all layers and for one, in their best form and plainly, are carried out at least:
     most are of attention, which some layers may lack, and few are of two stacks or of blocks that layers share.
     """
-    if spec.shares:
+    if spec.has_shared_blocks:
         return 6
     if spec.encoder is not None:
         return 10

@@ -40,7 +40,7 @@ def with_shared(layer: int, **fields: Any) -> Any:
 
 def test_blocks_come_in_turn_and_are_stored_where_they_stand_first() -> None:
     assert [(shared(n).number, shared(n).weights_from) for n in (1, 2, 4)] == [(0, "own"), (1, "own"), (0, "earlier")]
-    assert SPEC.lenders == {1: 1, 2: 2, 4: 1}
+    assert SPEC.shared_block_sources == {1: 1, 2: 2, 4: 1}
     own = {each.name.removeprefix("blocks.4.shared.") for each in SPEC.parameters() if ".4.shared." in each.name}
     adapters = {"adapter_down.weight", "gate_adapter_up.weight", "up_adapter_up.weight"}
     assert own == {*adapters, "stream_proj.weight"}
@@ -72,7 +72,7 @@ def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
     for layer, fields in ((1, {"weights_from": "earlier"}), (4, {"number": 2}), (4, {"kv_heads": 3})):
         with pytest.raises(ConfigError, match="no earlier layer has this block"):
             with_shared(layer, **fields)
-    assert with_shared(4, rank=5).lenders == SPEC.lenders  # adapters are each layer's own
+    assert with_shared(4, rank=5).shared_block_sources == SPEC.shared_block_sources  # adapters are each layer's own
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class Following:
     def module(self, node: Node, path: str) -> Any:
         layer = int(path.split(".")[1]) if path else 0
         if node.id.startswith("shared.") and not node.weights:
-            path = f"blocks.{self.graph.spec.lenders[layer]}."  # which has the weights
+            path = f"blocks.{self.graph.spec.shared_block_sources[layer]}."  # which has the weights
         return self.decoder.get_submodule(path + node.id)
 
     def tokens(self, node: Node, path: str) -> Tensor:

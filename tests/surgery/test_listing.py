@@ -111,10 +111,10 @@ def hold(source: Path, every: bool = False) -> Listing:
     unknown = any(reason in entry.said for entry in found.entries for reason in reasons)
     nearly = sum(reasons[0] in entry.said for entry in found.entries) > len(found.entries) / 2
     assert sum(entry.verdict != "refused" for entry in found.entries) >= 3
-    assert len(found.of("exact")) >= (1 if checkpoint.spec.shares else 0 if nearly else 4 if unknown else 9)
+    assert len(found.of("exact")) >= (1 if checkpoint.spec.has_shared_blocks else 0 if nearly else 4 if unknown else 9)
     continues = checkpoint.spec.encoder is None and checkpoint.spec.causal and checkpoint.spec.head is not None
     if not nearly:
-        assert bool(found.of("needs a text")) == (continues and not checkpoint.spec.shares)
+        assert bool(found.of("needs a text")) == (continues and not checkpoint.spec.has_shared_blocks)
     ids = torch.randint(checkpoint.spec.vocab_size, (320,), generator=torch.Generator().manual_seed(0)).tolist()
     text = Calibration(CalibrationText(tuple(ids[:256]), tuple(ids[256:]), "random tokens", ""), checkpoint.spec)
     held: set[tuple[str, str]] = set()
