@@ -1,5 +1,5 @@
-"""GPT-NeoX (2204.06745) and Pythia (2304.01373): GPT-2 with ordinary linear layers, parallel blocks with two
-LayerNorms, RoPE on a quarter of each head instead of learned positions, and q, k and v fused head by head.
+"""GPT-NeoX (2204.06745) and Pythia (2304.01373): GPT-2 with ordinary linear layers, and parallel blocks with two
+LayerNorms. RoPE on a quarter of each head replaces learned positions, and q, k and v are fused head by head.
 
 Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 """

@@ -34,5 +34,5 @@ _YOUTU = _DECODER.architecture(
     LATENT_LEAVES,
     released="2025-12",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    irrelevant={**COMPUTED, "embedding_initializer_range": "training only"},
+    irrelevant={**COMPUTED, "pad_token_id": None, "embedding_initializer_range": "training only"},
 )
