@@ -41,7 +41,8 @@ _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
 """The most bytes of a file by the ending of its name; None for weights, whose size the listing has."""
 NO_HUB = "Check HF_ENDPOINT: this address is not a Hugging Face hub."
-WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
+_NO_NETWORK = "give a local folder, or a sample that needs no network, such as sample:gpt2."
+WAY_ON = f"Go online, or {_NO_NETWORK}"
 
 
 class NoConfig(InvalidInput):
@@ -301,7 +302,8 @@ class Repository:
         commit = about.commit_hash
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(
-                f"{self}: the server at HF_ENDPOINT does not say which commit of the repository it has", WAY_ON
+                f"{self}: the server at HF_ENDPOINT does not say which commit of the repository it has",
+                f"Check HF_ENDPOINT, or {_NO_NETWORK}",
             )
         self.commit = commit
 
@@ -460,7 +462,7 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
             raise Offline(
                 f"the download of {fetching} from {repository} was interrupted: {_reason(error)}",
-                "Complete files are kept: run the same command again to download the other files.",
+                "Complete files are kept, and the same command continues from there.",
             ) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, for which the library needs another package
@@ -474,7 +476,9 @@ def _reason(error: Exception) -> str:
 def _refused(repository: Repository, status: int, text: str = "", reason: str | None = None) -> GptkitError:
     """Return the error for an answer that is not a success."""
     if status >= 500 or status in (408, 429):
-        return Offline(f"{repository}: the hub answered with the HTTP status {status}. Try again later", WAY_ON)
+        return Offline(
+            f"{repository}: the hub answered with the HTTP status {status}", f"Try again later, or {_NO_NETWORK}"
+        )
     # The hub answers 401 for absent and for private repositories; only a bad token is different.
     unknown = status == 401 and "invalid credentials" not in text.lower()
     if unknown or status == 404:

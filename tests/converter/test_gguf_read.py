@@ -382,7 +382,7 @@ HEADERS = {
     "an overflow": (build(n=1, tensors=tensor(b"a", (2**62, 2**62))) + bytes(64), "truncated"),
     "an unknown element type": (build(n=1, tensors=tensor(b"a", (8,), 77)) + bytes(64), "unknown type 77"),
     "half a block": (build(n=1, tensors=tensor(b"a", (16,), 8)) + bytes(64), "Q8_0"),
-    "an odd offset": (build(n=1, tensors=tensor(b"a", (8,), 0, 8)) + bytes(96), "multiple of 32"),
+    "an odd offset": (build(n=1, tensors=tensor(b"a", (8,), 0, 8)) + bytes(96), "multiple of the alignment 32"),
     "a hole": (build(n=1, tensors=tensor(b"a", (8,), 0, 32)) + bytes(160), "unused bytes"),
     "an overlap": (build(n=2, tensors=tensor(b"a", (16,)) + tensor(b"b", (8,), 0, 32)) + bytes(160), "overlaps"),
     "a tensor twice": (build(n=2, tensors=tensor(b"a", (8,)) + tensor(b"a", (8,), 0, 32)) + bytes(160), "twice"),

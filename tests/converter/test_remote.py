@@ -179,8 +179,8 @@ def test_an_answer_that_leaves_the_size_open(hub: Hub) -> None:
     ("change", "message"),
     [
         ({"status": 403, "error_code": "GatedRepo"}, "gated"),
-        ({"status": 500}, "answered 500"),
-        ({"status": 429}, "answered 429"),
+        ({"status": 500}, "HTTP status 500"),
+        ({"status": 429}, "HTTP status 429"),
         ({"status": 401}, "no model"),
     ],
 )

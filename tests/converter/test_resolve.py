@@ -462,8 +462,8 @@ def test_repositories_that_are_not_there_or_not_for_us(hub: Hub) -> None:
         ("org/gated", "is gated", "hf auth login"),
         ("org/gone", "there is no model org/gone", "hf auth login"),
         ("org/absent", "there is no model org/absent", "hf auth login"),
-        ("org/banned", "refused .403", "hf auth whoami"),
-        ("org/token", "refused .401 Invalid credentials", "hf auth whoami"),
+        ("org/banned", "refused the request .403", "hf auth whoami"),
+        ("org/token", "refused the request .401 Invalid credentials", "hf auth whoami"),
         ("org/gguf", "has no config.json", "GGUF"),
     ):
         with pytest.raises(InvalidInput, match=message) as caught:
@@ -474,7 +474,7 @@ def test_repositories_that_are_not_there_or_not_for_us(hub: Hub) -> None:
 
 def test_a_failing_hub_is_as_good_as_none(hub: Hub) -> None:
     hub.repos["org/name"] = Repo(SINGLE, status=503)
-    with pytest.raises(Offline, match="answered 503"):
+    with pytest.raises(Offline, match="HTTP status 503"):
         resolve("org/name")
 
 
