@@ -153,13 +153,16 @@ class Attention(Mixer, Component, frozen=True):
     softmax: Literal["float32", "input"] = "float32"
     """The dtype of the softmax: at least fp32, or that of its input."""
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
-    """How scores are computed if no fused kernel does it. "float32": from q and k in at least fp32, with the scale
-    inside the product. "float32, then scaled": multiplied by the scale afterwards (GPT-J, GPT-Neo). "product": with the
-    scale inside, in the dtype of the input (GPT-NeoX-Japanese)."""
+    """How scores are computed if no fused kernel does it. "input": in the dtype of q and k, and scaled as `scaling`
+    says. "product": in this dtype, with the scale inside the product (GPT-NeoX-Japanese). "float32": in at least fp32,
+    with the scale inside the product. "float32, then scaled": in at least fp32, and multiplied by the scale afterwards
+    (GPT-J, GPT-Neo)."""
     kept: Literal["window", "all"] = "window"
-    """The tokens of a window that a cache contains: those still visible, or all, with weights of 0 (GPT-Neo)."""
+    """The tokens that the cache of a layer with a window contains. "window": only those in sight. "all": all tokens, of
+    which those out of sight have weights of 0 (GPT-Neo)."""
     lie: Literal["as cached", "as projected"] = "as cached"
-    """The memory layout of keys and values without a cache: head by head as in a cache, or as projected (MPT)."""
+    """The memory layout of keys and values without a cache: head by head as in a cache, or token by token as projected
+    (MPT)."""
     kernel: Literal["any", "eager"] = "any"
     """With "eager", scores are computed as a tensor whichever kernel is requested, because the family has no fused
     attention."""
@@ -207,7 +210,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_scores(self) -> None:
-        """Check the ways of rounding that some positions and shared heads do not allow."""
+        """Check that position biases and shared key heads support the way scores are computed."""
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "attention with position biases, such as ALiBi, must compute its scores in the dtype of the "
@@ -541,7 +544,7 @@ class Attention(Mixer, Component, frozen=True):
 
 
 def few_biased(heads: int) -> int:
-    """Return a smaller number of heads with the same kind of ALiBi slopes, which depends on powers of two."""
+    """Return the number of heads of a small copy. Like `heads`, it is a power of two or not, which ALiBi depends on."""
     return min(heads, 6 if heads & (heads - 1) else 4)
 
 
