@@ -140,8 +140,8 @@ class Attention(Mixer, Component, frozen=True):
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias."""
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
-    """Where the scale is applied: scores are multiplied by it or divided by its inverse, or "queries" are multiplied
-    before the product (OPT)."""
+    """How the scale is applied. "multiply": scores are multiplied by it. "divide": scores are divided by its inverse.
+    "queries": queries are multiplied by it before the product (OPT)."""
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     """When a key head is repeated for its query heads: after the cache ("repeat"), inside the matrix product
     ("broadcast"), or before positions are applied ("projection")."""
@@ -161,8 +161,8 @@ class Attention(Mixer, Component, frozen=True):
     """The tokens that the cache of a layer with a window contains. "window": only those in sight. "all": all tokens, of
     which those out of sight have weights of 0 (GPT-Neo)."""
     lie: Literal["as cached", "as projected"] = "as cached"
-    """The memory layout of keys and values without a cache: head by head as in a cache, or token by token as projected
-    (MPT)."""
+    """The memory layout of keys and values without a cache. "as cached": head by head, as in a cache. "as projected":
+    token by token (MPT)."""
     kernel: Literal["any", "eager"] = "any"
     """With "eager", scores are computed as a tensor whichever kernel is requested, because the family has no fused
     attention."""

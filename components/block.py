@@ -68,8 +68,8 @@ class Block(Component, frozen=True):
     altup: AlternatingUpdates | None = None
     """If set, there are several streams, and the sub-layers compute one of them."""
     sums: Literal["branches first", "stream first"] = "branches first"
-    """The order of additions in a parallel layer: outputs are added to each other and then to the stream, or one after
-    the other to the stream (StableLM). It changes only the rounding."""
+    """The order of additions in a parallel layer. "branches first": outputs are added to each other and then to the
+    stream. "stream first": outputs are added to the stream, one after the other (StableLM)."""
     wide: bool = False
     """Whether the stream is in at least fp32 after the layer. Norms before sub-layers read it in the model's dtype
     (Mamba)."""

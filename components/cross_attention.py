@@ -41,8 +41,8 @@ class CrossAttention(Mixer, Component, frozen=True):
     output_bias: bool = False
     """Whether the output projection has a bias."""
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
-    """Where the scale is applied: scores are multiplied by it or divided by its inverse, or "queries" are multiplied
-    before the product."""
+    """How the scale is applied. "multiply": scores are multiplied by it. "divide": scores are divided by its inverse.
+    "queries": queries are multiplied by it before the product."""
     softmax: Literal["float32", "input"] = "input"
     """The dtype of the softmax: at least fp32, or that of its input."""
 

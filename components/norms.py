@@ -82,8 +82,8 @@ class LayerNorm(Norm, Component, frozen=True):
     """The number of equal parts of a row. Every part is normalised separately, with its own part of the weight, as in
     StableLM's and Cohere's norms of every head."""
     cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
-    """How the norm is computed: by torch's kernel, by this kernel in at least fp32 (OLMo), or by separate operations in
-    at least fp32 (Cohere)."""
+    """How the norm is computed. "kernel": by torch's kernel, in the dtype of the input. "float32 kernel": by this
+    kernel, in at least fp32 (OLMo). "float32": by separate operations, in at least fp32 (Cohere)."""
     apart: bool = False
     """Whether the weights of the groups are separate tensors (StableLM)."""
 
