@@ -163,7 +163,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
         missing = wanted - layers
         raise SwapRefused(
             f"{wanted} layers cannot be kept, because the model has only {layers}",
-            f"--layers +{missing} adds {missing} layers.",
+            f"--layers +{missing} adds the missing layers.",
         )
     plain = (*range(wanted - 1), layers - 1) if wanted > 1 else (0,)
     if asked.approximate:

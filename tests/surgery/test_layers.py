@@ -110,7 +110,7 @@ def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Pat
         ("+0", UsageError, "layers to add must be a whole number of at least 1"),
         ("+99999", UsageError, "at most 10,000 can be added"),
         ("auto:0", UsageError, "at least 1"),
-        ("auto:4", SwapRefused, "4 layers cannot be kept, because the model has 3"),
+        ("auto:4", SwapRefused, "4 layers cannot be kept, because the model has only 3"),
         ("auto:2", UsageError, "needs a text to fit on"),
     ],
 )

@@ -276,7 +276,7 @@ def copy(plain: Path, tmp_path: Path) -> Path:
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({"r": 4}, "q_proj has rank 3, but adapter_config.json says 4"),
         ({"rank_pattern": {"(": 4}}, "'\\(' is not a valid regular expression"),
-        ({"rank_pattern": {"(.*)*x": 4}}, "matching '\\(\\.\\*\\)\\*x' takes more time"),
+        ({"rank_pattern": {"(.*)*x": 4}}, "matching the regular expression '\\(\\.\\*\\)\\*x' takes more time"),
         ({"alpha_pattern": {"q" * 5000: 4}}, "more than 4,096 characters"),
         ({"alpha_pattern": [3]}, "alpha_pattern is \\[3\\], expected an object"),
         ({"lora_alpha": "7"}, "lora_alpha of .* is '7', expected a number"),
