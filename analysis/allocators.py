@@ -49,12 +49,12 @@ def layers_of(spec: ModelSpec) -> Layers:
     layers: Counter[CachedLayer] = Counter()
     for block, number in Counter(spec.blocks).items():
         works = [work_of(operation) for operation in spec.block_operations(block)]
-        cached = [work for work in works if work.per_token]
+        cached = [work for work in works if work.cached_per_token]
         window = max((work.window for work in cached if work.window is not None), default=None)
         chunked = window is not None and any(work.chunked for work in works)
         state = sum(work.state for work in works)
         if cached or state:
-            layers[CachedLayer(sum(work.per_token for work in cached), window, chunked, state)] += number
+            layers[CachedLayer(sum(work.cached_per_token for work in cached), window, chunked, state)] += number
     return layers
 
 

@@ -36,17 +36,17 @@ CONTEXT = 2048  # the number of tokens for a tree that states no context
 class Work(msgspec.Struct, frozen=True):
     """The multiplications of one operation in matrix products, and the numbers that it caches."""
 
-    a_token: int = 0  # multiplications per token
-    a_pair: int = 0  # multiplications per pair of a token and one that it attends to
+    per_token: int = 0  # multiplications per token
+    per_pair: int = 0  # multiplications per pair of a token and one that it attends to
     window: int | None = None  # the number of tokens that a token attends to; None for all
     chunked: bool = False  # a token attends to its chunk of `window` tokens instead
     causal: bool = True  # a token does not attend to later ones
-    per_token: int = 0  # cached numbers per token within the window
+    cached_per_token: int = 0  # cached numbers per token within the window
     state: int = 0  # cached numbers for a sequence of any length
     repeats: int | None = 1  # how many times transformers caches them; None if it has no such cache
     wide: bool = False  # the cache is in fp32 or wider
     chunk: int = 0  # tokens per chunk, if a prefill computes in chunks
-    a_chunk: int = 0  # multiplications per chunk, in place of `a_token`; a partial chunk counts as one
+    per_chunk: int = 0  # multiplications per chunk, in place of `per_token`; a partial chunk counts as one
     spared: int = 0  # multiplications that the first chunk saves
     between: int = 0  # multiplications per pair of chunk states, the initial one included
     beyond: int = 0  # tokens computed after the end of a sequence, which is padded to be longer than this
@@ -55,7 +55,7 @@ class Work(msgspec.Struct, frozen=True):
 
     def numbers_after(self, context: int) -> int:
         """Return the cached numbers after `context` tokens. A window has one token less, for the next token."""
-        return self.per_token * (context if self.window is None else min(context, self.window - 1)) + self.state
+        return self.cached_per_token * (context if self.window is None else min(context, self.window - 1)) + self.state
 
     def bytes_after(self, context: int, size: int) -> int:
         """Return the cached bytes after `context` tokens, with `size` bytes per number."""
@@ -65,8 +65,8 @@ class Work(msgspec.Struct, frozen=True):
         """Return the multiplications for `tokens` tokens that are read at once, without pairs."""
         if self.chunk:
             chunks = -(-tokens // self.chunk)
-            return chunks * self.a_chunk - self.spared + (chunks + 1) ** 2 * self.between
-        return (max(tokens, self.beyond + 1) + self.beyond) * self.a_token if self.beyond else tokens * self.a_token
+            return chunks * self.per_chunk - self.spared + (chunks + 1) ** 2 * self.between
+        return (max(tokens, self.beyond + 1) + self.beyond) * self.per_token if self.beyond else tokens * self.per_token
 
 
 def work_of(operation: ops.AnyOperation) -> Work:
@@ -80,12 +80,12 @@ def work_of(operation: ops.AnyOperation) -> Work:
         case ops.Mix(window=window, chunked=chunked, causal=causal):
             return Work(0, operation.numbers(B=1, T=1), window, chunked, causal)
         case ops.CacheOperation(window=window, repeats=repeats, ours=ours):
-            per_token = operation.numbers(B=1, S=1)
-            return Work(window=window, per_token=per_token, repeats=None if ours else repeats, once=operation.once)
+            cached = operation.numbers(B=1, S=1)
+            return Work(window=window, cached_per_token=cached, repeats=None if ours else repeats, once=operation.once)
         case ops.Scan(state=state, theirs=theirs):
             numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
             copies = None if theirs is None else theirs // numbers
-            sizes: dict[str, Any] = {"chunk": chunk, "a_chunk": operation.chunk_products, "spared": operation.spared}
+            sizes: dict[str, Any] = {"chunk": chunk, "per_chunk": operation.chunk_products, "spared": operation.spared}
             sizes["between"] = operation.between
             again = operation.again or chunk > 0
             return Work(operation.products, state=numbers, repeats=copies, wide=operation.wide, again=again, **sizes)
@@ -144,7 +144,7 @@ def _products(all_works: _Works) -> Counter[str]:
     """Return the FLOPs of one token's products by component, without scores."""
     flops: Counter[str] = Counter()
     for operation, work, number in all_works:
-        flops[operation.row] += 0 if work.once else 2 * number * work.a_token
+        flops[operation.row] += 0 if work.once else 2 * number * work.per_token
     return flops
 
 
@@ -156,10 +156,10 @@ def _score_products(operation: ops.AnyOperation, work: Work, context: int) -> in
     the query or the output, and multiplies this by latents (DeepSeek-V2 2405.04434, section 2.1.2).
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
-        return work.a_pair * _in_sight(context, work.window, work.chunked, work.causal)
+        return work.per_pair * _in_sight(context, work.window, work.chunked, work.causal)
     seen, heads = _in_sight(context, operation.window), int(operation.shape[2])
-    outputs = work.a_token // operation.inputs_wide
-    return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - outputs))
+    outputs = work.per_token // operation.inputs_wide
+    return min((seen - 1) * work.per_token, seen * (heads * operation.inputs_wide - outputs))
 
 
 def windows(spec: ModelSpec) -> set[int]:
@@ -286,7 +286,7 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
         embedding=counted.embedding,
         context=length,
         flops=_in_order(flops),
-        cached=sum(work.per_token * number for _, work, number in all_works if not work.once),
+        cached=sum(work.cached_per_token * number for _, work, number in all_works if not work.once),
         cached_at_context=sum(work.numbers_after(length) * number for _, work, number in all_works),
         wide=sum(work.numbers_after(length) * number for _, work, number in all_works if work.wide),
     )
@@ -389,8 +389,8 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     for operation, work, number in _works_of_both(spec):
         products[operation.row] += 2 * batch * number * work.of_many(tokens)
         again += 2 * batch * number * work.of_many(tokens) if work.again else 0
-        dense += 2 * batch * number * work.a_pair * tokens * tokens
-        needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked, work.causal)
+        dense += 2 * batch * number * work.per_pair * tokens * tokens
+        needed += 2 * batch * number * work.per_pair * pairs_in_sight(tokens, work.window, work.chunked, work.causal)
     return Flops(tokens, batch, _in_order(products), dense, needed, again)
 
 
@@ -423,7 +423,7 @@ class CacheSize(Record):
     """The bytes of the KV cache for `batch` sequences of `context` tokens."""
 
     JSON = (
-        "context batch dtype bytes_a_token=a_token bytes=nbytes rolling_buffer_bytes=buffer"
+        "context batch dtype bytes_a_token=bytes_per_token bytes=nbytes rolling_buffer_bytes=buffer"
         " bytes_in_transformers=in_transformers bytes_in_vllm=in_vllm bytes_in_llama_cpp=in_llama_cpp"
         " bytes_of_states=states bytes_of_source=of_source"
     )
@@ -431,7 +431,7 @@ class CacheSize(Record):
     context: int
     batch: int
     dtype: str
-    a_token: int
+    bytes_per_token: int
     """The bytes that one more token of one sequence adds, over all layers and without windows."""
     nbytes: int
     """The bytes between the last token and the next."""
@@ -464,13 +464,15 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
     size, pairs = itemsize(dtype), [(work, number) for _, work, number in works(spec)]
     states = sum(work.bytes_after(0, size) * number for work, number in pairs)
     nbytes = sum(work.bytes_after(context, size) * number for work, number in pairs)
-    rolling = states + size * sum(work.per_token * _in_sight(context, work.window) * number for work, number in pairs)
+    rolling = states + size * sum(
+        work.cached_per_token * _in_sight(context, work.window) * number for work, number in pairs
+    )
     repeated = [work.repeats and work.bytes_after(context, size) * number * work.repeats for work, number in pairs]
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(work.per_token * number for work, number in pairs if not work.once),
+        bytes_per_token=size * sum(work.cached_per_token * number for work, number in pairs if not work.once),
         nbytes=batch * nbytes,
         buffer=batch * rolling,
         in_transformers=None if None in repeated else batch * sum(filter(None, repeated)),

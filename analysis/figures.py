@@ -102,7 +102,7 @@ class CostFigures:
     """The bytes by component. A sum of 4-bit weights is rounded up."""
     cache: tuple[CacheSize | None, ...] = ()
     """The cache at the contexts of `Scenario.kv`, or for `memory` at this one."""
-    a_token: int | None = None
+    bytes_per_token: int | None = None
     """The bytes that one token adds to the cache, whatever the table of positions."""
     token: Costs | None = None
     """The FLOPs of the next token after a cached context."""
@@ -180,7 +180,7 @@ def figures_of(spec: ModelSpec, asked: Scenario, context: int, family: str = "")
             counting.cache_bytes(spec, length, cached, batch) if fits(spec, length) else None for length in contexts
         ]
         figures["cache"] = tuple(size and allocated(spec, size, family) for size in sizes)
-        figures["a_token"] = counting.cache_bytes(spec, 1, cached).a_token
+        figures["bytes_per_token"] = counting.cache_bytes(spec, 1, cached).bytes_per_token
     if asked.explain:
         from .explain import explain
 

@@ -173,7 +173,7 @@ def cache_chart(
     for (name, spec), end in zip(models, ends, strict=True):
         sizes = [abbreviated_bytes(cache_bytes(spec, n, dtype, batch).nbytes) if n <= end else "–" for n in lengths]
         last = cache_bytes(spec, end, dtype, batch)
-        rows.append((name, f"{last.a_token:,} B", *sizes, f"{end:,}", abbreviated_bytes(last.nbytes)))
+        rows.append((name, f"{last.bytes_per_token:,} B", *sizes, f"{end:,}", abbreviated_bytes(last.nbytes)))
     headings = ("per token", *(f"at {n:,}" for n in lengths), "longest context", "there")
     columns = (("model", False), *((heading, True) for heading in headings))
     table = Table("Key-value cache as a table", columns, tuple(rows), folded=True)

@@ -145,7 +145,7 @@ def _cache(models: Sequence[_Costed], asked: Scenario, compared: bool) -> Sheet:
         notes.append("With an encoder, the cache also has keys and values of a source with as many tokens.")
     for name, _, figures in models:
         sizes = [size for size in figures.cache if size is not None]
-        cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
+        cells = {} if figures.bytes_per_token is None else {_PER_TOKEN: figures.bytes_per_token}
         cells |= {_STATES: sizes[0].states} if sizes and sizes[0].states else {}
         cells |= {_sequences(asked.batch, size.context): size.nbytes for size in sizes}
         cells |= {f"of which the source's {size.context:,}": size.of_source for size in sizes if size.of_source}
@@ -157,14 +157,14 @@ def _cache(models: Sequence[_Costed], asked: Scenario, compared: bool) -> Sheet:
     return _sheet(f"KV cache, {asked.cached}", _alone(columns[0][1]) if len(models) == 1 else columns, compared, notes)
 
 
-_A_TOKEN = "per token"
+_PER_TOKEN = "per token"
 _STATES = "states, for any length"
 
 
 def _alone(sizes: Mapping[str, int]) -> list[_Column]:
 
     def exact(label: str, nbytes: int) -> str:
-        return whole_bytes(nbytes) if label == _A_TOKEN else decimal_bytes(nbytes)
+        return whole_bytes(nbytes) if label == _PER_TOKEN else decimal_bytes(nbytes)
 
     return [("bytes", sizes, exact), ("in KiB, GiB", sizes, lambda label, nbytes: binary_bytes(nbytes))]
 
@@ -174,8 +174,10 @@ def named_cache(model: ModelCount) -> list[Sheet]:
     sizes = model.named.cache if model.named is not None else ()
     if not sizes:
         return []
-    cells = {_A_TOKEN: sizes[0].a_token} | {_sequences(size.batch, size.context): size.nbytes for size in sizes}
-    windowed = any(size.nbytes < size.a_token * size.batch * size.context for size in sizes)
+    cells = {_PER_TOKEN: sizes[0].bytes_per_token} | {
+        _sequences(size.batch, size.context): size.nbytes for size in sizes
+    }
+    windowed = any(size.nbytes < size.bytes_per_token * size.batch * size.context for size in sizes)
     note = ["From config.json alone: kinds of layers, heads, windows, ranks of latents and sizes of states."]
     return [_sheet(f"KV cache, {sizes[0].dtype}", _alone(cells), False, note), _allocated(model.name, windowed, sizes)]
 

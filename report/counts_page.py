@@ -32,7 +32,7 @@ def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> 
         facts += [("used per token", f"{active:,}")] if active != count.total else []
         facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
         facts += [("context", describe(spec)["context"])]
-        cached = abbreviated_bytes(cache_bytes(spec, 1, asked.cached).a_token)
+        cached = abbreviated_bytes(cache_bytes(spec, 1, asked.cached).bytes_per_token)
         facts += [(f"KV cache per token, {asked.cached}", cached)]
         subtitle = f"{model.family or 'unknown family'}, {abbreviated(count.total)} parameters"
         sections = [

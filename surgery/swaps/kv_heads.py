@@ -309,7 +309,7 @@ OPTIONS = (
             "mla:": (
                 "numbers that a token leaves in a layer's cache",
                 lambda spec: {
-                    sum(work_of(operation).per_token for operation in spec.block_operations(b))
+                    sum(work_of(operation).cached_per_token for operation in spec.block_operations(b))
                     for b in set(spec.blocks)
                 },
             ),

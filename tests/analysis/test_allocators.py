@@ -119,7 +119,7 @@ def test_every_family_is_told_or_known_not_to_be(name: str) -> None:
     family = architecture_of(config)
     spec = family.spec(config)
     layers = layers_of(spec)
-    left = sum(work.per_token * number for _, work, number in works(spec))
+    left = sum(work.cached_per_token * number for _, work, number in works(spec))
     assert sum(layer.per_token * number for layer, number in layers.items()) == left
     found = allocated(spec, cache_bytes(spec, 16), family.name)
     assert found.in_llama_cpp in (None, left * 2 * 256)

@@ -385,7 +385,7 @@ def test_windows_roll() -> None:
     a_token = sizes[0].nbytes
     assert [size.nbytes // a_token for size in sizes] == [1, 15, 15, 15, 15]
     assert [size.buffer // a_token for size in sizes] == [1, 15, 16, 16, 16]
-    assert a_token == sizes[0].a_token == cache_bytes(spec, 1, "fp8").nbytes * 2
+    assert a_token == sizes[0].bytes_per_token == cache_bytes(spec, 1, "fp8").nbytes * 2
     assert preset("mistral-7b").blocks[0].attention.window == 4096
     # The published figure: windows of 4,096 tokens of 128 KiB.
     assert cache_bytes(preset("mistral-7b"), 32768).buffer == 4096 * 131_072

@@ -178,7 +178,7 @@ def test_a_state_does_not_grow() -> None:
         found = cache_bytes(SPEC, context, "float32", 3)
         assert found.nbytes == cache_bytes(others, context, "float32", 3).nbytes + 3 * layers * WIDTH * 4
         assert found.in_transformers is None
-    assert cache_bytes(SPEC, 9).a_token == cache_bytes(others, 9).a_token
+    assert cache_bytes(SPEC, 9).bytes_per_token == cache_bytes(others, 9).bytes_per_token
     alone = replace(SPEC, blocks=SPEC.blocks[:1])
     assert costs(alone, 10).flops == costs(alone, 10_000).flops
     assert cache_bytes(alone, 10).nbytes == cache_bytes(alone, 10_000).nbytes == WIDTH * 2

@@ -104,7 +104,7 @@ def test_the_cache_is_as_large_as_told(variant: Variant) -> None:
 
     found = cache_bytes(spec, 9, "float32", 2)
     assert found.of_source == size(past.cross_attention_cache)
-    assert found.nbytes - found.of_source == size(past.self_attention_cache) == 2 * 9 * found.a_token
+    assert found.nbytes - found.of_source == size(past.self_attention_cache) == 2 * 9 * found.bytes_per_token
     assert found.in_transformers == found.nbytes
     assert costs(spec, 9).cached_at_context == found.nbytes // 8
 

@@ -145,7 +145,7 @@ def test_nothing_is_saved_by_a_mask_and_nothing_is_cached() -> None:
     spec = spec_of(CONFIGS["bert"])
     flops = forward_flops(spec, 64)
     assert flops.needed_scores == flops.scores
-    assert cache_bytes(spec, 64).nbytes == cache_bytes(spec, 64).a_token == 0
+    assert cache_bytes(spec, 64).nbytes == cache_bytes(spec, 64).bytes_per_token == 0
 
 
 @pytest.mark.parametrize(
