@@ -48,9 +48,9 @@ COLUMNS = (
 MARKS = "<!-- seven changes -->", "<!-- end of seven changes -->"
 PAGE = """
 The table shows seven changes of `sample:gpt2`, a small trained GPT-2 that comes with gptkit ({parameters:,}
-parameters), before and after healing on a play that also comes with gptkit. A run has {tokens:,} tokens, which is the
-text several times over, and every row has {seeds} seeds. The learning rate is {rate}. The last twentieth of the text is
-not used for training, only for these figures.
+parameters), before and after healing. The training text is a theatre play that also comes with gptkit. A run has
+{tokens:,} tokens, which is the text several times over, and every row has {seeds} seeds. The learning rate is {rate}.
+The last twentieth of the text is not used for training. The figures in the table are measured on it.
 
 KL is the KL divergence of the changed model's predictions from the original's, in nats per token. *Recovered* is the
 share of this divergence that healing removes. The changes were made by swaps in their plain form (`--approximate`),

@@ -32,7 +32,7 @@ def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) 
     """Return the record that replaces a latent attention."""
     position = attention.position
     if not isinstance(position, Rotary):
-        hint = "Use --position rope:neutral before --attention mla:full."
+        hint = "Put --position rope:neutral before --attention mla:full, because swaps are applied in their order."
         raise SwapRefused(f"layer {layer} has no RoPE, which DeepSeek's latent attention needs", hint)
     form = replace(attention, rope_heads=1, position=_widened(layer, position, attention.rope_heads, context))
     form = replace(form, fused=True, gathered=position.pairs == "adjacent")

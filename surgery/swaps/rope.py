@@ -237,7 +237,7 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer, rotary in layers.items():
         attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
         if isinstance(attention, LatentAttention):
-            hint = "Use --rotary-dim before --attention mla."
+            hint = "Put --rotary-dim before --attention mla, because swaps are applied in their order."
             raise SwapRefused(
                 f"layer {layer} has latent attention with separate rotary keys, which this swap does not support", hint
             )

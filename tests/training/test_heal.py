@@ -260,7 +260,7 @@ def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
 
     for options, why in (
         ({"trained": "everything"}, "--train must be all, changed, norms or lora:RANK, not 'everything'"),
-        ({"trained": "lora:0"}, "not 'lora:0'(.|\n)*RANK must be 1 or more"),
+        ({"trained": "lora:0"}, "not 'lora:0'(.|\n)*a whole number of 1 or more"),
         ({"trained": "lora:10000"}, "lora:10000: the rank must not be larger"),
         ({"seeds": 0}, "seeds must be 1 or more"),
         ({"beside": "ceiling"}, "beside must be .*, not 'ceiling'"),
