@@ -57,7 +57,10 @@ def rank_of(what: str) -> int:
     match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
     if match is None and what not in CHOICES[:-1]:
         choices = f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}"
-        raise UsageError(f"--train must be {choices}, not {shown(what, 40)}", "In lora:RANK, RANK is the rank of the updates, a whole number of 1 or more, as in lora:8.")
+        raise UsageError(
+            f"--train must be {choices}, not {shown(what, 40)}",
+            "In lora:RANK, RANK is the rank of the updates, a whole number of 1 or more, as in lora:8.",
+        )
     return 0 if match is None else int(match[1])
 
 

@@ -83,7 +83,8 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
             return replace(now, scaling=NEUTRAL) if neutral else turning
         if isinstance(attention, LatentAttention):
             reason = f"the keys of layer {layer} come from a latent, so they cannot take RoPE"
-            raise SwapRefused(reason, "Swap to RoPE first, while the keys are still matrices: put --position rope before --attention mla.")
+            hint = "Swap to RoPE first, while the keys are still matrices: put --position rope before --attention mla."
+            raise SwapRefused(reason, hint)
         if attention.head_dim % 2:
             raise SwapRefused(
                 f"RoPE rotates pairs of dimensions, but the head dimension of layer {layer} is "
