@@ -162,7 +162,7 @@ class MixingActivations(msgspec.Struct, frozen=True):
         return int(self.mix.shape[-1])
 
     def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
-        """Return how scores are computed: "fused", "unfused" or "eager".
+        """Return the way in which scores are computed: "fused", "unfused" or "eager".
 
         "fused" is a kernel that saves no scores, and "unfused" is torch's fallback, in fp32 or wider. "eager" is
         gptkit's own code, also under "sdpa" for a cap, sinks, a bias outside the scale, and scores marked `written`.
@@ -218,7 +218,7 @@ def mixings(program: Iterable[ops.AnyOperation]) -> list[MixingActivations]:
 
 
 def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[str]:
-    """Return how a program's scores are computed (see `MixingActivations.way`); empty if it has no attention."""
+    """Return the ways in which a program computes scores (see `MixingActivations.way`), none without attention."""
     return {mixing.way(kernel) for mixing in mixings(program)}
 
 

@@ -220,7 +220,7 @@ def _references() -> Iterator[tuple[int, str]]:
 
 
 def _references_in(table: DecoderFamily, place: str) -> Iterator[tuple[int, str]]:
-    """Yield the same for the values in the table of one family."""
+    """Yield the ids and places for the table of one family."""
     plain = (str, int, float, bool, tuple, list, type(None), type)
     for part in ("layers", "recurrent", "mixtures", "written", "norms"):
         yield id(getattr(table, part)), f"{place}.{part}"

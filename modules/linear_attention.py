@@ -100,7 +100,7 @@ def _features(x: Tensor) -> Tensor:
 
 
 def _read_state(q: Tensor, state: Tensor) -> Tensor:
-    """Return what queries (B, H, T, d) read from a state (B, KV, features, d + 1): (B, H, T, d + 1)."""
+    """Multiply the features of queries (B, H, T, d) by a state (B, KV, features, d + 1). Return (B, H, T, d + 1)."""
     asked = torch.unflatten(_features(q), 1, (state.shape[1], -1))
     return (asked @ state[:, :, None]).flatten(1, 2)
 

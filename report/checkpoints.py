@@ -120,7 +120,7 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
 
 
 def conversion_lines(conversion: Conversion) -> list[str]:
-    """Return what a conversion wrote or would write."""
+    """Return lines on the files that a conversion wrote or would write."""
     source, plan, transferred = conversion.source, conversion.plan, conversion.transferred
     wrote, family = "wrote" if conversion.published else "would write", source.origin.family or "a model"
     size = f"{plan.tensors} tensors in {counted(len(plan.shards), 'file')}, {rounded_bytes(plan.nbytes)}"

@@ -313,7 +313,7 @@ def _explained(models: Sequence[_Costed]) -> list[Sheet]:
 
 
 def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
-    """Return what fits on the GPU, with a row per dtype. Several models get only their longest context."""
+    """Return the contexts and batches that fit on the GPU, by dtype. Several models get only their longest context."""
     fitting = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not fitting or asked.gpu is None:
         return Sheet("", (), ())

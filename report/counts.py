@@ -200,7 +200,7 @@ def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> Rende
 
 
 def _component_words(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
-    """Return what a component is, for instance the shape of its matrix. `words` describe the model."""
+    """Return a description of a component, such as the shape of its matrix. `words` describe the model."""
     spec = model.spec
     ends = spec.embedding if label == "embedding" else spec.head
     width = None if ends is None else ends.width

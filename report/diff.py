@@ -75,7 +75,7 @@ def verdict(diff: Diff) -> str:
 
 
 def readings(diff: Diff) -> list[str]:
-    """Return what the figures mean, in sentences."""
+    """Return sentences that explain the figures."""
     lines = []
     if not diff.same:
         lines.append(
@@ -127,7 +127,7 @@ def _rank_readings(diff: Diff) -> list[str]:
 
 
 def _row_readings(tensor: TensorDiff) -> list[str]:
-    """Return which rows changed, for tables and heads of which few rows changed, or which have a new number of rows."""
+    """Return sentences on the changed rows of tables and heads, if few rows changed or their number did."""
     figures, tables = tensor.figures, ("embedding.w", "positions.", "head.")
     if figures is None or any(figures.not_finite) or not tensor.name.startswith(tables):
         return []

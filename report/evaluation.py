@@ -78,7 +78,7 @@ def _difference(evaluation: Evaluation) -> list[str]:
 
 
 def _data_words(evaluation: Evaluation) -> str:
-    """Return how large the text is, and how it was cut into windows."""
+    """Return words for the size of the text, and for its windows."""
     score, stride = evaluation.score, evaluation.stride
     starts = "" if stride == evaluation.context else f", one starting every {stride:,} tokens"
     return (

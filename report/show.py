@@ -95,7 +95,7 @@ def _paths(graph: Structure, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
 
 
 def named_json(model: ModelCount) -> dict[str, Any]:
-    """Return the same for a model of an unknown family. It has no path: names do not say what is computed."""
+    """Return the tree of a model of an unknown family as plain JSON values. Names do not determine paths."""
     assert model.named is not None
     tree = tree_json(model.named)
     return {**_head(model), "by_names": model.named.source, "total": model.named.count.total, "tree": tree}

@@ -53,7 +53,7 @@ class Node(Record):
     detail: str = ""
     formula: str = ""
     weights: tuple[tuple[str, Shape], ...] = ()  # the module's own
-    copies: int = 1  # the number of equal modules, of which each token uses some: the experts
+    copies: int = 1  # the number of equal modules: the experts, of which a token uses some
     residual: str | None = None  # the input that went past a branch
     choice: str | None = None  # the input that says which experts a token uses
     tied: str | None = None  # the module whose weight it uses

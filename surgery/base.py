@@ -321,7 +321,7 @@ def taken(name: str, index: Index, axis: int = 0) -> Moved:
 
 
 def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
-    """Return the same as `taken`, multiplied by a factor; a factor of 1 only moves the values."""
+    """Return the tensor of `taken`, multiplied by a factor. A factor of 1 only moves the values."""
     if factor == 1.0:
         return taken(name, index, axis)
     return Computed(lambda model: gather(model.wide(name), index, axis) * factor)

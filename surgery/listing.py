@@ -74,10 +74,10 @@ class Listing:
 
 
 def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
-    """Yield the values to try: a swap's examples for a model, or else its form if that is a value by itself.
+    """Yield the values to try: a swap's examples for a model, or else its form if that is a complete value.
 
-    A form such as "silu:2" is no value to try. The form of a swap that does not know the model's components is tried,
-    so that it can give its reason.
+    A form such as "silu:2" is not tried. The form of a swap that does not know the model's components is tried, so that
+    it can give its reason.
     """
     try:
         examples = list(dict.fromkeys(swap.examples(spec)))

@@ -119,7 +119,7 @@ class OnText:
     def compare(
         self, after: Tree, promise: Promise = _EVERYTHING, progress: Callable[[int], None] | None = None
     ) -> dict[str, Any] | None:
-        """Return the same as `measure_text`."""
+        """Compare another model with this one; see `measure_text`."""
         scope = Scope(self.before.spec, after.spec, promise.tokens, promise.length)
         compared = []
         for windows in scope.groups(self.text):
@@ -152,7 +152,7 @@ def _flat(batches: Sequence[torch.Tensor]) -> torch.Tensor:
 def affordable(
     batches: Sequence[ProbeBatch], before: ModelSpec, after: ModelSpec
 ) -> tuple[list[ProbeBatch], tuple[str, ...]]:
-    """Return as many of the probe's batches as the size of the models allows, and a note on the others.
+    """Return the probe's batches that the size of the models allows, and a note on the others.
 
     Batches past a limit come first, then one with padding, then the others by their value for their length.
     """

@@ -58,7 +58,7 @@ class CalibrationText:
         return replace(self, fitted=fitted, held_out=held_out, choosing=choosing)
 
     def cut(self, tokens: int | None) -> CalibrationText:
-        """Return the same text with its first `tokens` for the fit, or all of them."""
+        """Return the text with only the first `tokens` tokens for the fit, or with all of them if it is None."""
         return replace(self, fitted=self.fitted[:tokens])
 
 
@@ -198,7 +198,7 @@ class CalibrationLayer:
         return run_block(self.module, self.x, self.context)[0]
 
     def run(self, *watched: str) -> _Run:
-        """Return the same as `run_block`."""
+        """Run the block; see `run_block`. The output is stored."""
         output, activations = run_block(self.module, self.x, self.context, *watched)
         self.__dict__.setdefault("output", output)
         return output, activations

@@ -39,7 +39,7 @@ class Dropping:
 
 
 def drop(model: Model, calibration: Calibration, plain: Layers) -> Dropping:
-    """Return the layers to keep, as many as `plain` has.
+    """Choose the layers to keep. Their number is that of `plain`.
 
     The candidates are the result of the greedy search, the layers with the most block influence, and `plain`: all
     layers except the last ones before the final layer. The candidate with the least KL on the text wins.

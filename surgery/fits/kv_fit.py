@@ -309,7 +309,7 @@ class _LayerFit:
         return scores, torch.softmax(torch.cat((biased, column), dim=-1), dim=-1)[..., :-1]
 
     def _groups(self, new: int) -> Groups:
-        """Return which old heads become one.
+        """Return the groups of old heads that become one head.
 
         Neighbours are grouped if a slope or sink belongs to a head's place, or if a search would take too long.
         """

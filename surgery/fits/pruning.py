@@ -85,7 +85,7 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, 
 
 
 def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, Wide]:
-    """Return which `size` of the first `units` inputs stay, and W [out, n] refitted to them."""
+    """Return the `size` inputs that stay, of the first `units`, and W [out, n] refitted to them."""
     rest = np.arange(units, old.shape[1])
 
     def at_once(moments: Wide, ridge: float) -> Index:
@@ -176,7 +176,7 @@ def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, i
 def _needed_heads(
     old: Wide, rows: Wide, size: int, attention: Grouped, remaining: Callable[..., list[int]]
 ) -> tuple[HeadChoice, Wide]:
-    """Return which heads of `size` elements stay, and o_proj [hidden, n] refitted to them on its inputs [tokens, n].
+    """Return the heads of `size` elements that stay, and o_proj [hidden, n] refitted to them on its inputs [tokens, n].
 
     `remaining` returns the heads that stay for a function of their costs.
     """

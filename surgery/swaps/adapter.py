@@ -216,7 +216,7 @@ def without_wrappers(module: str) -> str:
 
 
 def wrappers(module: str) -> int:
-    """Return how many of peft's wrappers stand around the one that a module's name leads to."""
+    """Return the number of peft's wrappers in a module's name."""
     return (len(module) - len(without_wrappers(module))) // len(_WRAPPER)
 
 

@@ -289,7 +289,7 @@ def _kind(name: str) -> str:
 
 
 def _hint(adapter: Adapter, changes: Mapping[str, Change] | None = None) -> str | None:
-    """Return how the model gets rows for the adapter's tokens, or else the model that the adapter was trained on."""
+    """Return a hint: to add rows for the adapter's tokens first, or else the model that the adapter was trained on."""
     for change in (changes or {}).values():
         if change.leaf.shared[0] in (EMBEDDING, HEAD) and change.stands_in is not None:
             tokens, now = adapter.shape(change.stands_in)[0], change.leaf.shape[0]

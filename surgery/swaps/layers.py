@@ -149,7 +149,7 @@ def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, 
 
 
 def _dropping(calibration: Calibration, plain: tuple[int, ...], model: Model) -> Dropping:
-    """Return the search result for the layers of a model to keep, as many as in `plain`."""
+    """Search for the layers of a model to keep. Their number is that of `plain`."""
     from ..fits.dropping import drop
 
     return drop(model, calibration, plain)

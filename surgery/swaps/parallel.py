@@ -118,7 +118,7 @@ def _rearranged(
     to: str,
     note: str | None,
 ) -> Swapped:
-    """Return the model with these blocks, of which `changed` get another order."""
+    """Return the model with these blocks. The layers `changed` get another order."""
     lossy = [layer for layer in changed if not _same_either_way(spec, asked, layer)]
     why = f"{in_words(lossy)}: the feed-forward reads a different input, because both branches write" if lossy else None
     summary = {"to": to, "layers": changed, "exact_layers": [layer for layer in changed if layer not in lossy]}

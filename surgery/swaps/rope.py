@@ -330,11 +330,11 @@ def _part_order(rotary: Rotary, pairs: Index, head_dim: int) -> Index:
 
 
 def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, pairs: Index) -> bool:
-    """Return whether dropped pairs affect a score: neither their queries nor their keys are zero."""
+    """Return whether dropped pairs affect a score, that is, whether a pair has queries and keys that are not zero."""
     first, second = pair_elements(rotary.dim, rotary.pairs)
 
     def sizes(side: Literal["q", "k"]) -> np.ndarray:
-        """Return the largest weight of each pair, by key-value head. A norm that subtracts a mean makes all matter."""
+        """Return the largest weights of the pairs, by key-value head. With a norm that subtracts a mean, all matter."""
         heads, norm = (attention.heads, attention.q_norm) if side == "q" else (attention.kv_heads, attention.k_norm)
         total = np.full((heads, rotary.dim // 2), float(norm is not None and norm.centred))
 

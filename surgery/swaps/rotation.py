@@ -35,7 +35,7 @@ def is_neutral(rotary: Rotary) -> bool:
 
 
 def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
-    """Return those of these layers that have rotary positions."""
+    """Select the layers that have rotary positions."""
     positions = {layer: spec.blocks[layer].attention.position for layer in layers}
     return {layer: position for layer, position in positions.items() if isinstance(position, Rotary)}
 
