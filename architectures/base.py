@@ -235,8 +235,8 @@ class Architecture:
     """The month or year of the first published weights ("2023-02"). Of several families for a tree, the oldest
     counts."""
     base_class: str = ""
-    """The transformers class of trees without a head, whose tensor names in files lack `prefix`. Empty: there is
-    none."""
+    """The transformers class of trees without a head, or "" if there is none. Tensor names in its files lack
+    `prefix`."""
     optional: tuple[str, ...] = ()
     """Parts of a tree that config.json does not mention and files may lack."""
     own_head: Callable[[ModelSpec], bool] = lambda spec: False
@@ -287,17 +287,17 @@ class Architecture:
     """Config fields that change nothing, with the reason, besides the common ones. None: this family reads a field that
     is commonly irrelevant."""
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
-    """Config fields whose harmless values are listed, with the reason for refusing others. "inner.name" is the field
+    """Config fields with their harmless values, and the reason for refusing other values. "inner.name" is the field
     `name` of the object `inner`. None: this family accepts a field that is commonly refused."""
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
-    """Returns transformers' attention paths that compute a tree correctly: all, unless `reference_quirk` says why."""
+    """Returns the attention paths of transformers that compute a tree correctly. By default, these are all paths."""
     reference_quirk: str = ""
     """Why `reference` leaves out a path."""
     wrong_batches: tuple[Literal["padding", "steps"], ...] = ()
     """The kinds of batch for which transformers' class computes wrong logits, so that gptkit does not compare them:
     "padding" before some texts, which the class reads as tokens, or "steps" of one token per text."""
     bounded: bool = False
-    """Whether transformers' class accepts at most as many tokens as the context, although the tree would accept
+    """Whether transformers' class accepts no more tokens than the context length, although the tree could compute
     more."""
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
     """Returns the tensors of a tree that transformers' class multiplies before it computes, with the factors."""

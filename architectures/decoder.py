@@ -97,7 +97,7 @@ class DecoderFamily:
     sized: Callable[[Random, Config], Config] = lambda _chosen, _sizes: {}
     """Returns drawn sizes, by role, that replace those of `draw_sizes`."""
     together: tuple[str, ...] = ()
-    """Config fields of which transformers needs the same value."""
+    """Config fields that must have the same value in transformers."""
     whole_heads: bool = False
     """Whether transformers' config class refuses a hidden size that the number of heads does not divide, even if the
     config states a head_dim."""
@@ -348,9 +348,9 @@ class DecoderFamily:
         for lens in (self.layers, self.recurrent):
             fields |= {} if lens is None else lens.put(spec)
         if len({fields[name] for name in self.together}) > 1:
-            said = " and ".join(f"{name} = {fields[name]}" for name in self.together)
+            needed = " and ".join(f"{name} = {fields[name]}" for name in self.together)
             raise CannotExpress(
-                f"transformers needs the same value for these config fields, but the model needs {said}"
+                f"transformers needs the same value for these config fields, but the model needs {needed}"
             )
         return {**fields, **self.written(spec)}
 

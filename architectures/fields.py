@@ -115,7 +115,7 @@ def size(role: str, default: int, *values: int) -> Field:
 
 
 def constant(role: str, value: Any, why: str) -> Field:
-    """Return a field that has only one value. `why` says what transformers does with others, for the error message."""
+    """Return a field that has only one legal value. `why` is the reason for refusing others, for the error message."""
 
     def read(config: ConfigReader, name: str, default: Any) -> Any:
         stated = config.raw(name, default)
@@ -307,7 +307,7 @@ LAYER_NORM_EPS = {"rms_norm_eps": "layer_norm_eps"}
 BIASED = dict.fromkeys(
     ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
 )
-"""`DecoderFamily.fixed` of families whose linears in layers all have biases."""
+"""`DecoderFamily.fixed` of families in which all linears of the layers have biases."""
 
 
 PRE = ("attention_norm", "feed_forward_norm")  # `DecoderFamily.norms` of blocks with a norm before every sub-layer

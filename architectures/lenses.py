@@ -243,7 +243,7 @@ def rope_by_base(windows: Lens) -> Lens:
 
 @dataclass(frozen=True)
 class Places:
-    """The config fields of which layers have attention, in both directions. Other layers have another mixer."""
+    """Config fields that determine which layers have attention, in both directions. Others have another mixer."""
 
     get: Callable[[ConfigReader, int], Sequence[bool]]
     """`get(config, layers)` returns for every layer whether it has attention."""
@@ -302,7 +302,7 @@ def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[boo
 
 
 def _require_types(config: ConfigReader, with_attention: Sequence[bool], other: str, by: str) -> None:
-    """Raise ConfigError if `layer_types` is stated and differs from the places that the fields `by` say."""
+    """Raise ConfigError if `layer_types` is stated and has attention in other layers. `by` names the deciding fields."""
     types = ["full_attention" if has_attention else other for has_attention in with_attention]
     if config.kinds_of_layers() not in (None, types):
         raise config.fail("layer_types", config.raw("layer_types"), f"the layer types that follow from {by}")

@@ -36,11 +36,11 @@ def _activation(config: ConfigReader, name: str, default: str) -> Any:
 
     After "gated-", gelu means its tanh approximation.
     """
-    said = config.string(name, default)
-    gated, _, function = said.rpartition("-")
-    usual = "gelu_new" if said == "gated-gelu" else function
+    stated = config.string(name, default)
+    gated, _, function = stated.rpartition("-")
+    usual = "gelu_new" if stated == "gated-gelu" else function
     if gated not in ("", "gated"):
-        raise config.fail(name, said, "the name of an activation, with or without the prefix gated-")
+        raise config.fail(name, stated, "the name of an activation, with or without the prefix gated-")
     return config.choice("dense_act_fn", usual, ACTIVATIONS)
 
 
