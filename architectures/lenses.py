@@ -302,7 +302,7 @@ def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[boo
 
 
 def _require_types(config: ConfigReader, with_attention: Sequence[bool], other: str, by: str) -> None:
-    """Raise ConfigError if `layer_types` is stated and has attention in other layers. `by` names the deciding fields."""
+    """Raise ConfigError if `layer_types` is stated and has attention in other layers. `by` names the other fields."""
     types = ["full_attention" if has_attention else other for has_attention in with_attention]
     if config.kinds_of_layers() not in (None, types):
         raise config.fail("layer_types", config.raw("layer_types"), f"the layer types that follow from {by}")
