@@ -526,7 +526,7 @@ class Turns:
             self._begin()
         return next(self.given)
 
-    def goes_on(self, run: Progress) -> bool:
+    def continues(self, run: Progress) -> bool:
         """Whether there is another step; ends the last block."""
         if run.step < self.steps:
             return True
@@ -570,7 +570,7 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
         teacher = load_random(spec, "float32", seed=1, device=bench.device).requires_grad_(False)
         loss = distilled(torch.compile(teacher) if compiled else teacher)  # type: ignore[arg-type]
         # As a healing has it: with the average of the last steps, which needs a held-out text.
-        how = {"keep_best": True, "held_out": turns.drawn(), "begun": 0.0}
+        how = {"keep_best": True, "held_out": turns.drawn(), "start_loss": 0.0}
     settings = Settings(
         windows, size.context, turns.steps + 1, rate=1e-4, every=turns.steps + 1, dtype="bfloat16", compiled=compiled,
         averaged=heals,
@@ -580,7 +580,7 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
         try:
             store = Store(Path(folder), alone)
             fit(
-                model, turns.batches, settings=settings, group=alone, store=store, loss=loss, goes_on=turns.goes_on,
+                model, turns.batches, settings=settings, group=alone, store=store, loss=loss, continues=turns.continues,
                 **{"held_out": None, **how},
             )  # fmt: skip
         except Abandoned:

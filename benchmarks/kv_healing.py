@@ -115,7 +115,7 @@ def run(model: Path, folder: Path, options: Any) -> str:
         start = started(str(model), form, own, folder / "fit.txt", TOKENS)
         fitted = time.process_time() - began
         done = timed.heal(start, options.short, False)
-        before, after = done.start, done.healed.held[0]
+        before, after = done.start, done.healed.runs[0]
         figures = (f"{each.kl:.3f} | {each.perplexity:.2f}" for each in (before, after))
         rows.append(f"| {form} | {' | '.join(figures)} |")
         print(rows[-1], flush=True)
@@ -125,7 +125,7 @@ def run(model: Path, folder: Path, options: Any) -> str:
     begin, end = MARKS
     return PAGE.format(
         begin=begin, end=end, rate=options.rate, short=options.short, starts="\n".join(rows), tokens=done.tokens,
-        original=done.original, start=done.start, healed=done.healed.held[0], control=done.control.held[0],
+        original=done.original, start=done.start, healed=done.healed.runs[0], control=done.control.runs[0],
         fitted=fitted, taken=timed.behind - began,
     )  # fmt: skip
 

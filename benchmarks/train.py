@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from gptkit.architectures import architecture_of
 from gptkit.modules.decoder import Decoder
 from gptkit.modules.load import load_random
-from gptkit.training.ablate import Result, paired
+from gptkit.training.ablate import RunResult, paired
 from gptkit.training.data import Stretch, TokenFile, Windows, tokenize
 from gptkit.training.loop import Settings, fit, rate_at
 from gptkit.training.parallel import Group
@@ -215,7 +215,7 @@ def main() -> None:
     mean = [statistics.mean(each) for each in losses]
     spread = max(max(each) - min(each) for each in losses)
     middle = statistics.median(ratios)
-    runs = ([Result(seed, loss, None, 0.0, 0.0, []) for seed, loss in enumerate(each)] for each in losses)
+    runs = ([RunResult(seed, loss, None, 0.0, 0.0, []) for seed, loss in enumerate(each)] for each in losses)
     if (beside := paired(*runs)) is not None and beside.low is not None:
         print(f"gptkit less {name}: {beside.mean:+.4f}, from {beside.low:+.4f} to {beside.high:+.4f} in 95 of 100")
     print(f"mean{mean[0]:>10.4f}{mean[1]:>10.4f}   spread {spread:.4f}      median ratio{middle:>8.2f}")

@@ -40,7 +40,7 @@ def ablate(
 ) -> None:
     """Train or heal several variants of a model with the same budget, and compare them."""
     from ..report.ablation import ablation_page, ablation_report, run_line
-    from ..training.ablate import Result
+    from ..training.ablate import RunResult
     from ..training.ablate import ablate as run
     from ..training.loop import TrainingStep
 
@@ -50,7 +50,7 @@ def ablate(
         def tell(name: str, seed: int, step: TrainingStep) -> None:
             show(f"{name}, seed {seed}: step {step.step:,}, loss {step.loss:.3f}")
 
-        def ended(name: str, tokens: int, result: Result) -> None:
+        def ended(name: str, tokens: int, result: RunResult) -> None:
             say([run_line(name, tokens, result)], silent)
 
         where: dict[str, Any] = {"device": device, **opening}

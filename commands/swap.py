@@ -135,7 +135,7 @@ def swap(
     from ..report.healing import Healing, healing_report
     from ..report.surgery import dry_run_report, steps_report, swap_lines
     from ..training.heal import heal
-    from ..training.healed import Carried
+    from ..training.healed import HealedSwap
     from ..training.healed import swap as run
 
     if report is not None and not dry_run:
@@ -157,7 +157,7 @@ def swap(
             console().print("", dry_run_report(done), sep="\n")
         elif len(done.chain.steps) > 1:
             console().print("", steps_report(done), sep="\n")
-        if isinstance(done, Carried) and done.healed is not None:
+        if isinstance(done, HealedSwap) and done.healed is not None:
             console().print(healing_report(done.healed))
     if report is not None and not dry_run:
         from ..report.damage import damage_lines, write_report

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import RenderResult
 from rich.text import Text
 
-from ..training.ablate import Ablation, Difference, Result
-from ..training.ablate import Row as Variant
+from ..training.ablate import Ablation, Difference, RunResult, VariantResult
 from ..version import __version__
 from .charts import BOTH, axis, line_style, plot_layout, points, vertical_line
 from .pages import Figure, Key, Lines, Page, Section, Table, figure, safe
@@ -21,7 +20,7 @@ _INTERVAL = "95 % interval"
 _HEADINGS = ("loss", "±", "minus base", _INTERVAL, "KL", "parameters", "FLOPs", "cache per token", "tokens/s")
 
 
-def run_line(name: str, tokens: int, result: Result) -> str:
+def run_line(name: str, tokens: int, result: RunResult) -> str:
     """Return the line that reports a run when it has ended."""
     kl = "" if result.kl is None else f", KL {result.kl:.4f}"
     loss = f"held-out loss {result.loss:.4f}{kl}, {result.pace:,.0f} tokens/s"
@@ -38,7 +37,7 @@ def _interval(difference: Difference) -> str:
     return f"{_signed(difference.low)} to {_signed(difference.high)}"
 
 
-def _cells(variant: Variant) -> tuple[str, ...]:
+def _cells(variant: VariantResult) -> tuple[str, ...]:
     """Return a variant's figures in the order of `_HEADINGS`."""
     kl = [run.kl for run in variant.runs if run.kl is not None]
     return (
@@ -54,7 +53,7 @@ def _cells(variant: Variant) -> tuple[str, ...]:
     )
 
 
-def _named(variants: Sequence[Variant]) -> list[tuple[str, Variant]]:
+def _named(variants: Sequence[VariantResult]) -> list[tuple[str, VariantResult]]:
     """Return variants with their labels, which include the number of tokens if a variant has several budgets."""
     several = len({variant.name for variant in variants}) < len(variants)
     return [
@@ -68,7 +67,9 @@ def ablation_sheet(ablation: Ablation) -> Sheet:
     filled = [column for column in range(len(_HEADINGS)) if any(row[column] for row in cells)]
     rows = [
         SheetRow(
-            name, tuple(row[n] for n in filled), "bold" if variant.difference and variant.difference.tells else None
+            name,
+            tuple(row[n] for n in filled),
+            "bold" if variant.difference and variant.difference.significant else None,
         )
         for (name, variant), row in zip(_named(ablation.rows), cells, strict=True)
     ]
@@ -107,7 +108,9 @@ def ablation_report(terminal: Terminal, ablation: Ablation) -> RenderResult:
 def ablation_page(ablation: Ablation) -> Page:
     """Return the HTML page."""
     sheet = ablation_sheet(ablation).as_table()
-    lit = frozenset(n for n, row in enumerate(ablation.rows) if row.difference is not None and row.difference.tells)
+    lit = frozenset(
+        n for n, row in enumerate(ablation.rows) if row.difference is not None and row.difference.significant
+    )
     table = Table("Variants", sheet.columns, sheet.rows, lit, bold="the interval does not contain 0")
     comments = tuple(f"{variant.name}: {variant.comment}" for variant in ablation.rows if variant.comment)
     more = (Lines(comments, listed=True),) if comments else ()

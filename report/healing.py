@@ -6,7 +6,7 @@ from rich.text import Text
 from ..terminal import say
 from ..training.heal import Healed
 from ..training.loop import TrainingStep
-from ..training.runs import Held, Outcome
+from ..training.runs import HeldOutFigures, Outcome
 from .quantities import counted, duration
 from .sheets import Sheet, SheetRow, Terminal, drawing
 
@@ -17,7 +17,7 @@ class Healing:
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
 
-    def start(self, trained: str, original: Held, start: Held) -> None:
+    def start(self, trained: str, original: HeldOutFigures, start: HeldOutFigures) -> None:
         """Print where the runs start. `trained` names the parameters that they train."""
         lines = [
             f"held-out loss: the original {original.loss:.4f} nats per token, changed {start.loss:.4f}",
@@ -71,11 +71,11 @@ def _trials(outcome: Outcome) -> str:
     return f", chosen by trials: {trials}" if trials else ""
 
 
-def _start_cells(model: Held) -> tuple[str, ...]:
+def _start_cells(model: HeldOutFigures) -> tuple[str, ...]:
     return (f"{model.kl:.4f}", "", f"{model.loss:.4f}", f"{model.perplexity:.2f}", "")
 
 
 def _run_cells(outcome: Outcome) -> tuple[str, ...]:
-    mean = Held(outcome.kl, outcome.loss)
-    spread = f"{outcome.kl_spread:.4f}" if len(outcome.held) > 1 else "–"
+    mean = HeldOutFigures(outcome.kl, outcome.loss)
+    spread = f"{outcome.kl_spread:.4f}" if len(outcome.runs) > 1 else "–"
     return (f"{mean.kl:.4f}", spread, f"{mean.loss:.4f}", f"{mean.perplexity:.2f}", duration(outcome.seconds))

@@ -1,8 +1,8 @@
-"""ablate: variants of one model, each trained or healed under the same budget, and what each gives and takes.
+"""Train or heal variants of one model under the same budget, and compare their losses with the base's.
 
-A run of a seed begins with the same values wherever two trees have the same parameter, and meets the same windows in
-the same order: so variants are paired with the base seed by seed. What a plan says is in `plan`; OUT has everything:
-tokens, trees, a file of every run that has ended, the checkpoints of one that has not, and ablation.json.
+Runs of one seed start with the same values in the parameters that two trees share, and read the same windows in the
+same order. A variant is therefore compared with the base seed by seed. `plan` reads the plan. The folder OUT has the
+tokens, the trees, a file for every finished run, the checkpoints of an unfinished run, and the table, ablation.json.
 """
 
 from __future__ import annotations
@@ -30,137 +30,123 @@ from ..display import Record, Shown
 from ..errors import InvalidInput, NoNumber, UsageError
 from ..surgery.recipe import in_messages
 from ..surgery.swap import swap
-from .data import Progress, TokenFile, open_tokens, paths_of
+from .data import ProgressCallback, TokenFile, open_tokens, paths_of
 from .heal import heal
 from .loop import TrainingStep, usual_rate
-from .parallel import group
-from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
+from .parallel import process_group
+from .plan import Arm, Plan, PlannedVariant, arms_of, label_of, planned_variants, read_plan, slug_of
 from .state import METRICS, put, remove_empty
 from .train import CONTEXT, TextReader, folder_of, longest, require_trainable, size_of, split, train, tree_of
 
 _RESULT = "ablation.json"
-_OWN = ("data", "held-out", "trees", "changed", "runs")  # what an ablation writes beside its table
-_BEGUN = ".ablation-begun"  # within OUT, what is prepared beside an ablation that it may take the place of
+_OWN = ("data", "held-out", "trees", "changed", "runs")  # the folders that an ablation writes next to its table
+_PREPARED = ".ablation-begun"
+"""The folder inside OUT in which a new ablation is prepared, before it replaces an old one."""
 _CHANGED = {
     "tree": "the architecture of the variant changed",
     "swaps": "the swaps of the variant changed",
     "data": "it was trained on other tokens",
     "held_out": "another share or text was held out",
 }
-"""What a run of another plan is told by, where a value tells a person nothing."""
+"""The reasons why a run belongs to another plan, for the fields whose values would mean nothing to a reader."""
 
 
 @dataclass(frozen=True)
-class Result(Record):
-    """The result of one run of an ablation.
-
-    Attributes:
-        seed: the seed of the run.
-        loss: the loss on the held-out text, in nats per token.
-        kl: for a healed model, the KL divergence from the base, in nats per token; otherwise None.
-        seconds: the training time.
-        pace: the number of tokens per second in the median step.
-        curve: the losses during training, one entry per evaluation.
-    """
+class RunResult(Record):
+    """A finished run."""
 
     seed: int
     loss: float
+    """The loss on the held-out text, in nats per token."""
     kl: float | None
+    """The KL divergence from the base, in nats per token; None if the run did not heal."""
     seconds: float
+    """The training time."""
     pace: float
+    """Training tokens per second of the median step."""
     curve: list[dict[str, Any]]
+    """The evaluations during training, with `tokens` and `held_out`: the loss, or for a healed variant the KL."""
 
 
 @dataclass(frozen=True)
 class Difference(Record):
-    """The difference between a variant's loss and the base's loss with the same seeds.
-
-    Attributes:
-        mean: the mean over seeds, in nats per token.
-        low: the lower bound of the 95 % interval (Student's t); None with one seed.
-        high: the upper bound of the interval; None with one seed.
-        seeds: the number of seeds.
-    """
+    """The loss of a variant minus the loss of the base with the same seed, over all seeds."""
 
     mean: float
     low: float | None
+    """The lower end of the 95 % interval of the mean (Student's t); None with one seed."""
     high: float | None
+    """The upper end of the interval."""
     seeds: int
+    """The number of pairs of runs."""
 
     @property
-    def tells(self) -> bool:
-        """Return whether the 95 % interval excludes 0."""
+    def significant(self) -> bool:
+        """Whether the interval does not contain 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)
-class Row(Record):
-    """A variant of an ablation at one training budget.
-
-    Attributes:
-        name: the name of the variant.
-        comment: the comment of the plan.
-        tokens: the number of training tokens of a run.
-        flops: the training FLOPs of a run.
-        costs: the costs of the variant's model at the context of the training.
-        runs: the results of the runs that have ended.
-        difference: how the loss differs from the base's; None for the base.
-    """
+class VariantResult(Record):
+    """The results of a variant, or of the base, at one budget."""
 
     JSON = "name comment tokens flops costs loss spread pace difference runs"
 
     name: str
     comment: str
+    """The comment in the plan."""
     tokens: int
+    """Training tokens per run."""
     flops: int
+    """FLOPs per run. In healing they include the teacher's forward passes."""
     costs: Costs
-    runs: tuple[Result, ...]
+    """The costs of the tree at the context that it is trained at."""
+    runs: tuple[RunResult, ...]
+    """The finished runs."""
     difference: Difference | None = None
+    """The difference from the base; None for the base itself."""
 
     @property
     def loss(self) -> float | None:
-        """Return the mean loss of the runs; None without a run."""
-        return statistics.mean(each.loss for each in self.runs) if self.runs else None
+        """The mean loss over the seeds."""
+        return statistics.mean(run.loss for run in self.runs) if self.runs else None
 
     @property
     def spread(self) -> float | None:
-        """Return the largest loss minus the smallest; None with fewer than two runs."""
-        losses = [each.loss for each in self.runs]
+        """The largest loss minus the smallest; None with fewer than two runs."""
+        losses = [run.loss for run in self.runs]
         return max(losses) - min(losses) if len(losses) > 1 else None
 
     @property
     def pace(self) -> float | None:
-        """Return the median number of tokens per second; None without a run."""
-        return statistics.median(each.pace for each in self.runs) if self.runs else None
+        """The median of the runs' tokens per second."""
+        return statistics.median(run.pace for run in self.runs) if self.runs else None
 
 
 @dataclass(frozen=True)
 class Ablation(Record, Shown):
-    """The results of an ablation, also of an unfinished one.
-
-    Attributes:
-        name: the name of the plan.
-        description: the plan's description.
-        how: how a run is trained.
-        seeds: the number of seeds.
-        context: the number of tokens in a training window.
-        data: the sha256 of the tokens that all runs read.
-        held_out: the share of these tokens that is held out, or the sha256 of the tokens of a separate text.
-        rows: a row per variant and budget; the first row is the base.
-        left: the number of runs that have not ended.
-    """
+    """The table of an ablation, with the runs that are finished so far."""
 
     JSON = "schema_version name description how seeds context data held_out left rows"
 
     name: str
+    """The name of the plan."""
     description: str
+    """The description in the plan."""
     how: str
+    """"train" or "heal"."""
     seeds: int
+    """The number of runs of a variant at a budget."""
     context: int
+    """Tokens per window."""
     data: str
+    """The sha256 of the training tokens."""
     held_out: float | str
-    rows: tuple[Row, ...]
+    """The share of the tokens that is held out, or the sha256 of the tokens of a separate held-out text."""
+    rows: tuple[VariantResult, ...]
+    """The base and the variants, the base first, at every budget."""
     left: int
+    """The number of runs that are not finished."""
     schema_version: int = field(default=1, repr=False)
 
 
@@ -178,96 +164,131 @@ def ablate(
     offline: bool = False,
     allow_pickle: bool = False,
     tell: Callable[[str, int, TrainingStep], None] = lambda name, seed, step: None,
-    ended: Callable[[str, int, Result], None] = lambda name, tokens, result: None,
-    progress: Progress | None = None,
+    ended: Callable[[str, int, RunResult], None] = lambda name, tokens, result: None,
+    progress: ProgressCallback | None = None,
 ) -> Ablation:
-    """Train or heal the base and every variant of an ablation plan, once per seed. Runs that have ended are not
-    repeated.
+    """Run the base and every variant of a plan with every seed. Finished runs are not repeated.
 
     Args:
         plan: a TOML file, or the name of a plan that comes with gptkit.
-        out: the folder of all results. Its file ablation.json is written again after every run.
-        data: text files, or one folder that `tokenize` wrote, instead of the plan's.
-        device: by default a GPU if there is one.
-        resume: continue an unfinished ablation in `out`. Variants and seeds that were added to the plan are run too.
-        force: start again in a folder that `ablate` wrote.
+        out: the folder for everything. After every run, gptkit writes its ablation.json again.
+        data: text files, or one folder that `tokenize` wrote, instead of the texts in the plan.
+        device: where to train; by default on a GPU if there is one.
+        resume: continue the ablation in `out`. Variants and seeds that are new in the plan are also run.
+        force: start again in a folder that an ablation wrote.
         offline: use local files and the hub's cache only.
         allow_pickle: also read .bin files (weights only).
-        tell: called after every step with the variant, the seed and the step.
-        ended: called after every run with the variant, its number of tokens and the result.
+        tell: called after every step, with the variant's name, the seed and the step.
+        ended: called after every run, with the variant's name, its number of tokens and the result.
         progress: progress of tokenising, as in `tokenize`.
 
     Raises:
-        InvalidInput: the plan is invalid, or the runs in `out` belong to another plan.
+        InvalidInput: the plan is not valid, or the runs in `out` belong to another plan.
         UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as in `train`, `heal` and `swap`.
     """
-    asked, target = read_plan(plan), Path(out).expanduser()
-    texts: list[Path | str] = [*paths_of(data)] or [*asked.data]
-    if not texts:
-        raise UsageError(
-            "the plan does not name a training text", 'Give --data FILE, or set data = ["FILE"] in the plan.'
-        )
-    variants = arms_of(asked, offline, allow_pickle)
-    base, opening = variants[0], {"device": device, "offline": offline, "allow_pickle": allow_pickle}
-    length = asked.context or min(CONTEXT, *(longest(each.spec) for each in variants))
-    rows, seeds = planned(asked, variants, length), range(asked.seed, asked.seed + asked.seeds)
-    named = asked.base if isinstance(asked.base, str) else None
-    trained = named is not None and not tree_of(named, False, offline, allow_pickle)[1]
-    settings: dict[str, Any] = {
-        "context": length, "batch": asked.windows(length) * length, "warmup": asked.warmup, "clip": asked.clip,
-        "rate": usual_rate(size_of(base.spec)) if asked.rate is None and asked.how == "train" else asked.rate,
-        "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
-    }  # fmt: skip
-
-    def prepared(folder: Path) -> tuple[_Runs, dict[str, Path | str]]:
-        """The runs with their tokens and models in a folder, once nothing but a run itself can go wrong."""
-        held = asked.held_out
-        with group(device) as us:
-            reader = TextReader(folder, True, us, named if trained else None, base.spec.vocab_size, progress, offline)
-            found = reader(texts, "data")
-            if found.vocabulary > base.spec.vocab_size:
-                raise UsageError(
-                    f"the texts are tokenised with a vocabulary of {found.vocabulary:,} tokens, but the vocabulary of"
-                    f" the plan's models has only {base.spec.vocab_size:,}",
-                    "Give the text files themselves, or tokenise them with a smaller --vocabulary.",
-                )
-            for each in variants:
-                with in_messages(called(each)):
-                    require_trainable(each.spec, found.documents > 1, False)
-            split(found, held, reader, length, asked.windows(length), True)
-        held = str(folder_of([held], folder / "held-out")) if isinstance(held, str) else held
-        runs = _Runs(asked, folder, texts, found, {**settings, "held_out": held}, opening, tell)
-        return runs, {each.name: runs.model(each) for each in variants}
-
+    target = Path(out).expanduser()
+    opening = {"device": device, "offline": offline, "allow_pickle": allow_pickle}
+    inputs = _Inputs.of(read_plan(plan), data, opening)
     with ExitStack() as stack:
         require_place(target)
         stack.enter_context(locked(target))
-        going_on = _claim(target, resume, force)
-        stack.callback(_leave, target)
-        begun = target / _BEGUN
-        if not going_on:
-            begun.mkdir(parents=True)
-            runs, _ = prepared(begun)
-            put(begun / _RESULT, json_bytes(_table(runs, rows, {}).as_json()))
-            _take_over(target, begun)
-        runs, models = prepared(target)
-        results = {(one, seed): runs.result(one, seed) for seed in seeds for one in rows}
+        resumed = _claim(target, resume, force)
+        stack.callback(_tidy, target)
+        prepared = target / _PREPARED
+        if not resumed:
+            prepared.mkdir(parents=True)
+            runs, _ = inputs.prepared_in(prepared, tell, progress)
+            put(prepared / _RESULT, json_bytes(_table(runs, inputs.variants, {}).as_json()))
+            _take_over(target, prepared)
+        runs, models = inputs.prepared_in(target, tell, progress)
+        results = {(variant, seed): runs.result(variant, seed) for seed in inputs.seeds for variant in inputs.variants}
         (target / "runs").mkdir(exist_ok=True)
-        put(target / _RESULT, json_bytes(_table(runs, rows, results).as_json()))
-        for (one, seed), result in results.items():
+        put(target / _RESULT, json_bytes(_table(runs, inputs.variants, results).as_json()))
+        for (variant, seed), result in results.items():
             if result is None:
-                results[one, seed] = result = runs.run(one, seed, models[one.variant.name])
-                ended(one.variant.name, one.tokens, result)
-                put(target / _RESULT, json_bytes(_table(runs, rows, results).as_json()))
-        return _table(runs, rows, results)
+                results[variant, seed] = result = runs.run(variant, seed, models[variant.arm.name])
+                ended(variant.arm.name, variant.tokens, result)
+                put(target / _RESULT, json_bytes(_table(runs, inputs.variants, results).as_json()))
+        return _table(runs, inputs.variants, results)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of an ablation, before any of its files is written."""
+
+    plan: Plan
+    arms: list[Arm]  # the base and the variants, the base first
+    variants: list[PlannedVariant]  # the same at every budget
+    texts: list[Path | str]
+    settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
+    opening: dict[str, Any]  # the device, and how checkpoints are opened
+    tokenizer: str | None  # the model whose tokenizer reads the texts; None trains a new tokenizer
+
+    @classmethod
+    def of(cls, plan: Plan, data: str | Path | Sequence[str | Path], opening: dict[str, Any]) -> _Inputs:
+        """Return the inputs for a plan and the texts in `data`, or in the plan if there are none.
+
+        Raises:
+            UsageError, InvalidInput, SwapRefused, ConfigError, Offline: as in `ablate`.
+        """
+        texts: list[Path | str] = [*paths_of(data)] or [*plan.data]
+        if not texts:
+            raise UsageError(
+                "the plan does not name a training text", 'Give --data FILE, or set data = ["FILE"] in the plan.'
+            )
+        offline, allow_pickle = opening["offline"], opening["allow_pickle"]
+        arms = arms_of(plan, offline, allow_pickle)
+        length = plan.context or min(CONTEXT, *(longest(arm.spec) for arm in arms))
+        variants = planned_variants(plan, arms, length)
+        base = plan.base if isinstance(plan.base, str) else None
+        has_weights = base is not None and not tree_of(base, False, offline, allow_pickle)[1]
+        settings: dict[str, Any] = {
+            "context": length, "batch": plan.windows(length) * length, "warmup": plan.warmup, "clip": plan.clip,
+            "rate": usual_rate(size_of(arms[0].spec)) if plan.rate is None and plan.how == "train" else plan.rate,
+            "decay": {"train": 0.1, "heal": 0.0}[plan.how] if plan.decay is None else plan.decay,
+        }  # fmt: skip
+        return cls(plan, arms, variants, texts, settings, opening, base if has_weights else None)
+
+    @property
+    def seeds(self) -> range:
+        return range(self.plan.seed, self.plan.seed + self.plan.seeds)
+
+    def prepared_in(
+        self, folder: Path, tell: Callable[[str, int, TrainingStep], None], progress: ProgressCallback | None
+    ) -> tuple[_Runs, dict[str, Path | str]]:
+        """Write the tokens and the models into a folder. Return the runs, and the model of every arm by name.
+
+        After that, only a run itself can fail.
+        """
+        held_out, length, vocabulary = self.plan.held_out, self.settings["context"], self.arms[0].spec.vocab_size
+        windows = self.plan.windows(length)
+        with process_group(self.opening["device"]) as group:
+            reader = TextReader(folder, True, group, self.tokenizer, vocabulary, progress, self.opening["offline"])
+            tokens = reader(self.texts, "data")
+            if tokens.vocabulary > vocabulary:
+                raise UsageError(
+                    f"the texts are tokenised with a vocabulary of {tokens.vocabulary:,} tokens, but the vocabulary of"
+                    f" the plan's models has only {vocabulary:,}",
+                    "Give the text files themselves, or tokenise them with a smaller --vocabulary.",
+                )
+            for arm in self.arms:
+                with in_messages(label_of(arm)):
+                    require_trainable(arm.spec, tokens.documents > 1, False)
+            split(tokens, held_out, reader, length, windows, True)
+        held_out = str(folder_of([held_out], folder / "held-out")) if isinstance(held_out, str) else held_out
+        settings = {**self.settings, "held_out": held_out}
+        runs = _Runs(self.plan, folder, self.texts, tokens, settings, self.opening, tell)
+        return runs, {arm.name: runs.model(arm) for arm in self.arms}
 
 
 def _claim(target: Path, resume: bool, force: bool) -> bool:
-    """Whether there is an ablation to go on with. Raises UsageError where something else is in the folder, or an
-    ablation that is neither resumed nor lost.
+    """Return whether the folder has an ablation to continue.
+
+    Raises:
+        UsageError: the folder has something else, or it has an ablation and neither `resume` nor `force` was given.
     """
-    if not target.exists() or (target.is_dir() and all(each.name == _BEGUN for each in target.iterdir())):
-        shutil.rmtree(target / _BEGUN, ignore_errors=True)
+    if not target.exists() or (target.is_dir() and all(path.name == _PREPARED for path in target.iterdir())):
+        shutil.rmtree(target / _PREPARED, ignore_errors=True)
         return False
     try:
         read_ablation(target)
@@ -280,25 +301,25 @@ def _claim(target: Path, resume: bool, force: bool) -> bool:
             f"the folder {target} already contains the runs of an ablation",
             "Continue it with --resume, or start again with --force.",
         )
-    shutil.rmtree(target / _BEGUN, ignore_errors=True)  # of a call that was killed
+    shutil.rmtree(target / _PREPARED, ignore_errors=True)  # a killed call may have written it
     return resume
 
 
-def _take_over(target: Path, begun: Path) -> None:
-    """Put what was begun in the place of what was there. The table goes first, by which the folder is known."""
-    (begun / _RESULT).replace(target / _RESULT)
-    for name in _OWN:  # and no more: somebody's notes may be there
+def _take_over(target: Path, prepared: Path) -> None:
+    """Replace an old ablation by the prepared one. The table comes first, because it identifies the folder."""
+    (prepared / _RESULT).replace(target / _RESULT)
+    for name in _OWN:  # keep other files, such as a user's notes
         shutil.rmtree(target / name, ignore_errors=True)
-    for each in begun.iterdir():
-        each.rename(target / each.name)
-    begun.rmdir()
+    for path in prepared.iterdir():
+        path.rename(target / path.name)
+    prepared.rmdir()
 
 
-def _leave(target: Path) -> None:
-    """Remove what was begun, and an ablation of which no run began."""
+def _tidy(target: Path) -> None:
+    """Remove an unfinished preparation, and the whole ablation if none of its runs has started."""
     runs = target / "runs"
     empty = not runs.is_dir() or not any(runs.iterdir())
-    for name in (_BEGUN, *(_OWN if empty else ())):
+    for name in (_PREPARED, *(_OWN if empty else ())):
         shutil.rmtree(target / name, ignore_errors=True)
     if empty:
         (target / _RESULT).unlink(missing_ok=True)
@@ -307,83 +328,90 @@ def _leave(target: Path) -> None:
 
 @dataclass(frozen=True)
 class _Runs:
-    """What all runs have in common."""
+    """The runs of an ablation, in a folder that has the tokens."""
 
     plan: Plan
     folder: Path
     texts: Sequence[str | Path]
     data: TokenFile
-    settings: dict[str, Any]
-    opening: dict[str, Any]
+    settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
+    opening: dict[str, Any]  # the device, and how checkpoints are opened
     tell: Callable[[str, int, TrainingStep], None]
 
     @property
-    def read(self) -> str:
-        """The sha256 of all tokens."""
+    def digest(self) -> str:
+        """The sha256 of the tokens."""
         return str(self.data.digest)
 
     @property
     def held_out(self) -> float | str:
-        """The share that is held out, or the sha256 of another text's tokens: those of a folder of another name too."""
-        held: float | str = self.settings["held_out"]
-        return str(open_tokens(Path(held)).digest) if isinstance(held, str) else held
+        """The share that is held out, or the sha256 of the tokens of a separate held-out text."""
+        held_out: float | str = self.settings["held_out"]
+        return str(open_tokens(Path(held_out)).digest) if isinstance(held_out, str) else held_out
 
-    def _path(self, one: Planned, seed: int) -> Path:
-        return self.folder / "runs" / f"{one.slug}-{seed}"
+    def _path(self, variant: PlannedVariant, seed: int) -> Path:
+        return self.folder / "runs" / f"{variant.slug}-{seed}"
 
-    def _about(self, one: Planned, seed: int) -> dict[str, Any]:
-        """What a run is, in JSON values: by what it is told from another of the same name."""
-        tree = hashlib.sha256(json_bytes(to_json(one.variant.spec))).hexdigest()
-        start = one.variant.start if self.plan.how == "heal" else ""
-        steps = [step.as_json() for step in one.variant.steps] if self.plan.how == "heal" else []
-        about = {"how": self.plan.how, "tree": tree, "base": start, "swaps": steps, "tokens": one.tokens, "seed": seed}
-        return {**about, **self.settings, "data": self.read, "held_out": self.held_out}
+    def _about(self, variant: PlannedVariant, seed: int) -> dict[str, Any]:
+        """Return the JSON values that identify a run. Runs of another plan may have the same file name."""
+        tree = hashlib.sha256(json_bytes(to_json(variant.arm.spec))).hexdigest()
+        base = variant.arm.start if self.plan.how == "heal" else ""
+        steps = [step.as_json() for step in variant.arm.steps] if self.plan.how == "heal" else []
+        return {
+            "how": self.plan.how, "tree": tree, "base": base, "swaps": steps, "tokens": variant.tokens, "seed": seed,
+            **self.settings, "data": self.digest, "held_out": self.held_out,
+        }  # fmt: skip
 
-    def result(self, one: Planned, seed: int) -> Result | None:
-        """What a run came to, where it has ended. Raises InvalidInput where it was another."""
-        path, about = self._path(one, seed).with_suffix(".json"), self._about(one, seed)
+    def result(self, variant: PlannedVariant, seed: int) -> RunResult | None:
+        """Return the result of a run, or None if it is not finished. Raise InvalidInput if it is of another plan."""
+        path, identity = self._path(variant, seed).with_suffix(".json"), self._about(variant, seed)
         if not path.is_file():
             return None
         try:
-            kept = json.loads(read_small(path, 2**26))
-            result, before = Result(**kept["result"]), dict(kept["about"])
+            content = json.loads(read_small(path, 2**26))
+            result, stored = RunResult(**content["result"]), dict(content["about"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidInput(
                 f"{path} cannot be read: {error}", "Remove this file, and repeat the run with --resume."
             ) from error
-        for key in about:
-            if before.get(key) != json.loads(json.dumps(about[key])):
-                why = _CHANGED.get(key, f"its {key} is {before.get(key)}, not {about[key]}")
+        for key in identity:
+            if stored.get(key) != json.loads(json.dumps(identity[key])):
+                reason = _CHANGED.get(key, f"its {key} is {stored.get(key)}, not {identity[key]}")
                 raise InvalidInput(
-                    f"{path} belongs to another plan: {why}",
+                    f"{path} belongs to another plan: {reason}",
                     "Restore the plan, choose another OUT, or start again with --force.",
                 )
         return result
 
-    def model(self, variant: Arm) -> Path | str:
-        """What is trained: the tree in a file, or what its swaps make of a checkpoint."""
-        name = slug_of(variant.name)
+    def model(self, arm: Arm) -> Path | str:
+        """Write the model that the runs of a variant start from, if it does not exist yet, and return it.
+
+        If the runs train from random weights, the model is a file with the tree. Otherwise it is the base after the
+        variant's swaps.
+        """
+        name = slug_of(arm.name)
         if self.plan.how == "train":
             (self.folder / "trees").mkdir(exist_ok=True)
-            return write_spec(variant.spec, self.folder / "trees" / f"{name}.json", force=True)
-        if not variant.steps:
-            return str(variant.start)
-        made = json_bytes([variant.start, self.read, *(step.as_json() for step in variant.steps)])
-        path = self.folder / "changed" / f"{name}-{hashlib.sha256(made).hexdigest()[:8]}"
+            return write_spec(arm.spec, self.folder / "trees" / f"{name}.json", force=True)
+        if not arm.steps:
+            return str(arm.start)
+        identity = json_bytes([arm.start, self.digest, *(step.as_json() for step in arm.steps)])
+        path = self.folder / "changed" / f"{name}-{hashlib.sha256(identity).hexdigest()[:8]}"
         path.parent.mkdir(exist_ok=True)
         if not path.is_dir():
-            with in_messages(called(variant)):
-                text = next((each for each in self.texts if Path(each).is_file()), None)  # where a swap is fitted
+            with in_messages(label_of(arm)):
+                text = next((text for text in self.texts if Path(text).is_file()), None)  # some swaps are fitted on it
                 opening = {name: self.opening[name] for name in ("offline", "allow_pickle")}
-                swap(str(variant.start), path, variant.steps, measured=False, calibrate=text, **opening)
+                swap(str(arm.start), path, arm.steps, measured=False, calibrate=text, **opening)
         return path
 
-    def run(self, one: Planned, seed: int, model: Path | str) -> Result:
-        """Train or heal, from the last checkpoint where there is one, and keep what came out."""
-        path, name = self._path(one, seed), one.variant.name
+    def run(self, variant: PlannedVariant, seed: int, model: Path | str) -> RunResult:
+        """Train or heal a model, from the last checkpoint if there is one, and write the result of the run."""
+        path, name = self._path(variant, seed), variant.arm.name
         kl: float | None
-        options: Any = {**self.settings, **self.opening, "every": self.plan.every, "tokens": one.tokens, "seed": seed}
-        options |= {"resume": True, "force": True}  # what is there is this run's, or was left before it was noted
+        options: Any = {**self.settings, **self.opening, "every": self.plan.every}
+        options |= {"tokens": variant.tokens, "seed": seed}
+        options |= {"resume": True, "force": True}  # files without a result are of this run, which was interrupted
         healed = self.plan.how == "heal" and name != "base"
         folder = path.with_name(f"{path.name}.{'healing' if healed else 'training'}")
         try:
@@ -397,22 +425,25 @@ class _Runs:
                 loss, seconds, kl = trained.held_out, trained.seconds, None
                 phases = [folder]
         except NoNumber as error:
-            # Going on at another rate would lay a run of two rates beside runs of one.
+            # A run that continued at another rate could not be compared with the other runs.
             shutil.rmtree(folder, ignore_errors=True)
             raise NoNumber(
                 error.message,
                 "Try a smaller rate (learning rate) or clip (gradient norm) in the plan. Start all runs with --force.",
             ) from error
-        *before, lines = [_metrics(each) for each in phases if each.is_dir()]
-        first = sum(each[-1]["tokens"] for each in before)  # where layers are trained by themselves, no KL is evaluated
+        *earlier_lines, last_lines = [_metrics(phase) for phase in phases if phase.is_dir()]
+        # Evaluations are only in the last phase: when layers are trained alone, no KL is measured.
+        tokens_before = sum(lines[-1]["tokens"] for lines in earlier_lines)
         curve = [
-            {"tokens": first + line["tokens"], "held_out": line["held_out"]}
-            for line in lines
+            {"tokens": tokens_before + line["tokens"], "held_out": line["held_out"]}
+            for line in last_lines
             if line["held_out"] is not None
         ]
-        pace = lines[0]["tokens"] / statistics.median(line["took"] for line in itertools.chain(*before, lines))
-        result = Result(seed, loss, kl, seconds, pace, curve)
-        put(path.with_suffix(".json"), json_bytes({"about": self._about(one, seed), "result": result.as_json()}))
+        pace = last_lines[0]["tokens"] / statistics.median(
+            line["took"] for line in itertools.chain(*earlier_lines, last_lines)
+        )
+        result = RunResult(seed, loss, kl, seconds, pace, curve)
+        put(path.with_suffix(".json"), json_bytes({"about": self._about(variant, seed), "result": result.as_json()}))
         if not self.plan.keep:
             shutil.rmtree(path)
         shutil.rmtree(folder)
@@ -420,50 +451,55 @@ class _Runs:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """What a run measured, a step each."""
+    """Return the measurements of a run, one entry per step."""
     return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _table(runs: _Runs, rows: Sequence[Planned], results: Mapping[tuple[Planned, int], Result | None]) -> Ablation:
-    """What has ended, beside the base of the same budget."""
+def _table(
+    runs: _Runs, variants: Sequence[PlannedVariant], results: Mapping[tuple[PlannedVariant, int], RunResult | None]
+) -> Ablation:
+    """Return the table of the finished runs, in which every variant is compared with the base at the same budget."""
     plan, length = runs.plan, runs.settings["context"]
 
-    def of(one: Planned) -> tuple[Result, ...]:
-        return tuple(result for (each, _), result in results.items() if each is one and result is not None)
+    def finished(variant: PlannedVariant) -> tuple[RunResult, ...]:
+        return tuple(result for (other, _), result in results.items() if other is variant and result is not None)
 
-    bases = {one.budget: of(one) for one in rows if one.variant.name == "base"}
-    found = []
-    for one in rows:
-        beside = None if one.variant.name == "base" else paired(of(one), bases[one.budget])
-        about = one.variant.name, one.variant.comment, one.tokens, one.flops, costs(one.variant.spec, length)
-        found.append(Row(*about, of(one), beside))
-    left = plan.seeds * len(rows) - sum(len(each.runs) for each in found)
-    read = runs.read, runs.held_out
-    return Ablation(plan.name, plan.description, plan.how, plan.seeds, length, *read, tuple(found), left)
+    bases = {variant.budget: finished(variant) for variant in variants if variant.arm.name == "base"}
+    rows = []
+    for variant in variants:
+        arm = variant.arm
+        difference = None if arm.name == "base" else paired(finished(variant), bases[variant.budget])
+        about = arm.name, arm.comment, variant.tokens, variant.flops, costs(arm.spec, length)
+        rows.append(VariantResult(*about, finished(variant), difference))
+    unfinished = plan.seeds * len(rows) - sum(len(row.runs) for row in rows)
+    texts = runs.digest, runs.held_out
+    return Ablation(plan.name, plan.description, plan.how, plan.seeds, length, *texts, tuple(rows), unfinished)
 
 
-def paired(runs: Sequence[Result], others: Sequence[Result]) -> Difference | None:
-    """Losses less those of the runs that have the same seeds; None where there are none."""
-    beside = {each.seed: each.loss for each in others}
-    found = [each.loss - beside[each.seed] for each in runs if each.seed in beside]
-    if not found:
+def paired(runs: Sequence[RunResult], base_runs: Sequence[RunResult]) -> Difference | None:
+    """Return the losses of `runs` minus those of the base's runs with the same seeds, or None without such runs."""
+    base_losses = {run.seed: run.loss for run in base_runs}
+    differences = [run.loss - base_losses[run.seed] for run in runs if run.seed in base_losses]
+    if not differences:
         return None
-    mean, low, high = statistics.mean(found), None, None
-    if len(found) > 1:
-        reach = student(len(found) - 1) * statistics.stdev(found) / math.sqrt(len(found))
+    mean, low, high = statistics.mean(differences), None, None
+    if len(differences) > 1:
+        reach = student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
         low, high = mean - reach, mean + reach
-    return Difference(mean, low, high, len(found))
+    return Difference(mean, low, high, len(differences))
 
 
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # for 1 to 9 degrees of freedom
 
 
 def student(freedom: int) -> float:
-    """Within how many standard errors a mean lies in 95 of 100: from a table, and by Cornish and Fisher's series for
-    ten degrees of freedom and more, where it is right to three digits.
+    """Return half the width of the 95 % interval of a mean in standard errors (Student's t).
+
+    It is from a table up to nine degrees of freedom. Above, it is the Cornish-Fisher expansion, which has three correct
+    digits there.
     """
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
@@ -473,14 +509,14 @@ def student(freedom: int) -> float:
 
 
 def read_ablation(folder: str | Path) -> dict[str, Any]:
-    """The values of an ablation's JSON, from its folder. Raises UsageError where there is none."""
+    """Return the content of an ablation's ablation.json. Raise UsageError if the folder is not of an ablation."""
     path = Path(folder) / _RESULT
     try:
-        found = json.loads(read_small(path, 2**28))
-        rows = found["rows"]
-        assert isinstance(rows, list) and all(isinstance(each, dict) for each in rows)
+        content = json.loads(read_small(path, 2**28))
+        rows = content["rows"]
+        assert isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UsageError(
             f"{folder} is not a folder that gptkit ablate wrote", "Run one first: gptkit ablate PLAN OUT"
         ) from error
-    return dict(found)
+    return dict(content)

@@ -1,4 +1,4 @@
-"""The average of a model's parameters over the last part of a run."""
+"""Average a model's parameters over the last part of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DECAY = 3
 class Average:
     """The polynomial-decay average of the parameters that are trained (Shamir and Zhang 1212.1824, section 4).
 
-    Step t enters the average with the weight (η + 1) / (t + η), where η is `_DECAY`. The average needs no budget, and
-    is the same however a run was interrupted. `tensors` has it by name, to be kept with the parameters.
+    Step t enters the average with the weight (η + 1) / (t + η), where η is `_DECAY`. The average does not depend on the
+    budget or on interruptions of the run. `tensors` has it by name, so that it can be saved with the parameters.
     """
 
     def __init__(self, model: Decoder, group: Group) -> None:
@@ -28,12 +28,12 @@ class Average:
         self.tensors = {f"average {name}": value.detach().clone() for name, value in self.parameters.items()}
 
     def add(self, step: int) -> None:
-        """Take in the parameters after a step, the first of which is 1."""
+        """Add the parameters after a step to the average. Steps are counted from 1."""
         weight = (_DECAY + 1) / (step + _DECAY)
         torch._foreach_lerp_(self._local(self.tensors.values()), self._local(self.parameters.values()), weight)
 
     def exchange(self) -> None:
-        """Put the average into the model, and the model's parameters in the place of the average."""
+        """Exchange the model's parameters and the average."""
         for mean, parameter in zip(
             self._local(self.tensors.values()), self._local(self.parameters.values()), strict=True
         ):
@@ -43,7 +43,7 @@ class Average:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The model with the average as its parameters."""
+        """Give the model the average as its parameters inside the context."""
         self.exchange()
         try:
             yield

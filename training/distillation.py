@@ -1,4 +1,4 @@
-"""Losses by which one model learns to answer as another: of the whole, or of each layer by itself."""
+"""The losses of distillation: a model learns to predict as a teacher, or its layers to compute as the teacher's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .data import NOWHERE
 from .loop import Batch, Logits, Loss
 
 
-class Answers:
-    """A teacher that remembers its logits, up to `_REMEMBERED` bytes, for text that is evaluated repeatedly."""
+class TeacherLogits:
+    """The logits of a teacher, with a cache of up to `_REMEMBERED` bytes for text that is evaluated repeatedly."""
 
     def __init__(self, teacher: Decoder) -> None:
         self.teacher, self.size = teacher, 0
@@ -38,14 +38,20 @@ class Answers:
 
 
 def distilled(
-    teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None, answers: Answers | None = None
+    teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None, answers: TeacherLogits | None = None
 ) -> Loss:
-    """Return the loss by which a model learns to answer as a teacher.
+    """Return the loss by which a model learns to predict as a teacher.
 
-    It is the KL divergence of the model's next-token distribution from the teacher's (see `divergence`). In training,
-    `hidden` is the weight of a second term: the squared distance between the streams of both after a layer, over the
-    mean square of the teacher's on the `sample`, as a mean over layers. In evaluations, the `answers` have the
-    teacher's logits.
+    The loss is the KL divergence of the model's next-token distribution from the teacher's (see `divergence`). In
+    training, a second term can be added: the squared distance between the hidden states of both models after a layer,
+    divided by the mean squared norm of the teacher's, and averaged over layers.
+
+    Args:
+        teacher: the teacher.
+        hidden: the weight of the second term; 0 leaves it out.
+        sample: the text on which the mean squared norm of the teacher's hidden states is measured; by default every
+            batch.
+        answers: the source of the teacher's logits in evaluations, instead of `teacher`.
     """
     sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
 
@@ -54,90 +60,112 @@ def distilled(
         if answers is not None and not torch.is_grad_enabled():
             return divergence(answers(batch), model(batch.ids, documents=batch.documents), counted)
         layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
-        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
-            wanted = teacher(batch.ids, documents=batch.documents)
-        with _watched(_student(model).blocks, layers) as own:
-            found = divergence(wanted, model(batch.ids, documents=batch.documents), counted)
+        with torch.no_grad(), _layer_states(teacher.blocks, layers) as teacher_states:
+            target = teacher(batch.ids, documents=batch.documents)
+        with _layer_states(_student(model).blocks, layers) as student_states:
+            total = divergence(target, model(batch.ids, documents=batch.documents), counted)
         for layer in layers:
-            y, given = original[layer][1].float(), own[layer][1].float()
-            size = sizes[layer][1] if sizes else float(y.square().sum(dim=-1).mean())
-            far = (given - y).square().sum(dim=-1) / max(size, 1e-12)
-            found = found + hidden / len(layers) * (far * counted).sum()
-        return found
+            teacher_y, student_y = teacher_states[layer][1].float(), student_states[layer][1].float()
+            size = sizes[layer][1] if sizes else float(teacher_y.square().sum(dim=-1).mean())
+            distance = (student_y - teacher_y).square().sum(dim=-1) / max(size, 1e-12)
+            total = total + hidden / len(layers) * (distance * counted).sum()
+        return total
 
     return loss
 
 
 def _student(model: Logits) -> Decoder:
-    """The model itself, of one that may be compiled."""
-    found: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
-    return found
+    """Return the model itself, also if it is compiled."""
+    student: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
+    return student
 
 
-def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
-    """Σ KL(wanted ‖ given) in nats, of logits (B, T, vocabulary), at the places that are counted, (B, T). It is
-    differentiable by `given`.
+def divergence(target: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
+    """Return the KL divergence of `logits` from `target`, KL(target ‖ logits), in nats, summed over tokens.
 
-    Vocabularies may differ behind the tokens that both have. What `given` has more takes probability from the others,
-    and counts against it. What it has not, it cannot answer: `wanted` is then what it is among the tokens of both.
+    It is differentiable by `logits`. The vocabularies may differ in their last tokens. If `logits` has more tokens,
+    these take probability from the others, which increases the divergence. If `target` has more tokens, its
+    distribution over the common tokens is used, because the student cannot predict the others.
+
+    Args:
+        target: the teacher's logits, (B, T, vocabulary).
+        logits: the student's logits, (B, T, vocabulary).
+        counted: whether a token counts, (B, T).
     """
-    rows = (each.flatten(0, -2) for each in (wanted[..., : given.shape[-1]], given))
-    found: Tensor = _Divergence.apply(*rows, counted.reshape(-1))  # type: ignore[no-untyped-call]
-    return found
+    rows = (tensor.flatten(0, -2) for tensor in (target[..., : logits.shape[-1]], logits))
+    total: Tensor = _Divergence.apply(*rows, counted.reshape(-1))  # type: ignore[no-untyped-call]
+    return total
 
 
 class _Divergence(torch.autograd.Function):
-    """A few tokens at a time, with the gradient, softmax(given) - softmax(wanted): a vocabulary's probabilities in fp32
-    take more memory than much of a model, and more time from memory than from a core's cache.
+    """The sum of KL divergences, computed with its gradient for a few tokens at a time.
+
+    The gradient is softmax(logits) - softmax(target). For all tokens at once, the probabilities of a large vocabulary
+    in fp32 would take more memory than much of the model, and would not fit in a core's cache.
     """
 
     @staticmethod
-    def forward(ctx: Any, wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
-        """Logits (N, vocabulary), those wanted of no more tokens than are given, and which rows count, (N,)."""
-        both = wanted.shape[-1]
-        step = max(1, (_CACHED if given.device.type == "cpu" else _LAUNCHED) // given.shape[-1])
-        gradient = torch.empty_like(given) if given.requires_grad else None
-        total = torch.zeros((), device=given.device)
-        for rows in (slice(start, start + step) for start in range(0, len(given), step)):
-            p, q = (F.log_softmax(each[rows].float(), dim=-1) for each in (wanted, given))
+    def forward(ctx: Any, target: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
+        """Return the sum.
+
+        Args:
+            ctx: keeps the gradient for `backward`.
+            target: the teacher's logits, (N, vocabulary), of no more tokens than those of `logits`.
+            logits: the student's logits, (N, vocabulary).
+            counted: whether a row counts, (N,).
+        """
+        common = target.shape[-1]
+        step = max(1, (_CACHED if logits.device.type == "cpu" else _LAUNCHED) // logits.shape[-1])
+        gradient = torch.empty_like(logits) if logits.requires_grad else None
+        total = torch.zeros((), device=logits.device)
+        for rows in (slice(start, start + step) for start in range(0, len(logits), step)):
+            p, q = (F.log_softmax(tensor[rows].float(), dim=-1) for tensor in (target, logits))
             likely, counts = p.exp(), counted[rows].to(p.dtype)
-            total += ((p.sub_(q[:, :both]).mul_(likely)).sum(dim=-1) * counts).sum()
+            total += ((p.sub_(q[:, :common]).mul_(likely)).sum(dim=-1) * counts).sum()
             if gradient is not None:
-                q.exp_()[:, :both].sub_(likely)
+                q.exp_()[:, :common].sub_(likely)
                 gradient[rows] = q.mul_(counts[:, None])
         ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     def backward(ctx: Any, *of_total: Tensor) -> tuple[None, Tensor, None]:
-        """What was kept, times the gradient of the sum."""
+        """Return the gradient that `forward` computed, times the gradient of the sum."""
         (gradient,) = ctx.saved_tensors
         return None, gradient * of_total[0], None
 
 
-_REMEMBERED = 1 << 28
-_CACHED = 1 << 18  # numbers of fp32 that, a few times, stay in a core's cache
-_LAUNCHED = 1 << 26  # that keep a GPU busy for as long as the next kernels take to be launched: 268 MB
+_REMEMBERED = 1 << 28  # bytes
+_CACHED = 1 << 18  # the number of fp32 values of which a few arrays fit in a core's cache
+_LAUNCHED = 1 << 26  # the number of values (268 MB) that occupy a GPU until the next kernels are launched
 
 
 def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:
-    """How far each of these layers is from the teacher's, given what the teacher's was: |Δ|² over |what it adds|², a
-    mean over layers. What it adds is that of the `sample`, the same for each part of a step, or of each batch.
+    """Return the loss by which layers learn to compute as the same layers of a teacher, each on the teacher's input.
+
+    It is the squared distance of a layer's output from that of the teacher's layer, averaged over layers. Each distance
+    is divided by the mean squared norm of what the teacher's layer adds to the residual stream.
+
+    Args:
+        teacher: the teacher.
+        layers: the layers to train.
+        sample: the text on which the mean squared norm is measured, so that it is the same for all parts of a step; by
+            default every batch.
     """
     sizes = {} if sample is None else _sizes(teacher, sample, layers)
 
     def loss(model: Logits, batch: Batch) -> Tensor:
-        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
+        with torch.no_grad(), _layer_states(teacher.blocks, layers) as teacher_states:
             teacher(batch.ids, documents=batch.documents)
-        given = {layer: x for layer, (x, _) in original.items()}
-        with _watched(_student(model).blocks, layers, given) as own:
+        inputs = {layer: x for layer, (x, _) in teacher_states.items()}
+        with _layer_states(_student(model).blocks, layers, inputs) as student_states:
             model(batch.ids, documents=batch.documents)
         counted = batch.targets != NOWHERE
         total = torch.zeros(counted.shape, device=batch.ids.device)
         for layer in layers:
-            (x, y), (_, found) = original[layer], own[layer]
-            added = sizes[layer][0] if sizes else float((y - x).float().square().sum(dim=-1).mean())
-            total = total + (found - y).float().square().sum(dim=-1) / max(added, 1e-12)
+            (x, y), (_, student_y) = teacher_states[layer], student_states[layer]
+            size = sizes[layer][0] if sizes else float((y - x).float().square().sum(dim=-1).mean())
+            total = total + (student_y - y).float().square().sum(dim=-1) / max(size, 1e-12)
         return (total * counted).sum() / len(layers)
 
     return loss
@@ -145,31 +173,34 @@ def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = 
 
 @torch.no_grad()
 def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Of each layer, on a batch: the mean square of what it adds to the stream of a token, and of what leaves it."""
-    with _watched(teacher.blocks, layers) as seen:
+    """Return the mean squared norms, for every layer, of what it adds to the residual stream and of its output."""
+    with _layer_states(teacher.blocks, layers) as states:
         teacher(sample.ids, documents=sample.documents)
-    pairs = {layer: ((y - x).float(), y.float()) for layer, (x, y) in seen.items()}
+    pairs = {layer: ((y - x).float(), y.float()) for layer, (x, y) in states.items()}
     return {i: tuple(float(x.square().sum(dim=-1).mean()) for x in pair) for i, pair in pairs.items()}  # type: ignore[misc]
 
 
 @contextmanager
-def _watched(
-    blocks: nn.ModuleList, layers: Sequence[int], given: Mapping[int, Tensor] | None = None
+def _layer_states(
+    blocks: nn.ModuleList, layers: Sequence[int], inputs: Mapping[int, Tensor] | None = None
 ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """What each layer is given, and gives, each (B, T, hidden); with `given`, they are given that."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    hooks = []
+    """Yield the input and the output, both (B, T, hidden), of every layer that ran inside the context.
+
+    If `inputs` has an input for the layers, they compute with that instead of their own.
+    """
+    states: dict[int, tuple[Tensor, Tensor]] = {}
+    handles = []
     for layer in layers:
 
         def before(_: nn.Module, args: Any, layer: int = layer) -> Any:
-            return None if given is None else (given[layer], *args[1:])
+            return None if inputs is None else (inputs[layer], *args[1:])
 
         def after(_: nn.Module, args: Any, output: Tensor, layer: int = layer) -> None:
-            seen[layer] = args[0], output
+            states[layer] = args[0], output
 
-        hooks += [blocks[layer].register_forward_pre_hook(before), blocks[layer].register_forward_hook(after)]
+        handles += [blocks[layer].register_forward_pre_hook(before), blocks[layer].register_forward_hook(after)]
     try:
-        yield seen
+        yield states
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in handles:
+            handle.remove()

@@ -1,18 +1,19 @@
-"""eval: what a model makes of texts, by the position in its context and past it, and beside another model.
+"""Measure how well a model predicts texts, by the position in its context and beyond, and compared with another model.
 
-Every file (of a .jsonl every line) is a document, and no window crosses its end. A window of W tokens predicts the W
-that follow each of them, so that all tokens of a document but its first are predicted, each once. Standard errors are
-over windows, not tokens: what follows one another in a text is not independent. Of sums L and sizes T by window the
-mean is ΣL / ΣT, and its variance n / (n - 1) · Σ(L - mean · T)² / (ΣT)² (the ratio estimator of clusters).
+Every file is a document, or every line of a .jsonl file. No window crosses the end of a document. A window of W tokens
+predicts the W tokens that follow them, so that every token of a document but the first is predicted once. Standard
+errors are computed from windows and not from tokens, because neighbouring tokens of a text are not independent. With
+the sum L and the size T of every window, the mean is ΣL / ΣT, and its variance is n / (n - 1) · Σ(L - mean · T)² /
+(ΣT)², the ratio estimator for clusters.
 
-Two models that read the same tokens are paired window by window. Where their tokenizers differ, tokens are not the same
-thing: then it is by bytes, the second one's tokens counting in that window of the first in which they end.
+Two models that read the same tokens are compared window by window. If their tokenizers differ, they are compared by
+bytes: a token of the second model counts in the first model's window in which it ends.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,14 @@ from ..parity.compare import perplexity
 from ..parity.probe import TOGETHER, WINDOW
 from ..surgery.registry import steps_named
 from ..surgery.shapes import swapped
-from .data import Text, around, encode, is_tokens, open_tokens, paths_of, require_tokenizer
+from .data import TextFile, boundary_ids, encode_piece, is_tokens, open_tokens, paths_of, require_tokenizer
 
 MOST = 2048
-"""Tokens of a window where nobody says how many, at most: attention grows with the square."""
+"""The largest default number of tokens per window. The cost of attention grows with its square."""
 _LOGITS = 2**22
-"""Logits that are made at once."""
+"""The number of logits that are computed at once."""
 _ENDS = slice(None, 1), slice(-1, None)
-"""The first and the last."""
+"""The slices of the first and of the last element."""
 
 
 def _finite(value: float | None) -> float | None:
@@ -53,15 +54,11 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Estimate(Record):
-    """A mean with its standard error over windows.
-
-    Attributes:
-        value: the mean.
-        error: the standard error; None with one window.
-    """
+    """A mean with its standard error."""
 
     value: float
     error: float | None
+    """The standard error over windows; None with one window."""
 
     def as_json(self) -> dict[str, Any]:
         return {"value": _finite(self.value), "error": _finite(self.error)}
@@ -69,67 +66,58 @@ class Estimate(Record):
 
 @dataclass(frozen=True)
 class Bin(Record):
-    """The figures for a range of positions in the window.
-
-    Attributes:
-        first: the first position, counted from 0. A token at this position predicts the next one.
-        last: the last position.
-        tokens: the number of predicted tokens.
-        nats: the mean negative log-probability of a token.
-        top_k: the share of tokens among the k most likely ones, by k.
-    """
+    """The predictions at a range of positions in the window. A position predicts the next token."""
 
     first: int
+    """The first position, counted from 0."""
     last: int
+    """The last position."""
     tokens: int
+    """The number of predictions."""
     nats: Estimate
+    """The loss in nats per token."""
     top_k: Mapping[int, Estimate]
+    """For every k, the share of tokens among the k most likely."""
 
 
 @dataclass(frozen=True)
 class Curve(Record):
-    """The figures of a model by position in the window.
-
-    Attributes:
-        name: the name of the model.
-        context: the context of the model; None if it is unknown.
-        width: the number of tokens in a window.
-        bins: the ranges of positions with their figures.
-    """
+    """The predictions of a model by position."""
 
     name: str
+    """The name of the model."""
     context: int | None
+    """The context that the model states, if it does."""
     width: int
+    """Tokens per window."""
     bins: tuple[Bin, ...]
+    """The ranges of positions."""
 
 
 @dataclass(frozen=True)
 class Score(Record):
-    """The figures of a model on a text.
-
-    Attributes:
-        reference: the name of the model.
-        tokens: the number of predicted tokens.
-        windows: the number of windows.
-        bytes: the number of bytes of the predicted text in UTF-8.
-        nats: the mean negative log-probability of a token.
-        perplexity: the exponential of this mean.
-        bits_per_byte: the bits of all tokens divided by the number of bytes.
-        top_k: the share of tokens among the k most likely ones, by k.
-        curve: the figures by position in the window.
-    """
+    """The figures of a model on the texts."""
 
     JSON = "reference tokens windows bytes nats perplexity=finite_perplexity bits_per_byte top_k curve"
 
     reference: str
+    """The reference of the model."""
     tokens: int
+    """The number of predicted tokens."""
     windows: int
+    """The number of windows."""
     bytes: int
+    """The size of the predicted text in UTF-8."""
     nats: Estimate
+    """The loss in nats per token."""
     perplexity: float
+    """The exponential of that loss."""
     bits_per_byte: Estimate
+    """The loss in bits per byte of the text."""
     top_k: Mapping[int, Estimate]
+    """For every k, the share of tokens among the k most likely."""
     curve: Curve
+    """The figures by position."""
 
     @property
     def finite_perplexity(self) -> float | None:
@@ -138,50 +126,44 @@ class Score(Record):
 
 @dataclass(frozen=True)
 class Paired(Record):
-    """The comparison of a model with another one on the same text, window by window.
-
-    Attributes:
-        difference: the mean of the model's figure minus the other's.
-        unit: "nats a token", or "bits a byte" if the models have different tokenizers.
-        windows: the number of windows.
-        better: the share of windows in which the model predicts the text better than the other.
-        worse: the share of windows in which it predicts the text worse.
-    """
+    """The loss of a model minus that of another model on the same text."""
 
     difference: Estimate
+    """The mean difference."""
     unit: str
+    """"nats a token", or "bits a byte" if the models tokenise the text differently."""
     windows: int
+    """The number of windows that are compared."""
     better: float
+    """The share of windows in which the model has a smaller loss than the other."""
     worse: float
+    """The share of windows in which it has a larger loss."""
 
 
 @dataclass(frozen=True)
 class Evaluation(Record, Shown):
-    """The result of `evaluate`.
-
-    Attributes:
-        data: the names of the texts.
-        documents: the number of documents.
-        context: the number of tokens in a window.
-        stride: the number of tokens between the starts of two windows.
-        score: the figures of the model.
-        against: the figures of the other model; None without one.
-        paired: the comparison with the other model; None without one.
-        extrapolation: the curves for windows that are longer than the context.
-        notes: sentences that say what the figures do not include.
-    """
+    """The result of an evaluation."""
 
     JSON = "schema_version data documents context stride score against paired extrapolation notes"
 
     data: tuple[str, ...]
+    """The paths of the texts."""
     documents: int
+    """The number of documents."""
     context: int
+    """Tokens per window."""
     stride: int
+    """Tokens between the starts of two windows."""
     score: Score
+    """The figures of the model."""
     against: Score | None = None
+    """The figures of the other model."""
     paired: Paired | None = None
+    """The comparison of the two."""
     extrapolation: tuple[Curve, ...] = ()
+    """The figures by position in windows that are longer than the context."""
     notes: tuple[str, ...] = ()
+    """What the figures do not include."""
     schema_version: int = field(default=1, repr=False)
 
 
@@ -190,170 +172,178 @@ class Evaluation(Record, Shown):
 
 @dataclass(frozen=True)
 class _Document:
-    """A text as tokens: their ids, and in bytes of the text where each ends."""
+    """A text as tokens."""
 
     name: str
     ids: Array
-    ends: Array
+    ends: Array  # the end of every token, in bytes of the text
 
 
 def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) -> list[_Document]:
-    """The documents of a file of text, or of a folder of tokens that the checkpoint's tokenizer made."""
+    """Return the documents of a text file, or of a folder of tokens that were made with the checkpoint's tokenizer."""
     if is_tokens(path):
-        return _stored(path, tokenizer, checkpoint.reference)
+        return _stored_documents(path, tokenizer, checkpoint.reference)
     if tokenizer is None:
         raise UsageError(
             f"{checkpoint.reference} has no tokenizer, so gptkit cannot read the text {path}",
             "Tokenise the text first, and give the folder to --data: gptkit tokenize FILE FOLDER --tokenizer MODEL",
         )
-    before, _ = around(tokenizer, ())
-    found, ids, ends = list[_Document](), list[int](), list[Array]()
+    before, _ = boundary_ids(tokenizer, ())
+    documents, ids, ends = list[_Document](), list[int](), list[Array]()
     size = 0
-    for text, last in Text(path).pieces():
-        new, places = encode(tokenizer, text, not ids)
-        signs = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        until = np.concatenate(([0], np.cumsum(1 + (signs >= 0x80) + (signs >= 0x800) + (signs >= 0x10000))))
+    for text, last in TextFile(path).pieces():
+        new, token_ends = encode_piece(tokenizer, text, not ids)
+        characters = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        sizes = 1 + (characters >= 0x80) + (characters >= 0x800) + (characters >= 0x10000)  # in UTF-8
+        byte_ends = np.concatenate(([0], np.cumsum(sizes)))
         if new:
             ids += [*([] if ids else before), *new]
-            ends += [np.zeros(0 if ends else len(before)), size + np.maximum.accumulate(until[places])]
-        size += int(until[-1])
+            ends += [np.zeros(0 if ends else len(before)), size + np.maximum.accumulate(byte_ends[token_ends])]
+        size += int(byte_ends[-1])
         if last:
-            whole = np.concatenate(ends) if ends else np.zeros(0)
-            whole[-1:] = size
-            name = f"{path}" if path.suffix != ".jsonl" else f"{path}, document {len(found) + 1:,}"
-            found.append(_Document(name, np.array(ids, np.int64), whole))
+            all_ends = np.concatenate(ends) if ends else np.zeros(0)
+            all_ends[-1:] = size
+            name = f"{path}" if path.suffix != ".jsonl" else f"{path}, document {len(documents) + 1:,}"
+            documents.append(_Document(name, np.array(ids, np.int64), all_ends))
             ids, ends, size = [], [], 0
-    return found
+    return documents
 
 
-def _stored(folder: Path, tokenizer: Tokenizer | None, model: str) -> list[_Document]:
-    """A folder of tokens, in which no token's own bytes are known: each counts as many as the others."""
-    opened = open_tokens(folder)
+def _stored_documents(folder: Path, tokenizer: Tokenizer | None, model: str) -> list[_Document]:
+    """Return the documents of a folder of tokens. It does not store the bytes of a token, so all count the same."""
+    tokens = open_tokens(folder)
     if tokenizer is not None:
-        require_tokenizer(opened, model, tokenizer)
-    share, first, found = opened.bytes / opened.tokens, 0, []
-    for number, end in enumerate(opened.ends.tolist(), 1):
-        ids = opened.read(first, end - first)
-        found.append(_Document(f"{folder}, document {number:,}", ids, share * np.arange(1, len(ids) + 1)))
+        require_tokenizer(tokens, model, tokenizer)
+    bytes_per_token, first, documents = tokens.bytes / tokens.tokens, 0, []
+    for number, end in enumerate(tokens.ends.tolist(), 1):
+        ids = tokens.read(first, end - first)
+        documents.append(_Document(f"{folder}, document {number:,}", ids, bytes_per_token * np.arange(1, len(ids) + 1)))
         first = end
-    return found
+    return documents
 
 
 def _read(checkpoint: Checkpoint, files: Sequence[Path]) -> list[_Document]:
-    """Documents of two tokens and more; InvalidInput where there is none, UsageError for ids that the model lacks."""
+    """Return the documents of all files.
+
+    Raises:
+        InvalidInput: no document has two tokens.
+        UsageError: a document has ids beyond the model's vocabulary.
+    """
     tokenizer, rows = load_tokenizer(checkpoint.folder, checkpoint.texts), checkpoint.spec.vocab_size
-    found = [document for path in files for document in _documents(path, tokenizer, checkpoint)]
-    for document in found:
+    documents = [document for path in files for document in _documents(path, tokenizer, checkpoint)]
+    for document in documents:
         if (outside := document.ids[document.ids >= rows]).size:
             ids = np.unique(outside).tolist()
             raise outside_vocabulary(
                 ids, rows, f"They are in {document.name}. Check that the tokenizer belongs to this model."
             )
-    if not any(len(document.ids) > 1 for document in found):
+    if not any(len(document.ids) > 1 for document in documents):
         raise InvalidInput(
             f"{', '.join(map(str, files))}: every text has fewer than two tokens, so nothing can be predicted",
             "Give a longer text.",
         )
-    return found
+    return documents
 
 
 @dataclass(frozen=True)
 class _Window:
-    """`given` tokens of a document from its token `first` on, and how many of the last predictions count here."""
+    """A window of a document."""
 
-    document: int
-    first: int
-    given: int
-    counted: int
+    document: int  # the number of the document
+    first: int  # the first token that the model reads
+    length: int  # the number of tokens that it reads
+    counted: int  # the number of predictions that count, at the end of the window
 
 
 def _windows(documents: Sequence[_Document], width: int, stride: int) -> list[_Window]:
-    """Windows of `width` tokens, or what is left, each beginning `stride` behind the one before: every token of a
-    document but its first is predicted in the first window that comes to it.
+    """Return windows of at most `width` tokens, each of which starts `stride` tokens after the previous one.
+
+    Every token of a document but the first is predicted once, in the first window that reaches it.
     """
-    found = []
+    windows = []
     for number, document in enumerate(documents):
         first = done = 0
         while done < len(document.ids) - 1:
-            given = min(width, len(document.ids) - 1 - first)
-            found.append(_Window(number, first, given, first + given - done))
-            done, first = first + given, first + stride
-    return found
+            length = min(width, len(document.ids) - 1 - first)
+            windows.append(_Window(number, first, length, first + length - done))
+            done, first = first + length, first + stride
+    return windows
 
 
-# --- what a model makes of them ---------------------------------------------------------------------------------------
+# --- predictions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What a model makes of documents: of every prediction that counts, in the order of the text, what it lost in nats
-    and how many tokens it held likelier.
-    """
+class _Predictions:
+    """The predictions of a model that count, in the order of the text."""
 
     name: str
     spec: ModelSpec
     documents: Sequence[_Document]
     windows: Sequence[_Window]
-    lost: Array
-    rank: Array
+    losses: Array  # of every prediction, in nats
+    rank: Array  # of every prediction, the number of tokens that the model considers more likely
 
     def _by_prediction(self, values: Callable[[_Window], Array]) -> Array:
         return np.concatenate([values(window) for window in self.windows])
 
     @cached_property
     def window(self) -> Array:
-        """The number of each prediction's window."""
+        """The number of the window of every prediction."""
         return np.repeat(np.arange(len(self.windows)), [window.counted for window in self.windows])
 
     @cached_property
     def position(self) -> Array:
-        return self._by_prediction(lambda each: np.arange(each.given - each.counted, each.given))
+        """The position of every prediction in its window."""
+        return self._by_prediction(lambda window: np.arange(window.length - window.counted, window.length))
 
     def ends(self, token: int) -> Array:
-        """The byte of its document at which each predicted token (1), or the one before it (0), ends."""
+        """Return the byte at which every predicted token (`token` 1), or the token before it (0), ends."""
 
-        def of(each: _Window) -> Array:
-            last = each.first + each.given + token
-            return self.documents[each.document].ends[last - each.counted : last]
+        def ends_in(window: _Window) -> Array:
+            last = window.first + window.length + token
+            return self.documents[window.document].ends[last - window.counted : last]
 
-        return self._by_prediction(of)
+        return self._by_prediction(ends_in)
 
-    def estimate(self, values: Array, sizes: Array | None = None, here: Array | slice = slice(None)) -> Estimate:
-        """The mean of values of the predictions `here`, each of the size given (one, where none is)."""
-        weights = None if sizes is None else sizes[here]
-        sums, totals = (np.bincount(self.window[here], each) for each in (values[here], weights))
+    def estimate(self, values: Array, sizes: Array | None = None, where: Array | slice = slice(None)) -> Estimate:
+        """Return the mean of `values` over the predictions `where`, weighted by `sizes` if there are any."""
+        weights = None if sizes is None else sizes[where]
+        sums, totals = (np.bincount(self.window[where], window_weights) for window_weights in (values[where], weights))
         return ratio(sums, totals)
 
-    def top(self, ks: Sequence[int], here: Array | slice = slice(None)) -> dict[int, Estimate]:
-        return {k: self.estimate(1.0 * (self.rank < k), here=here) for k in ks}
+    def top(self, ks: Sequence[int], where: Array | slice = slice(None)) -> dict[int, Estimate]:
+        """Return for every k the share of the predictions `where` whose token is among the k most likely."""
+        return {k: self.estimate(1.0 * (self.rank < k), where=where) for k in ks}
 
     def curve(self, edges: Sequence[int], width: int, ks: Sequence[int]) -> Curve:
-        """By position, in bins that begin at `edges`; those that no window comes to are not there."""
+        """Return the predictions by position, in bins that start at `edges`, without empty bins."""
         bins = []
         for first, end in zip(edges, [*edges[1:], width], strict=True):
-            here = (self.position >= first) & (self.position < end)
-            if count := int(here.sum()):
-                last = int(self.position[here].max())
-                bins.append(Bin(first, last, count, self.estimate(self.lost, here=here), self.top(ks, here)))
+            where = (self.position >= first) & (self.position < end)
+            if count := int(where.sum()):
+                last = int(self.position[where].max())
+                bins.append(Bin(first, last, count, self.estimate(self.losses, where=where), self.top(ks, where)))
         return Curve(self.name, stated_context(self.spec), width, tuple(bins))
 
     def score(self, width: int, ks: Sequence[int]) -> Score:
-        nbytes, nats = self.ends(1) - self.ends(0), self.estimate(self.lost)
+        """Return the figures of the model."""
+        nbytes, nats = self.ends(1) - self.ends(0), self.estimate(self.losses)
         return Score(
             reference=self.name,
-            tokens=len(self.lost),
+            tokens=len(self.losses),
             windows=len(self.windows),
             bytes=round(nbytes.sum()),
             nats=nats,
             perplexity=perplexity(torch.tensor(nats.value)),
-            bits_per_byte=self.estimate(self.lost / math.log(2), nbytes),
+            bits_per_byte=self.estimate(self.losses / math.log(2), nbytes),
             top_k=self.top(ks),
             curve=self.curve(_doubling(width), width, ks),
         )
 
 
 def ratio(sums: Array, sizes: Array) -> Estimate:
-    """The mean of what windows of some sizes sum up to, and its standard error; see above."""
+    """Return the mean of the windows' sums per size, with its standard error; see the module's docstring."""
     sums, sizes = sums[sizes > 0], sizes[sizes > 0]
     count, total = len(sizes), sizes.sum()
     mean = float(sums.sum() / total) if count else math.nan
@@ -363,111 +353,122 @@ def ratio(sums: Array, sizes: Array) -> Estimate:
 
 
 def _doubling(width: int) -> list[int]:
-    """0, 1, 2, 4, … below the width."""
+    """Return 0, 1, 2, 4, … below the width."""
     return [0, *(2**power for power in range((width - 1).bit_length()))]
 
 
-def _past(context: int, width: int) -> list[int]:
-    """The same within the context, and behind it by halves of it."""
+def _edges_beyond(context: int, width: int) -> list[int]:
+    """Return 0, 1, 2, 4, … within the context, and then every half context up to the width."""
     return [*_doubling(context), *range(context, width, max(context // 2, 1))]
 
 
-def _run(
+def _predict(
     name: str, model: Decoder, documents: Sequence[_Document], windows: Sequence[_Window], tell: Callable[[str], None]
-) -> _Run:
-    """Run a model through windows; GptkitError where its logits are NaN."""
-    device, lost, ranks, done = model.embedding.weight.device, list[Tensor](), list[Tensor](), 0
-    for given, alike in groupby(windows, key=lambda each: each.given):
-        group, together = list(alike), max(1, TOGETHER // given)
+) -> _Predictions:
+    """Run a model on windows. Raise GptkitError if its logits are NaN."""
+    device, losses, ranks, done = model.embedding.weight.device, list[Tensor](), list[Tensor](), 0
+    for length, same_length in groupby(windows, key=lambda window: window.length):
+        group, together = list(same_length), max(1, TOGETHER // length)
         for start in range(0, len(group), together):
-            part = group[start : start + together]
-            rows = np.stack([documents[each.document].ids[each.first : each.first + given + 1] for each in part])
+            batch = group[start : start + together]
+            rows = np.stack([documents[item.document].ids[item.first : item.first + length + 1] for item in batch])
             ids = torch.from_numpy(rows).to(device)
             states = states_of(model, ids[:, :-1])
-            for row, each in enumerate(part):
-                here = slice(given - each.counted, given)
-                for found in predicted(model, states[row, here], ids[row, 1:][here]):
-                    lost.append(found[0].cpu())
-                    ranks.append(found[1].cpu())
-                    if bool(lost[-1].isnan().any()):
+            for row, window in enumerate(batch):
+                counted = slice(length - window.counted, length)
+                for loss, rank in losses_and_ranks(model, states[row, counted], ids[row, 1:][counted]):
+                    losses.append(loss.cpu())
+                    ranks.append(rank.cpu())
+                    if bool(losses[-1].isnan().any()):
                         raise GptkitError(
-                            f"{name}: the logits for the text {documents[each.document].name} are NaN",
+                            f"{name}: the logits for the text {documents[window.document].name} are NaN",
                             "The weights may be damaged, or activations may be too large for float16. Try --dtype "
                             "float32.",
                         )
-            done += len(part)
+            done += len(batch)
             tell(f"{name}: {done:,} of {len(windows):,} windows")
-    return _Run(name, model.spec, documents, windows, torch.cat(lost).numpy(), torch.cat(ranks).numpy())
+    return _Predictions(name, model.spec, documents, windows, torch.cat(losses).numpy(), torch.cat(ranks).numpy())
 
 
 @torch.inference_mode()
 def states_of(model: Decoder, ids: Tensor) -> Tensor:
-    """What comes to the head, (B, T, hidden): the logits of a whole batch would be the most of its memory."""
+    """Return the hidden states before the head, (B, T, hidden). The logits of a whole batch would need more memory."""
     assert model.head is not None
-    kept: list[Tensor] = []
+    states: list[Tensor] = []
 
     def take(_: Any, inputs: Any) -> Any:
-        kept.append(inputs[0])
+        states.append(inputs[0])
         return (inputs[0][:, :0], *inputs[1:])
 
     with model.head.register_forward_pre_hook(take):
         model(ids)
-    return kept[0]
+    return states[0]
 
 
 @torch.inference_mode()
-def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of states (N, hidden) and the tokens that follow: what is lost in nats, in fp64, and how many tokens are
-    likelier, of equal ones those with a smaller id.
+def losses_and_ranks(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the loss in nats and the rank of every target, some rows at a time.
+
+    The rank is the number of tokens that are more likely. Of equally likely tokens, those with a smaller id count.
+
+    Args:
+        model: the model, of which only the head runs here. Its logits are converted to float64.
+        states: the hidden states before the head, (N, hidden).
+        targets: the ids of the next tokens, (N,).
     """
     assert model.head is not None
-    found, step = [], max(1, _LOGITS // model.spec.vocab_size)
-    for part, wanted in zip(torch.split(states, step), torch.split(targets, step), strict=True):
+    results, step = [], max(1, _LOGITS // model.spec.vocab_size)
+    for part, target_ids in zip(torch.split(states, step), torch.split(targets, step), strict=True):
         logits = model.head(part, model.embedding.weight).double()
-        own = logits.gather(1, wanted[:, None])
-        before = torch.arange(logits.shape[1], device=logits.device) < wanted[:, None]
+        own = logits.gather(1, target_ids[:, None])
+        before = torch.arange(logits.shape[1], device=logits.device) < target_ids[:, None]
         rank = ((logits > own) | (before & (logits == own))).sum(1)
-        found.append((logits.logsumexp(1) - own[:, 0], rank))
-    return found
+        results.append((logits.logsumexp(1) - own[:, 0], rank))
+    return results
 
 
-# --- beside another ---------------------------------------------------------------------------------------------------
+# --- two models -------------------------------------------------------------------------------------------------------
 
 
-def _pair(a: _Run, b: _Run) -> Paired:
-    """`a` less `b`, by `a`'s windows."""
+def _compare(a: _Predictions, b: _Predictions) -> Paired:
+    """Return the loss of `a` minus that of `b`, by the windows of `a`."""
     same = all(np.array_equal(x.ids, y.ids) for x, y in zip(a.documents, b.documents, strict=True))
     ours: Array
     theirs: Array
     if same:
-        ours, theirs, sizes = (np.bincount(a.window, each).astype(np.float64) for each in (a.lost, b.lost, None))
+        ours, theirs, sizes = (
+            np.bincount(a.window, losses).astype(np.float64) for losses in (a.losses, b.losses, None)
+        )
         unit = "nats a token"
     else:
         ours, theirs, sizes = _by_bytes(a, b)
         ours, theirs, unit = ours / math.log(2), theirs / math.log(2), "bits a byte"
-    kept = sizes > 0
-    ours, theirs, sizes = ours[kept], theirs[kept], sizes[kept]
+    counted = sizes > 0
+    ours, theirs, sizes = ours[counted], theirs[counted], sizes[counted]
     better, worse = float((ours < theirs).mean()), float((ours > theirs).mean())
     return Paired(ratio(ours - theirs, sizes), unit, len(sizes), better, worse)
 
 
-def _by_bytes(a: _Run, b: _Run) -> tuple[Array, Array, Array]:
-    """What both lose in nats in each of `a`'s windows, and its bytes: from where both have begun to predict."""
+def _by_bytes(a: _Predictions, b: _Predictions) -> tuple[Array, Array, Array]:
+    """Return three sums for every window of `a`: the losses of both models in nats, and the number of bytes.
+
+    The bytes before the first token that both models predict do not count.
+    """
     both = list(zip(a.documents, b.documents, strict=True))
     firsts, sizes = (np.array([max([*x.ends[at], *y.ends[at]], default=0.0) for x, y in both]) for at in _ENDS)
-    bases, of = np.cumsum(sizes) - sizes, np.array([each.document for each in a.windows])
-    lasts = bases[of] + [a.documents[each.document].ends[each.first + each.given] for each in a.windows]
-    found = []
+    bases, of = np.cumsum(sizes) - sizes, np.array([window.document for window in a.windows])
+    lasts = bases[of] + [a.documents[window.document].ends[window.first + window.length] for window in a.windows]
+    sums = []
     for run in (a, b):
-        document = np.repeat([each.document for each in run.windows], [each.counted for each in run.windows])
+        document = np.repeat([window.document for window in run.windows], [window.counted for window in run.windows])
         begins, ends = run.ends(0), run.ends(1)
-        window = np.minimum(np.searchsorted(lasts, bases[document] + ends), len(of) - 1)
-        counts = (begins >= firsts[document]) & (of[window] == document)  # a document of one token has no window
-        found += [np.bincount(window, each * counts, len(of)) for each in (run.lost, ends - begins)]
-    return found[0], found[2], found[1]
+        places = np.minimum(np.searchsorted(lasts, bases[document] + ends), len(of) - 1)
+        counts = (begins >= firsts[document]) & (of[places] == document)  # a document of one token has no window
+        sums += [np.bincount(places, values * counts, len(of)) for values in (run.losses, ends - begins)]
+    return sums[0], sums[2], sums[1]
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- the evaluation ---------------------------------------------------------------------------------------------------
 
 
 @as_before()
@@ -489,73 +490,54 @@ def evaluate(
     allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """Measure the perplexity, bits per byte and top-k accuracy of a model on texts, in total and by position.
+    """Measure perplexity, bits per byte and top-k accuracy of a model on texts, also by position.
 
     Args:
-        model: the checkpoint: a folder, a file, a sample, or a repository on the hub.
-        data: text files in UTF-8, or folders that `tokenize` wrote. A file is one document, except that every line of a
-            .jsonl file is a document.
-        against: another model to evaluate on the same texts in the same windows.
-        context: the number of tokens in a window; by default the shorter context of the models, at most `MOST`.
-        past: also evaluate windows of this number of contexts, to show the loss after the end of the context.
-        stride: the number of tokens between the starts of two windows; by default a whole window. A smaller stride
-            predicts every token from more tokens, and takes longer.
-        top_k: the values of k for which to report the share of tokens that are among the k most likely ones.
-        rope: a RoPE scaling ("yarn:4"). The model with this scaling is compared with the unscaled model after the end
-            of its context.
-        dtype: the dtype to compute in.
+        model: a reference; see `converter.resolve`.
+        data: text files in UTF-8, or folders that `tokenize` wrote. A file is one document, but every line of a .jsonl
+            file is a document.
+        against: another model, which reads the same texts in the same windows.
+        context: tokens per window; by default the smaller context of both models, and at most 2,048.
+        past: also run windows of this number of contexts, to measure predictions beyond the context; 1 does not.
+        stride: tokens between the starts of two windows; by default the whole window. A smaller stride gives every
+            token more context, and takes longer.
+        top_k: the values of k for the share of tokens that are among the k most likely.
+        rope: a RoPE scaling, such as "yarn:4", to compare with the unscaled model beyond its context.
+        dtype: the dtype of the computation.
         attention: "sdpa" or "eager".
-        device: the device to compute on.
+        device: where to compute.
         offline: use local files and the hub's cache only.
         allow_pickle: also read .bin files (weights only).
-        allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        progress: called with a line that names the model and says how much is done.
+        allow_extra: ignore tensors that have no place in the model instead of refusing them.
+        progress: called with a line about the progress of a model.
 
     Raises:
         InvalidInput: a file cannot be read as text, or no text has two tokens; also as in `open_checkpoint`.
-        UsageError: a window is longer than the position table; a token is outside the vocabulary; there is no
-            tokenizer; a number is out of range.
-        SwapRefused: `rope` was given for a model without RoPE.
-        MissingComponent: the model does not predict a next token.
+        UsageError: a window is longer than the position table, a token is beyond the vocabulary, there is no tokenizer,
+            or a number is out of range.
+        SwapRefused: `rope` was given, but the model has no RoPE.
+        MissingComponent: a model does not predict a next token.
         GptkitError: the logits are NaN.
     """
     paths = paths_of(data)
-    opened = [
-        open_checkpoint(each, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-        for each in (model, against)
-        if each is not None
-    ]
-    for each in opened:
-        each.spec.predicts("eval")
-        each.spec.one_stack("eval")
-    suit(opened[0].spec)
-    names = [checkpoint.reference for checkpoint in opened]
-    if len(opened) == 2 and names[0] == names[1]:
-        names[1] += " (again)"
-    usual = [min(stated_context(each.spec) or WINDOW, MOST) for each in opened]
-    width = min(usual) if context is None else context
+    named = _opened(model, against, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    contexts = [min(stated_context(checkpoint.spec) or WINDOW, MOST) for checkpoint in named.values()]
+    width = min(contexts) if context is None else context
     step = width if stride is None else stride
     _require(paths, width, past, step, top_k, rope)
-    for checkpoint in opened:
+    for checkpoint in named.values():
         _require_positions(checkpoint, width * past)
-    scaled = None
-    if rope is not None:  # before anything is computed, for what it may be refused for
-        origin, spec = opened[0].origin, opened[0].spec
-        scaled = swapped(spec, steps_named("rope_scaling", rope), origin.family, names[0]).spec
-    tell = progress or (lambda _: None)
-    runs, curves = list[_Run](), list[Curve]()
-    for name, checkpoint in zip(names, opened, strict=True):
-        documents = _read(checkpoint, paths)
-        decoder = load_checkpoint(checkpoint, dtype, attention, device=device)
-        runs.append(_run(name, decoder, documents, _windows(documents, width, step), tell))
-        if past > 1:
-            far = partial(_far, documents=documents, context=width, past=past, top_k=top_k, tell=tell)
-            curves.append(far(name, decoder))
-            if scaled is not None and checkpoint is opened[0]:
-                curves.append(far(f"{name}, {rope}", _with_tree(decoder, scaled, attention)))
-        del decoder
-        checkpoint.release()
-    paired = _pair(*runs) if len(runs) == 2 else None
+    scaled = {} if rope is None else _scaled(*next(iter(named.items())), rope)  # refuse it before anything is computed
+    measuring = _Measuring(
+        paths=paths, width=width, stride=step, past=past, top_k=top_k, dtype=dtype, attention=attention, device=device,
+        tell=progress or (lambda _: None),
+    )  # fmt: skip
+    runs, curves = list[_Predictions](), list[Curve]()
+    for name, checkpoint in named.items():
+        predictions, beyond = measuring.run(name, checkpoint, {} if runs else scaled)
+        runs.append(predictions)
+        curves += beyond
+    paired = _compare(*runs) if len(runs) == 2 else None
     scores = [run.score(width, top_k) for run in runs]
     return Evaluation(
         data=tuple(map(str, paths)),
@@ -568,6 +550,67 @@ def evaluate(
         extrapolation=tuple(curves),
         notes=tuple(_notes(runs[0].documents, curves, width * past, paired)),
     )
+
+
+def _opened(model: str | Path, against: str | Path | None, **opening: bool) -> dict[str, Checkpoint]:
+    """Open one or two models, and return them by different names. Raise MissingComponent if one cannot be evaluated."""
+    checkpoints = [open_checkpoint(reference, **opening) for reference in (model, against) if reference is not None]
+    for checkpoint in checkpoints:
+        checkpoint.spec.predicts("eval")
+        checkpoint.spec.one_stack("eval")
+    suit(checkpoints[0].spec)
+    names = [checkpoint.reference for checkpoint in checkpoints]
+    if len(names) == 2 and names[0] == names[1]:
+        names[1] += " (again)"
+    return dict(zip(names, checkpoints, strict=True))
+
+
+def _scaled(name: str, checkpoint: Checkpoint, rope: str) -> dict[str, ModelSpec]:
+    """Return the tree of a model with a RoPE scaling, by a name. Raise SwapRefused if the model has no RoPE."""
+    steps = steps_named("rope_scaling", rope)
+    return {f"{name}, {rope}": swapped(checkpoint.spec, steps, checkpoint.origin.family, name).spec}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measuring:
+    """How models are run on the texts. The fields are the arguments of `evaluate`, with their defaults."""
+
+    paths: Sequence[Path]
+    width: int
+    stride: int
+    past: int
+    top_k: Sequence[int]
+    dtype: torch.dtype | str
+    attention: Kernel
+    device: str | torch.device
+    tell: Callable[[str], None]
+
+    def run(
+        self, name: str, checkpoint: Checkpoint, scaled: Mapping[str, ModelSpec]
+    ) -> tuple[_Predictions, list[Curve]]:
+        """Return the predictions of a model, and its curves beyond the context.
+
+        There is a curve for the model itself and for each of the `scaled` trees, or none if `past` is 1.
+        """
+        documents = _read(checkpoint, self.paths)
+        decoder = load_checkpoint(checkpoint, self.dtype, self.attention, device=self.device)
+        windows = _windows(documents, self.width, self.stride)
+        predictions, curves = _predict(name, decoder, documents, windows, self.tell), list[Curve]()
+        if self.past > 1:
+            curves.append(self._curve(name, decoder, documents))
+            curves += [
+                self._curve(scaled_name, _as_tree(decoder, spec, self.attention), documents)
+                for scaled_name, spec in scaled.items()
+            ]
+        del decoder
+        checkpoint.release()
+        return predictions, curves
+
+    def _curve(self, name: str, model: Decoder, documents: Sequence[_Document]) -> Curve:
+        """Return the predictions by position in windows of `past` contexts."""
+        width = self.width * self.past
+        run = _predict(name, model, documents, _windows(documents, width, width), self.tell)
+        return run.curve(_edges_beyond(self.width, width), width, self.top_k)
 
 
 def _notes(
@@ -589,32 +632,16 @@ def _notes(
         yield "the models tokenise the text differently, so they are compared in bits per byte"
 
 
-def _far(
-    name: str,
-    model: Decoder,
-    *,
-    documents: Sequence[_Document],
-    context: int,
-    past: int,
-    top_k: Sequence[int],
-    tell: Callable[[str], None],
-) -> Curve:
-    """The curve in windows of several contexts."""
-    width = context * past
-    run = _run(name, model, documents, _windows(documents, width, width), tell)
-    return run.curve(_past(context, width), width, top_k)
-
-
-def _with_tree(model: Decoder, spec: ModelSpec, attention: Kernel) -> Decoder:
-    """The same parameters, in the same memory, as another tree."""
+def _as_tree(model: Decoder, spec: ModelSpec, attention: Kernel) -> Decoder:
+    """Return a model of another tree with the same parameters, in the same memory."""
     with torch.device("meta"):
-        made = Decoder(spec, attention)
-    made.load_state_dict(model.state_dict(), assign=True)
-    return made.eval()
+        decoder = Decoder(spec, attention)
+    decoder.load_state_dict(model.state_dict(), assign=True)
+    return decoder.eval()
 
 
 def _require(paths: Sequence[Path], width: int, past: int, stride: int, top_k: Sequence[int], rope: str | None) -> None:
-    """Raise UsageError for numbers out of range, InvalidInput for files that are not there."""
+    """Raise UsageError if a number is out of range, and InvalidInput if a file does not exist."""
     if not paths:
         raise UsageError("there is no text to measure on", "Give --data FILE.")
     for path in paths:
@@ -649,7 +676,7 @@ def _require(paths: Sequence[Path], width: int, past: int, stride: int, top_k: S
 
 
 def _require_positions(checkpoint: Checkpoint, width: int) -> None:
-    """Raise UsageError where windows are longer than a table of positions."""
+    """Raise UsageError if windows are longer than the model's position table."""
     positions = checkpoint.spec.positions
     if positions is not None and width > positions.length:
         raise UsageError(

@@ -1,12 +1,12 @@
-"""lm-evaluation-harness asks, gptkit answers: any reference that `load` takes as one of its models.
+"""Evaluate a model on the tasks of lm-evaluation-harness. Every reference that `load` takes can be evaluated.
 
     import lm_eval
     from gptkit.training.harness import HarnessModel
 
     lm_eval.simple_evaluate(HarnessModel("sample:llama"), tasks=["lambada_openai"])
 
-What is asked is read, cut and given a first token as the harness' own class for transformers does, so that a task has
-one result by either.
+Prompts are encoded, truncated and given a first token as in the harness's own class for transformers, so that both
+classes give the same results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..converter.tokenizer import StreamDecoder, load_tokenizer
 from ..errors import UsageError
 from ..modules.generate import Sampling, generate
 from ..modules.load import load_checkpoint
-from .data import around
-from .evaluate import MOST, predicted, states_of
+from .data import boundary_ids
+from .evaluate import MOST, losses_and_ranks, states_of
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -37,23 +37,24 @@ except ImportError as error:
     ) from error
 
 _NEW_TOKENS = 256
-"""Of a continuation for which a task does not say how long it may be, as the harness has it."""
+"""The number of tokens to generate if a task gives none; it is the harness's own default."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A model of the harness.
+    """A model for lm-evaluation-harness.
 
     Args:
         pretrained: a reference; see `converter.resolve`.
-        dtype: what to compute in.
+        dtype: the dtype of the computation.
         attention: "sdpa" or "eager".
         device: where to compute.
-        max_length: tokens that the model is given at most; by default what it is for, `MOST` where it does not say.
-        opening: as `open_checkpoint`.
+        max_length: the largest number of tokens that the model reads; by default the context that it states, or 2,048.
+        opening: how to open the checkpoint, as in `open_checkpoint`.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`.
-        UsageError: no tokenizer, or one without a token that begins or ends a text, which an empty prompt stands for.
+        InvalidInput, Offline: as in `open_checkpoint`.
+        UsageError: there is no tokenizer, or the tokenizer has neither a beginning-of-sequence nor an end-of-sequence
+            token. One of them replaces an empty prompt.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         checkpoint = open_checkpoint(pretrained, **opening)
-        found = load_tokenizer(checkpoint.folder, checkpoint.texts)
-        if found is None:
+        tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
+        if tokenizer is None:
             raise UsageError(
                 f"{checkpoint.reference} has no tokenizer, but the tasks of lm-evaluation-harness are texts"
             )
-        self.coder = found
-        first = [*around(found, ())[0], *found.eos_ids]
+        self.coder = tokenizer
+        first = [*boundary_ids(tokenizer, ())[0], *tokenizer.eos_ids]
         if not first:
             raise UsageError(
                 f"the tokenizer of {checkpoint.reference} has no beginning-of-sequence or end-of-sequence token"
@@ -85,23 +86,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The end-of-sequence token."""
         return next(iter(self.coder.eos_ids), self._first)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands for an empty prompt."""
+        """The token that replaces an empty prompt."""
         return self._first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, without special tokens unless they are asked for."""
+        """Return the ids of a text, with special tokens only if `add_special_tokens` is true."""
         return self.coder.encode(string, special=bool(add_special_tokens))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would say it) of each continuation."""
-        found = []
+        """Return, for every continuation, its log-probability and whether greedy decoding would generate it."""
+        results = []
         for _text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise UsageError(
@@ -110,28 +111,30 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 )
             ids = torch.tensor([*context, *continuation][-(self.max_length + 1) :], device=self._device)
             states = states_of(self.model, ids[None, :-1])[0]
-            kept = len(continuation)
-            lost, rank = (
-                torch.cat(each) for each in zip(*predicted(self.model, states[-kept:], ids[-kept:]), strict=True)
+            length = len(continuation)
+            losses, ranks = (
+                torch.cat(parts)
+                for parts in zip(*losses_and_ranks(self.model, states[-length:], ids[-length:]), strict=True)
             )
-            found.append((-lost.sum().item(), not bool(rank.any())))
-        return found
+            results.append((-losses.sum().item(), not bool(ranks.any())))
+        return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """The log-probability of each text, in windows that follow one another."""
-        found = []
+        """Return the log-probability of every text, which is divided into consecutive windows."""
+        results = []
         for request in requests:
             options = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
             windows = get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), **options)
             parts = [(None, *make_disjoint_window(window)) for window in windows]
-            found.append(sum(each for each, _ in self._loglikelihood_tokens(parts)))
-        return found
+            results.append(sum(log_probability for log_probability, _ in self._loglikelihood_tokens(parts)))
+        return results
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Each prompt's continuation up to the first of the texts that end it, which it is given without."""
+        """Return the continuation of every prompt, up to the first stop text and without it."""
         return [self._continued(*request.args) for request in requests]
 
     def _continued(self, prompt: str, options: dict[str, Any]) -> str:
+        """Return the continuation of one prompt. The options are those of a task's `generation_kwargs`."""
         ends = options.get("until") or []
         ends = [ends] if isinstance(ends, str) else list(ends)
         count = int(options.get("max_gen_toks") or options.get("max_new_tokens") or _NEW_TOKENS)
@@ -140,14 +143,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"a task generates {count:,} tokens, but the model's longest sequence (max_length) is "
                 f"{self.max_length:,}"
             )
-        heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        chosen = {name: options[name] for name in ("top_k", "top_p") if heat and name in options}
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
+        filters = {name: options[name] for name in ("top_k", "top_p") if temperature and name in options}
         ids = self.tok_encode(prompt)[-(self.max_length - count) :] or [self.prefix_token_id]
         stream, text = StreamDecoder(self.coder, skip_special_tokens=True, prompt=ids), ""
-        new = generate(
-            self.model, ids, count, sampling=Sampling(heat, **chosen), stop=self.coder.eos_ids, tell=lambda _: None
+        tokens = generate(
+            self.model,
+            ids,
+            count,
+            sampling=Sampling(temperature, **filters),
+            stop=self.coder.eos_ids,
+            tell=lambda _: None,
         )
-        for token in new:
+        for token in tokens:
             text += stream.push(token)
             if any(end in text for end in ends):
                 break

@@ -19,14 +19,14 @@ from ..surgery.swap import swap as exchange
 from .heal import Healed, heal
 from .parallel import Group
 from .runs import stores_in
-from .state import beside, make, remove_empty, require_free
+from .state import make_folder, remove_empty, require_free, run_folder
 
 
 @dataclass(frozen=True)
-class Carried(SwapResult):
-    """The result of a swap and of the healing after it. The swap's own figures were measured before the healing."""
+class HealedSwap(SwapResult):
+    """The results of a swap and of the healing after it. The swap was measured before the healing."""
 
-    healed: Healed | None = None  # None if the recipe has no heal step
+    healed: Healed | None = None  # the result of the healing
 
 
 @wraps(exchange)
@@ -63,16 +63,16 @@ def swap(
             "Remove one of them.",
         )
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
-    folder = beside(target, "healing")
+    folder = run_folder(target, "healing")
     runs = stores_in(folder, Group(0, 1, torch.device("cpu")))
     require_free(target, resume, force, runs)
     changed = folder / "changed"
     with ExitStack() as stack:
-        make(folder)
+        make_folder(folder)
         stack.callback(remove_empty, folder)
         stack.enter_context(locked(folder / "recipe"))  # heal locks the folder itself
         for store in runs:
-            store.goes_on(resume, force)  # before the swaps, which may take long
+            store.resumes(resume, force)  # refuse before the swaps, which may take long
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
         healed = watched(
@@ -80,4 +80,4 @@ def swap(
             to="hf:auto" if to == "auto" else to,
         )  # fmt: skip
     recipe_done = None if done.recipe is None else replace(done.recipe, heal=content.heal, to=to)
-    return Carried(**{**vars(done), "target": target, "recipe": recipe_done}, healed=healed)
+    return HealedSwap(**{**vars(done), "target": target, "recipe": recipe_done}, healed=healed)

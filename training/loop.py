@@ -1,7 +1,8 @@
-"""The loop: what is trained, on which sequences and by which loss are its arguments; what it does is the same for all.
+"""The training loop. The model, the windows of text and the loss are arguments of `fit`.
 
-A step's sequences are computed in parts (`accumulate`, and a share for each process). Each part's loss is a sum over
-its targets, divided by the targets of the whole step, so that their gradients add up to that of one large batch.
+The windows of a step are divided into parts: over the processes, and by `accumulate`. The loss of a part is the sum
+over its targets, divided by the number of targets of the whole step. The gradients of the parts therefore add up to
+that of one large batch.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ from .average import Average
 from .data import NOWHERE, Windows
 from .parallel import Group
 from .resumed import progress_of
-from .state import METRICS, Store, append, cut
+from .state import METRICS, Store, append, truncate
 
 Logits = Callable[..., Tensor]
 Loss = Callable[[Logits, "Batch"], Tensor]
-"""The loss of a batch, summed over its targets: a number with a gradient. The model is called as `Decoder`s are."""
+"""A function that returns the loss of a batch, summed over its targets, as a scalar with a gradient. The model takes
+the arguments of `Decoder.forward`.
+"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows on the device: ids, targets and documents, each (B, T); see `data.Windows`."""
+    """Windows on the device, all of shape (B, T); see `data.Windows`."""
 
     ids: Tensor
     targets: Tensor
@@ -50,28 +53,33 @@ class Batch:
 
     @classmethod
     def of(cls, windows: Windows, device: torch.device) -> Batch:
-        """The batch of some windows."""
-        return cls(*(None if each is None else torch.from_numpy(each).to(device) for each in windows))  # type: ignore[arg-type]
+        """Return the windows on a device."""
+        return cls(*(None if array is None else torch.from_numpy(array).to(device) for array in windows))  # type: ignore[arg-type]
 
 
 def next_token(model: Logits, batch: Batch) -> Tensor:
-    """The cross entropy of each next token, in nats."""
-    return lost(model(batch.ids, documents=batch.documents), batch.targets)
+    """Return the cross entropy of the next tokens in nats, summed."""
+    return cross_entropy(model(batch.ids, documents=batch.documents), batch.targets)
 
 
-def lost(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of targets (B, T) by logits (B, T, vocabulary), in nats, summed."""
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets.flatten(), ignore_index=NOWHERE, reduction="sum")
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy in nats, summed over targets.
+
+    Args:
+        logits: (B, T, vocabulary).
+        targets: (B, T); targets that are `NOWHERE` do not count.
+    """
+    flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=NOWHERE, reduction="sum")
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How a model is trained. The budget is a number of steps or of seconds, and one of the two is given."""
+    """How a model is trained. The budget is either `steps` or `seconds`; the other one is None."""
 
     windows: int
-    """Sequences per step."""
+    """Windows per step."""
     context: int
-    """Tokens per sequence."""
+    """Tokens per window."""
     steps: int | None = None
     seconds: float | None = None
     accumulate: int = 1
@@ -79,7 +87,7 @@ class Settings(msgspec.Struct, frozen=True):
     rate: float = 1e-3
     """The highest learning rate."""
     warmup: float = 0.05
-    """The share of the budget within which the rate rises to its highest."""
+    """The share of the budget in which the rate rises to `rate`."""
     averaged: bool = False
     """Keep the rate constant after the warm-up, and end with the `Average` of the last steps if that is better. If
     false, the rate falls until the end.
@@ -87,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True):
     decay: float = 0.1
     """AdamW's weight decay."""
     clip: float = 1.0
-    """The largest norm of a gradient; 0 clips nothing."""
+    """The largest norm of a step's gradient; 0 clips nothing."""
     seed: int = 0
     every: int = 100
     """Steps between two evaluations and checkpoints. With a budget in seconds, 0 evaluates at most ten times, for at
@@ -97,73 +105,72 @@ class Settings(msgspec.Struct, frozen=True):
     """The dtype of matrix products. Parameters are in float32."""
     compiled: bool = False
     patience: int = 0
-    """A run ends after this many evaluations without a better one, as it was at the best evaluation, which may be the
-    beginning. 0 never ends it.
+    """End the run after this number of evaluations without a better one, with the parameters of the best evaluation.
+    That may be the evaluation before the first step. 0 never ends a run early.
     """
 
 
 @dataclass(frozen=True)
 class TrainingStep(Record):
-    """A step: loss in nats a target, the gradient's norm before it was cut, seconds since the run began, and what the
-    step itself took of them; where it was evaluated, the loss on the held-out text too, and a sample; of the last step
-    of a run that is averaged, the loss of the average.
-    """
+    """The measurements of a training step."""
 
-    step: int
-    tokens: int
-    seconds: float
-    took: float
-    loss: float
-    rate: float
-    norm: float
-    held_out: float | None = None
-    averaged: float | None = None
-    sample: str | None = None
+    step: int  # from 1
+    tokens: int  # training tokens up to and with this step
+    seconds: float  # since the start of the run
+    took: float  # seconds of this step
+    loss: float  # in nats per target
+    rate: float  # the learning rate
+    norm: float  # the norm of the gradient before clipping
+    held_out: float | None = None  # the loss on the held-out text, if it was evaluated after this step
+    averaged: float | None = None  # the held-out loss of the averaged parameters, after the last step
+    sample: str | None = None  # a text that the model generated, if it was evaluated
 
 
 @dataclass
 class Run:
-    """Where a run is: steps behind it, seconds that they took, what was evaluated on the way."""
+    """The progress of a run."""
 
-    step: int = 0
-    seconds: float = 0.0
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    step: int = 0  # the number of finished steps
+    seconds: float = 0.0  # that they took
+    curve: list[dict[str, Any]] = field(default_factory=list)  # the evaluations; see `resumed.EvaluationRecord`
 
     def done(self, settings: Settings, ahead: int = 0) -> float:
-        """The share of the budget that is behind it, `ahead` steps counted too; all where nothing gets better."""
-        losses = [each["held_out"] for each in self.curve]
+        """Return the share of the budget that is used after `ahead` more steps. It is 1 if `patience` ends the run."""
+        losses = [entry["held_out"] for entry in self.curve]
         if settings.patience and min(losses[-settings.patience :], default=0.0) > min(losses, default=0.0):
             return 1.0
         if settings.steps is not None:
             return (self.step + ahead) / settings.steps
         assert settings.seconds is not None
-        # A step takes what those before it took; the first one, which nobody knows, a thousandth.
-        each = self.seconds / self.step if self.step else settings.seconds / 1000
-        return (self.seconds + ahead * each) / settings.seconds
+        # A step probably takes as long as the average step so far, and the first one a thousandth of the budget.
+        per_step = self.seconds / self.step if self.step else settings.seconds / 1000
+        return (self.seconds + ahead * per_step) / settings.seconds
 
-    def add(self, told: TrainingStep) -> None:
+    def add(self, step: TrainingStep) -> None:
         """Add a step to the curve, if it was evaluated."""
-        if told.held_out is not None:
+        if step.held_out is not None:
             names = ("step", "tokens", "loss", "held_out", "averaged")
-            self.curve.append({name: getattr(told, name) for name in names})
+            self.curve.append({name: getattr(step, name) for name in names})
 
     def best(self) -> int:
         """Return the step of the best evaluation."""
-        return int(min(self.curve, key=lambda each: each["held_out"])["step"])
+        return int(min(self.curve, key=lambda entry: entry["held_out"])["step"])
 
     @property
     def ends_averaged(self) -> bool:
         """Whether the average of the last steps is better than the model at every evaluation."""
         averaged = self.curve[-1]["averaged"]
-        return averaged is not None and bool(averaged < min(each["held_out"] for each in self.curve))
+        return averaged is not None and bool(averaged < min(entry["held_out"] for entry in self.curve))
 
 
 class Abandoned(Exception):
-    """A run was ended by the `goes_on` of its `fit`, before its budget."""
+    """The argument `continues` of `fit` ended the run before its budget was used."""
 
 
 class _Interrupt:
-    """SIGINT and SIGTERM are remembered until a step has ended; the second one ends the process as it always does."""
+    """A context in which SIGINT and SIGTERM are only recorded, so that the step can end. A second signal ends the
+    process as usual.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -173,22 +180,22 @@ class _Interrupt:
         signal.signal(number, self._before[number])
 
     def error(self, step: int, store: Store) -> BaseException:
-        """What ends a run whose step is kept: SIGTERM's where this process got that, else that of Ctrl-C."""
-        found = Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
-        found.add_note(f"step {step:,} is saved in {store.folder}: repeat the command with --resume to continue")
-        return found
+        """Return the exception that ends a run whose `step` is saved: that of SIGTERM, or that of Ctrl-C."""
+        error = Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
+        error.add_note(f"step {step:,} is saved in {store.folder}: repeat the command with --resume to continue")
+        return error
 
     def __enter__(self) -> _Interrupt:
         main = threading.current_thread() is threading.main_thread()
-        known = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if main else {}
-        self._before: dict[int, Any] = {n: was for n, was in known.items() if callable(was)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+        self._before: dict[int, Any] = {number: handler for number, handler in handlers.items() if callable(handler)}
         for number in self._before:
             signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, was in self._before.items():
-            signal.signal(number, was)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def fit(
@@ -202,36 +209,36 @@ def fit(
     loss: Loss = next_token,
     trained: Container[str] | None = None,
     keep_best: bool = False,
-    begun: float | None = None,
+    start_loss: float | None = None,
     sample: Callable[[Decoder], str] | None = None,
     tell: Callable[[TrainingStep], None] = lambda step: None,
-    goes_on: Callable[[Run], bool] = lambda run: True,
+    continues: Callable[[Run], bool] = lambda run: True,
 ) -> Run:
-    """Train a model in place, from the last checkpoint in `store` where there is one.
+    """Train a model in place, from the last checkpoint in `store` if there is one.
 
     Args:
-        model: on the group's device, in float32.
-        batches: the windows of a step, by its number; the same ones to every process.
-        held_out: the windows that are evaluated, each time all of them; None evaluates nothing.
+        model: the model, on the group's device and in float32.
+        batches: returns the windows of a step by its number. The windows must be the same in every process.
+        held_out: the windows that every evaluation reads. None evaluates nothing.
         settings: the budget and the rest.
-        group: who trains.
-        store: where checkpoints and measurements go.
-        loss: see `Loss`; it is what is evaluated too.
-        trained: the names of the parameters that are; by default all.
-        keep_best: leave the model as it was at the best evaluation, which may be the beginning or, with
-            `settings.averaged`, that of the average; `patience` does too.
-        begun: the loss on the held-out windows at the beginning, where it is known.
-        sample: what makes a text of the model as it is, at every evaluation.
-        tell: given each step.
-        goes_on: asked before each step whether the run goes on. An answer must be the same in every process, and the
-            same again after a restart.
+        group: the processes that train.
+        store: the folder for checkpoints and measurements.
+        loss: the loss for training and for evaluations; see `Loss`.
+        trained: the names of the parameters to train; by default all.
+        keep_best: end with the parameters of the best evaluation, which may be that before the first step or, with
+            `settings.averaged`, that of the averaged parameters. `patience` implies this.
+        start_loss: the loss on the held-out windows before the first step, if it is known.
+        sample: generates a text with the model. It is called at every evaluation.
+        tell: called after every step.
+        continues: called before every step, returns whether to make it. It must return the same in every process, and
+            the same after a restart.
 
     Raises:
-        Abandoned: `goes_on` ended the run.
-        UsageError: fewer windows than processes and parts.
-        NoNumber: a loss or a gradient that is none, before it reaches a parameter.
-        GptkitError: a write that failed.
-        KeyboardInterrupt: once a checkpoint is written.
+        Abandoned: `continues` ended the run.
+        UsageError: there are fewer windows than parts of a step, in all processes together.
+        NoNumber: the loss or a gradient is NaN or infinite. The step does not change the parameters.
+        GptkitError: writing failed.
+        KeyboardInterrupt: after a checkpoint is written.
     """
     _require_windows(settings, held_out, group)
     group.share_out(model)
@@ -240,16 +247,16 @@ def fit(
     course = _Course(model, held_out, settings, group, store, loss, trained, keep_best, sample, tell)
     run = course.run
     with _Interrupt() as interrupt:
-        course.begin(begun)
+        course.begin(start_loss)
         while run.done(settings) < 1:
-            if not goes_on(run):
+            if not continues(run):
                 if any(group.total(float(interrupt.number))):
-                    course.keep()
+                    course.save()
                     raise interrupt.error(run.step, store)
                 raise Abandoned
             if course.step(batches, interrupt):
                 raise interrupt.error(run.step, store)
-        # A signal that came while the last step was evaluated and kept.
+        # A signal may have come while the last step was evaluated and saved.
         if any(group.total(float(interrupt.number))):
             raise interrupt.error(run.step, store)
     course.end()
@@ -279,24 +286,27 @@ class _Course:
         self.average = Average(model, group) if settings.averaged and keep_best else None
         self.averages = {} if self.average is None else self.average.tensors
         self.metrics = store.folder / METRICS
-        progress = store.read(model, self.optimiser, beside=self.averages)
+        progress = store.read(model, self.optimiser, extra=self.averages)
         self.run, self.threads = _run_so_far(progress, self.metrics, settings, keep_best)
         self.engine = _Engine(model, loss, self.optimiser, settings, group)
-        group.lead(lambda: cut(self.metrics, self.run.step))
+        group.lead(lambda: truncate(self.metrics, self.run.step))
         self.seconds_before, self.began = self.run.seconds, time.monotonic()
         self.rhythm = _Rhythm(settings)
 
     def begin(self, loss: float | None) -> None:
-        """Keep the beginning, if the best evaluation counts and may be that one. Its `loss` is measured if None."""
+        """Evaluate and save the model before the first step, if the best evaluation counts.
+
+        `loss` is its loss on the held-out windows. It is measured if None.
+        """
         if self.keep_best and not self.run.curve:
             first_loss = self.evaluate() if loss is None else loss
             self.run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss, "averaged": None})
-            self.keep()
+            self.save()
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write a checkpoint."""
         metrics, run = self.metrics, self.run
-        self.group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a kept step has its line
+        self.group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a saved step must have its line
         best = run.best() if self.keep_best else None
         self.store.write(
             run.step, {**vars(run), "threads": self.threads}, self.model, self.optimiser, best, self.averages
@@ -310,7 +320,7 @@ class _Course:
         return loss
 
     def step(self, batches: Callable[[int], Windows], interrupt: _Interrupt) -> bool:
-        """Make a step, and evaluate and keep the model if that is due. Return whether to stop."""
+        """Make a step, and evaluate and save the model if that is due. Return whether to stop."""
         run, settings, group = self.run, self.settings, self.group
         rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.averaged)
         start = time.monotonic()
@@ -336,11 +346,11 @@ class _Course:
         tokens = run.step * settings.windows * settings.context
         self._note(TrainingStep(run.step, tokens, run.seconds, took, value, rate, norm, loss, averaged, text))
         if stopped or evaluated:
-            self.keep()
+            self.save()
         return bool(stopped)
 
     def _note(self, step: TrainingStep) -> None:
-        """Add a step to the measurements, and tell every process of it."""
+        """Add a step to the measurements, and call `tell` in every process."""
         self.run.add(step)
 
         def write() -> None:  # `tell` may write files too, which may fail in the first process alone
@@ -360,7 +370,7 @@ class _Course:
 
 
 def _require_windows(settings: Settings, held_out: Windows | None, group: Group) -> None:
-    """Raise UsageError if there are fewer windows than processes and parts of a step."""
+    """Raise UsageError if there are fewer windows than parts of a step."""
     parts = group.size * settings.accumulate
     if settings.windows < parts:
         raise UsageError(
@@ -376,9 +386,16 @@ def _require_windows(settings: Settings, held_out: Windows | None, group: Group)
 
 
 def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) -> tuple[Run, int]:
-    """Return the run that a checkpoint's record `about` tells of, or a new one, and its number of threads.
+    """Return the run of a checkpoint, or a new run, and its number of threads.
 
-    Another number of threads would sum products in another order, so this function sets the number of the checkpoint.
+    With another number of threads, products would be summed in another order. This function therefore sets torch's
+    number of threads to that of the checkpoint.
+
+    Args:
+        about: the content of the checkpoint's state.json, or None without a checkpoint.
+        metrics: the run's metrics.jsonl.
+        settings: the settings of the run.
+        keep_best: whether the run was evaluated before its first step.
     """
     threads = torch.get_num_threads()
     if about is None:
@@ -390,7 +407,7 @@ def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) 
 
 
 class _Rhythm:
-    """When a run is evaluated: every so many steps, or as `Settings.every` says of 0 by the clock."""
+    """The schedule of evaluations: after every `Settings.every` steps, or by the clock if that is 0."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.took, self.last = settings, 0.0, time.monotonic()
@@ -407,16 +424,16 @@ class _Rhythm:
 
 
 class _Engine:
-    """Steps and evaluations of a model."""
+    """Makes the steps and evaluations of a model."""
 
     def __init__(
         self, model: Decoder, loss: Loss, optimiser: torch.optim.AdamW, settings: Settings, group: Group
     ) -> None:
         self.model, self.loss, self.optimiser, self.settings, self.group = model, loss, optimiser, settings, group
         self.forward: Logits = torch.compile(model) if settings.compiled else model
-        # To read a number of a GPU is to wait for it. There a step is launched as a whole, and AdamW's kernel looks
-        # whether it may change parameters; then its numbers are read.
-        fused = all(each.get("fused") for each in optimiser.param_groups)
+        # Reading a number from a GPU waits for all kernels before it. A step on a GPU is therefore launched as a whole,
+        # and AdamW's kernel itself skips the update if the loss is not finite. The numbers are read after that.
+        fused = all(parameters.get("fused") for parameters in optimiser.param_groups)
         self.reads_last = fused and group.alone and group.device.type == "cuda"
 
     @contextmanager
@@ -425,82 +442,96 @@ class _Engine:
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             yield
 
-    def _lost(self, windows: Windows) -> Tensor:
+    def _loss_of(self, windows: Windows) -> Tensor:
         with self._computing():
             return self.loss(self.forward, Batch.of(windows, self.group.device))
 
     def step(self, number: int, windows: Windows, rate: float) -> tuple[float, float]:
-        """Loss a target and the gradient's norm. Raises GptkitError where either is no number."""
+        """Make a step. Return the loss per target, and the norm of the gradient.
+
+        Args:
+            number: of the step, from 0.
+            windows: the windows of the step, for all processes.
+            rate: the learning rate.
+
+        Raises:
+            NoNumber: the loss or a gradient is NaN or infinite.
+        """
         group, share = self.group, windows.part(self.group.rank, self.group.size)
         counted = max(1, windows.counted)
-        found = torch.zeros((), device=group.device)
+        loss_sum = torch.zeros((), device=group.device)
         for part in range(self.settings.accumulate):
-            lost = self._lost(share.part(part, self.settings.accumulate))
+            loss = self._loss_of(share.part(part, self.settings.accumulate))
             # Gradients are averaged over the processes.
-            (lost * (group.size / counted)).backward()  # type: ignore[no-untyped-call]
-            found += lost.detach()
-        total = math.nan if self.reads_last else self._read_loss(number, found, share)
-        parameters = [each for each in self.model.parameters() if each.requires_grad]
+            (loss * (group.size / counted)).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+        total = math.nan if self.reads_last else self._checked_loss(number, loss_sum, share)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         whole = group.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).detach()
-        norm = math.nan if self.reads_last else self._read_norm(number, whole)
+        norm = math.nan if self.reads_last else self._checked_norm(number, whole)
         clipped_by = whole
         if self.reads_last:
-            good = whole.isfinite() & found.isfinite()
-            self.optimiser.found_inf = (~good).float()  # type: ignore[attr-defined]
-            clipped_by = whole.where(good, 0.0)  # which leaves gradients as they are, for the message
+            finite = whole.isfinite() & loss_sum.isfinite()
+            self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            clipped_by = whole.where(finite, 0.0)  # a norm of 0 leaves the gradients as they are, for the message
         if self.settings.clip:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, clipped_by)
-        for each in self.optimiser.param_groups:
-            each["lr"] = rate
+        for parameter_group in self.optimiser.param_groups:
+            parameter_group["lr"] = rate
         self.optimiser.step()
         if self.reads_last:
-            total, norm = self._read_loss(number, found, share), self._read_norm(number, whole)
+            total, norm = self._checked_loss(number, loss_sum, share), self._checked_norm(number, whole)
         self.optimiser.zero_grad(set_to_none=True)
         return total / counted, norm
 
-    def _read_loss(self, number: int, found: Tensor, share: Windows) -> float:
-        """Return the loss of all processes together. Raises NoNumber."""
-        (total,) = self.group.total(float(found))
+    def _checked_loss(self, number: int, loss_sum: Tensor, share: Windows) -> float:
+        """Return the loss, summed over all processes. Raise NoNumber if it is NaN or infinite."""
+        (total,) = self.group.total(float(loss_sum))
         if not math.isfinite(total):
-            raise self._no_number(number, self._first_output(share))
+            raise self._not_finite(number, self._first_bad_output(share))
         return total
 
-    def _read_norm(self, number: int, whole: Tensor) -> float:
-        """Return the norm of the gradient. Raises NoNumber."""
+    def _checked_norm(self, number: int, whole: Tensor) -> float:
+        """Return the norm of the gradient as a number. Raise NoNumber if it is NaN or infinite."""
         norm = float(whole)
         if not math.isfinite(norm):
-            raise self._no_number(number, self._first("gradient of {}", lambda p: p.grad) or "gradient's norm")
+            raise self._not_finite(number, self._first_bad("gradient of {}", lambda p: p.grad) or "gradient's norm")
         return norm
 
     def evaluate(self, number: int, windows: Windows) -> float:
-        """Loss a target behind so many steps. Raises NoNumber, before what the last of them made is kept."""
-        each = math.ceil(self.settings.windows / self.settings.accumulate)
-        parts = max(1, len(windows.ids) // max(each, self.group.size))
-        found = 0.0
+        """Return the loss per target after `number` steps.
+
+        Raise NoNumber if it is NaN or infinite, so that the last step is not saved.
+        """
+        per_part = math.ceil(self.settings.windows / self.settings.accumulate)
+        parts = max(1, len(windows.ids) // max(per_part, self.group.size))
+        loss_sum = 0.0
         with torch.no_grad():
             for part in range(parts):
-                found += float(self._lost(windows.part(part, parts).part(self.group.rank, self.group.size)))
-        (total,) = self.group.total(found)
+                loss_sum += float(self._loss_of(windows.part(part, parts).part(self.group.rank, self.group.size)))
+        (total,) = self.group.total(loss_sum)
         if not math.isfinite(total):
-            raise self._no_number(number - 1, self._first("parameter {}", lambda p: p) or "loss on the held-out text")
+            raise self._not_finite(
+                number - 1, self._first_bad("parameter {}", lambda p: p) or "loss on the held-out text"
+            )
         return total / max(1, windows.counted)
 
-    def _no_number(self, number: int, where: str) -> NoNumber:
+    def _not_finite(self, number: int, where: str) -> NoNumber:
         message = f"training stopped at step {number + 1:,}: the {where} is NaN or infinite"
         return NoNumber(message, "Try a smaller --lr, and start again with --force.")
 
-    def _first(self, what: str, get: Callable[[Tensor], Tensor | None]) -> str | None:
+    def _first_bad(self, what: str, get: Callable[[Tensor], Tensor | None]) -> str | None:
         for name, parameter in self.model.named_parameters():
-            found = get(parameter)
-            broken = found is not None and not bool(self.group.local(found).isfinite().all())
-            if any(self.group.total(float(broken))):  # in any share: all processes go the same way from here
+            tensor = get(parameter)
+            bad = tensor is not None and not bool(self.group.local(tensor).isfinite().all())
+            if any(self.group.total(float(bad))):  # in any share: all processes go the same way from here
                 return what.format(name)
         return None
 
-    def _first_output(self, share: Windows) -> str:
-        """Which parameter, or else which module's output, is the first that is no number."""
-        if found := self._first("parameter {}", lambda parameter: parameter):
-            return found
+    def _first_bad_output(self, share: Windows) -> str:
+        """Return the name of the first parameter, or else of the first module output, that has NaN or infinity."""
+        if name := self._first_bad("parameter {}", lambda parameter: parameter):
+            return name
         outputs: list[str] = []
 
         def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -515,56 +546,73 @@ class _Engine:
             with torch.no_grad(), self._computing():
                 self.loss(self.model, Batch.of(share, self.group.device))
         finally:
-            for each in hooks:
-                each.remove()
+            for hook_handle in hooks:
+                hook_handle.remove()
         return outputs[0] if outputs else "loss"
 
 
-# --- AdamW's groups, and the schedule of its rate ---------------------------------------------------------------------
+# --- AdamW's groups, and the schedule of the learning rate ------------------------------------------------------------
 
 
 _DECAYING: tuple[Role, ...] = ("reads", "writes", "inner", "kernel", "router")
-"""The roles of parameters that decoupled weight decay (Loshchilov and Hutter 1711.05101) pulls on, where they are
-matrices. Tables, gains and biases do not decay: a row of a table would shrink in every step in which its token is not
-met, and a gain would leave 1.
+"""The roles of the parameters that have weight decay (decoupled: Loshchilov and Hutter 1711.05101), if they are
+matrices. Embeddings, gains and biases have none. The row of an embedding would shrink in every step without its token,
+and a gain would move away from 1.
 """
 _BETAS = (0.9, 0.95)  # GPT-3's (Brown et al. 2005.14165, appendix B)
 FLOOR = 0.1
-"""What is left of the rate at the end (Hoffmann et al. 2203.15556, section 3)."""
+"""The learning rate at the end, as a share of the highest (Hoffmann et al. 2203.15556, section 3)."""
 
 
 def decays(parameter: Parameter) -> bool:
-    """Whether weight decay pulls on a parameter: by its role and its dimensions."""
+    """Return whether a parameter has weight decay."""
     return len(parameter.shape) > 1 and parameter.role in _DECAYING
 
 
 def adamw(
     model: nn.Module, declared: Iterable[Parameter], rate: float, decay: float, trained: Container[str] | None = None
 ) -> torch.optim.AdamW:
-    """AdamW of a tree's `declared` parameters, or of those whose names are `trained`, in two groups; the others are
-    frozen. What is not declared (an adapter) does not decay.
+    """Return AdamW for a model's parameters, in two groups: with and without weight decay.
+
+    Args:
+        model: the model. Parameters that are not trained are frozen.
+        declared: the parameters that the tree declares. Others, such as those of an adapter, have no weight decay.
+        rate: the learning rate.
+        decay: the weight decay.
+        trained: the names of the parameters to train; by default all.
     """
-    about = {each.name: each for each in declared}
+    by_name = {parameter.name: parameter for parameter in declared}
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained is None or name in trained)
         if parameter.requires_grad:
-            groups[name not in about or not decays(about[name])]["params"].append(parameter)
-    return torch.optim.AdamW([each for each in groups if each["params"]], lr=rate, betas=_BETAS, fused=True)
+            groups[name not in by_name or not decays(by_name[name])]["params"].append(parameter)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=_BETAS, fused=True)
 
 
-def rate_at(done: float, rate: float, warmup: float, constant: bool = False) -> float:
-    """Return the rate where that share of the budget is done, up to and with this step: a line up to `rate` within the
-    share `warmup`, then a cosine down to `FLOOR` of it (Loshchilov and Hutter 1608.03983), or the `constant` rate.
+def rate_at(share: float, rate: float, warmup: float, constant: bool = False) -> float:
+    """Return the learning rate of a step.
+
+    The rate rises linearly to `rate`. Then it falls as a cosine to `FLOOR` times `rate` (Loshchilov and Hutter
+    1608.03983).
+
+    Args:
+        share: the share of the budget that is used after this step.
+        rate: the highest rate.
+        warmup: the share of the budget in which the rate rises.
+        constant: keep the rate constant after the warm-up instead.
     """
-    if done < warmup:
-        return rate * done / warmup
+    if share < warmup:
+        return rate * share / warmup
     if constant:
         return rate
-    way = min(1.0, (done - warmup) / (1 - warmup))
-    return rate * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * way)) / 2)
+    progress = min(1.0, (share - warmup) / (1 - warmup))
+    return rate * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def usual_rate(parameters: int) -> float:
-    """The highest rate for a model of so many parameters (Kaplan et al. 2001.08361, appendix D.6), 3e-5 at least."""
+    """Return the highest learning rate for a model of this number of parameters, and at least 3e-5.
+
+    The formula is from Kaplan et al. (2001.08361, appendix D.6).
+    """
     return max(3e-5, 0.003239 - 0.0001395 * math.log(max(1, parameters)))

@@ -13,12 +13,12 @@ from .parallel import Group
 from .trainable import rank_of
 
 HELD_OUT = 0.05
-"""The default share of the text that is held out."""
+"""The default share of the text that is held out for evaluations."""
 WINDOWS = 16
 """The default number of windows per step, if that leaves enough steps."""
 STEPS, FURTHER = 1000, 250
-"""The approximate number of steps that a small budget in tokens has by default, from random weights and from a
-checkpoint. With few tokens, many small steps teach far more than few large ones.
+"""The approximate number of steps for a small budget in tokens by default, from random weights and from a checkpoint.
+With few tokens, a model learns far more from many small steps than from a few large ones.
 """
 
 
@@ -29,13 +29,15 @@ class RunOptions:
     tokens: int | None = None
     """The number of training tokens, rounded up to whole steps."""
     seconds: float | None = None
-    """The training time, instead of `tokens`. Two such runs are not the same."""
+    """The training time in seconds, instead of `tokens`. Two such runs do not give the same weights."""
     batch: int | None = None
-    """Tokens per step, over all processes; by default those of `windows_of`."""
+    """Tokens per step, over all processes; by default 16 windows, or fewer to give a small budget enough steps."""
     context: int | None = None
     """Tokens per window; by default the model's context, and at most 1,024."""
     rate: float | None = None
-    """AdamW's highest learning rate; by default by the number of parameters, and a tenth of that for a checkpoint."""
+    """AdamW's highest learning rate. The default depends on the number of parameters. For a checkpoint it is a tenth of
+    that for random weights.
+    """
     warmup: float = 0.05
     """The share of the budget in which the learning rate rises to `rate`."""
     decay: float = 0.1
@@ -43,11 +45,11 @@ class RunOptions:
     clip: float = 1.0
     """The largest norm of a step's gradient; 0 clips nothing."""
     accumulate: int = 1
-    """The number of parts of a step, which are computed one after the other to save memory."""
+    """The number of parts into which a step is divided to save memory. They are computed one after the other."""
     every: int | None = None
     """Steps between two evaluations and checkpoints; by default a tenth of the run, and at most 500."""
     held_out: float | str | Path = HELD_OUT
-    """The share of the text that is held out, from its end; or another text or folder of tokens."""
+    """The share of the text that is held out for evaluations, from its end; or another text or folder of tokens."""
     seed: int = 0
     """The seed of the random weights and of the order of the windows."""
     dtype: str | None = None
@@ -55,7 +57,7 @@ class RunOptions:
     compiled: bool = False
     """Whether to use torch.compile."""
     device: str | None = None
-    """By default a GPU if there is one."""
+    """Where to compute; by default on a GPU if there is one."""
     resume: bool = False
     """Continue from the last checkpoint, with the same bits as a run without a pause."""
     force: bool = False
@@ -67,18 +69,21 @@ class RunOptions:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """How checkpoints are opened, as keyword arguments."""
+        """Keyword arguments for opening checkpoints."""
         return {"offline": self.offline, "allow_pickle": self.allow_pickle}
 
     def settings(
-        self, windows: int, length: int, tokens: int | None, usual_rate: float, us: Group, **more: Any
+        self, windows: int, length: int, tokens: int | None, usual_rate: float, group: Group, **more: Any
     ) -> Settings:
-        """Return the settings of a run in steps of `windows` windows of `length` tokens. Raise UsageError."""
+        """Return the settings of a run in steps of `windows` windows of `length` tokens.
+
+        Raise UsageError if an option is out of range.
+        """
         return settings_of(
             windows, length, tokens, self.seconds, every=self.every, accumulate=self.accumulate, warmup=self.warmup,
             decay=self.decay, clip=self.clip, seed=self.seed, compiled=self.compiled,
             rate=usual_rate if self.rate is None else self.rate,
-            dtype=self.dtype or ("bfloat16" if us.device.type == "cuda" else "float32"), **more,
+            dtype=self.dtype or ("bfloat16" if group.device.type == "cuda" else "float32"), **more,
         )  # fmt: skip
 
 
@@ -150,16 +155,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes(options: type[RunOptions]) -> Callable[[_Function], _Function]:
-    """Return the decorator of a function that takes a record's fields as `**fields`: its signature then lists them."""
+    """Return a decorator for functions that take the fields of a record as `**fields`. Their signature lists them."""
 
     def decorate(function: _Function) -> _Function:
-        named = inspect.signature(function)
-        own = [each for each in named.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        signature = inspect.signature(function)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         listed = [
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-            for each in fields(options)
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in fields(options)
         ]
-        function.__signature__ = named.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
         return function
 
     return decorate

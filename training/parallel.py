@@ -39,9 +39,9 @@ class Group:
         """Return every value summed over the processes, in fp64. All processes must call this."""
         if self.alone:
             return list(values)
-        found = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(found)
-        return [float(each) for each in found]
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(sums)
+        return [float(value) for value in sums]
 
     def lead(self, work: Callable[[], object]) -> None:
         """Do `work` in the first process while the others wait. If it fails there, the others raise Elsewhere."""
@@ -52,11 +52,11 @@ class Group:
         except BaseException as raised:
             error = raised
         code = 0 if error is None else getattr(error, "exit_code", 1)
-        (told,) = self.total(float(code))
+        (failed,) = self.total(float(code))
         if error is not None:
             raise error
-        if told:
-            raise Elsewhere("the first process failed, so this process stops too", int(told))
+        if failed:
+            raise Elsewhere("the first process failed, so this process stops too", int(failed))
 
     def share_out(self, model: Any) -> None:
         """Shard the parameters of every layer, and those outside layers, over the processes."""
@@ -67,11 +67,11 @@ class Group:
         if isinstance(model, FSDPModule):  # an earlier run did this
             return
 
-        for each in model.parameters():  # GPT-2's are stored by columns, which FSDP2 does not shard
-            each.data = each.data.contiguous()
+        for parameter in model.parameters():  # GPT-2's are stored by columns, which FSDP2 cannot shard
+            parameter.data = parameter.data.contiguous()
         for block in model.blocks:
             fully_shard(block)
-        # An evaluation has no backward pass that would take whole parameters back.
+        # Otherwise an evaluation would leave the parameters whole, because it has no backward pass that shards them.
         fully_shard(model, reshard_after_forward=True)
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -84,19 +84,20 @@ class Group:
 
 
 def _device(name: str | None) -> torch.device:
+    """Return a device, by default a GPU if there is one. Raise UsageError if PyTorch cannot use it."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(name)
-        torch.empty(0, device=found)
+        chosen = torch.device(name)
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(
             f"PyTorch cannot compute on the device {shown(name, 40)}: {str(error).splitlines()[0]:.200}"
         ) from error
-    return found
+    return chosen
 
 
-def _give_back() -> None:
+def _return_freed_memory() -> None:
     """Make glibc return large blocks of memory to the system as soon as they are freed.
 
     Otherwise its heaps would keep the blocks in which the parameters of layers are gathered, and one of two processes
@@ -108,7 +109,7 @@ def _give_back() -> None:
 
 
 @contextmanager
-def group(device: str | None = None) -> Iterator[Group]:
+def process_group(device: str | None = None) -> Iterator[Group]:
     """Yield the processes that torchrun started, or this process alone. Raise UsageError if there is no such device."""
     if not several():
         yield Group(0, 1, _device(device))
@@ -119,10 +120,9 @@ def group(device: str | None = None) -> Iterator[Group]:
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
-    _give_back()
-    meet(
-        "nccl" if where.type == "cuda" else "gloo"
-    )  # without a timeout: the others wait while the first process tokenises or writes
+    _return_freed_memory()
+    # There is no timeout, because the other processes wait while the first one tokenises or writes.
+    meet("nccl" if where.type == "cuda" else "gloo")
     try:
         yield Group(dist.get_rank(), dist.get_world_size(), where)
     finally:

@@ -1,20 +1,21 @@
-"""What a plan of `ablate` says: variants of one model, and the budget that each is run under.
+"""Read the plan of an ablation: variants of one model, and the training budget of every run.
 
     name = "positions"
-    base = "sample:gpt2"         # a reference, or a table: a config.json's values
-    tokens = 500_000             # of each run; or flops = 1e13; of a list each is run
+    base = "sample:gpt2"         # a reference, or a table with the values of a config.json
+    tokens = 500_000             # per run; or flops = 1e13; a list runs every variant at every budget
     seeds = 3
 
     [[variant]]
     name = "RoPE"
-    swap = ["position=rope"]     # as gptkit params --swap takes them; or recipe = "FILE", or model = "REFERENCE"
+    swap = ["position=rope"]     # as in gptkit params --swap; or recipe = "FILE", or model = "REFERENCE"
 
     [[variant]]
     name = "no biases"
     set = { "blocks.*.attention.*_bias" = false }
 
-`set` and `remove` change the tree as gptkit.json has it, by patterns of paths; a table with a `type` takes the place of
-what is there, and one without is laid over it. `include` begins with what other variants do.
+`set` and `remove` change the component tree, as stored in gptkit.json, at the paths that match a pattern. A table with
+a `type` replaces the component at the path, and a table without one changes only the fields that it names. A variant
+with `include` starts with the changes of the variants named there.
 """
 
 from __future__ import annotations
@@ -42,40 +43,37 @@ from ..surgery.shapes import steps_from, swapped
 from .options import FURTHER, HELD_OUT, STEPS, settings_of, windows_of
 from .train import longest, size_of, tree_of
 
-_FOLDER = Path(__file__).parent / "plans"  # those that come along
-_WIDTHS = 17, 31  # by which it is seen what a unit of a feed-forward takes
+_FOLDER = Path(__file__).parent / "plans"  # the plans that come with gptkit
+_WIDTHS = 17, 31  # two widths of the feed-forwards, from which the number of parameters per unit is measured
 
 
 class _Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a variant is: the tree of `model`, else of the base; then what other variants do, swaps, and edits."""
+    """A variant as the plan describes it. The changes are made in the order of the fields."""
 
     name: str
     comment: str = ""
-    model: str | dict[str, Any] = ""
-    include: tuple[str, ...] = ()
-    recipe: str = ""
-    swap: tuple[str, ...] = ()
-    changes: dict[str, Any] = msgspec.field(name="set", default_factory=dict)
-    remove: tuple[str, ...] = ()
+    model: str | dict[str, Any] = ""  # the model to start from, instead of the base
+    include: tuple[str, ...] = ()  # the names of earlier variants whose changes this one starts with
+    recipe: str = ""  # a file with swaps
+    swap: tuple[str, ...] = ()  # swaps as on the command line, such as "position=rope"
+    changes: dict[str, Any] = msgspec.field(name="set", default_factory=dict)  # path pattern: new value
+    remove: tuple[str, ...] = ()  # path patterns of the fields to remove
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan as its file has it; what is left out is as `train` or `heal` have it. tokens, flops: the budget, one of
-    the two. parameters: "equal" makes feed-forwards as wide as gives each variant the base's number of them. keep:
-    leave the checkpoints of runs that have ended.
-    """
+    """The content of a plan's file. The fields without a comment mean the same as in `RunOptions`."""
 
-    base: str | dict[str, Any]
+    base: str | dict[str, Any]  # the model that the variants are compared with: a reference, or config.json values
     variant: tuple[_Variant, ...]
-    name: str = ""
+    name: str = ""  # by default the name of the file
     description: str = ""
-    how: Literal["train", "heal"] = "train"
-    tokens: int | tuple[int, ...] | None = None
-    flops: int | float | tuple[int | float, ...] | None = None
-    parameters: Literal["", "equal"] = ""
-    seeds: int = 3
-    seed: int = 0
-    data: tuple[str, ...] = ()
+    how: Literal["train", "heal"] = "train"  # whether runs train from random weights, or heal variants of the base
+    tokens: int | tuple[int, ...] | None = None  # the budgets in tokens; a plan has either `tokens` or `flops`
+    flops: int | float | tuple[int | float, ...] | None = None  # the budgets in FLOPs
+    parameters: Literal["", "equal"] = ""  # "equal" resizes the feed-forwards until variants are as large as the base
+    seeds: int = 3  # the number of runs of a variant at a budget
+    seed: int = 0  # the seed of the first run
+    data: tuple[str, ...] = ()  # the training texts, or one folder of tokens
     held_out: float | str = HELD_OUT
     context: int | None = None
     batch: int | None = None
@@ -84,40 +82,43 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decay: float | None = None
     clip: float = 1.0
     every: int | None = None
-    keep: bool = False
+    keep: bool = False  # whether to keep the checkpoints of finished runs
 
     def windows(self, length: int) -> int:
-        """How many sequences of a length a step has, of every run: what suits the smallest of the budgets."""
+        """Return the number of windows of `length` tokens per step, which suits the smallest budget."""
         steps = {"train": STEPS, "heal": FURTHER}[self.how]
-        return windows_of(self.batch, length, min(_each(self.tokens), default=None), 1, steps)
+        return windows_of(self.batch, length, min(_as_tuple(self.tokens), default=None), 1, steps)
 
 
 def shipped() -> dict[str, Path]:
-    """The plans that come along, by name."""
+    """Return the files of the plans that come with gptkit, by name."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def read_plan(reference: str | Path) -> Plan:
-    """A plan from a file, or one that comes along by its name. Raises UsageError where there is none, InvalidInput
-    where it is none, with the key that is wrong.
+    """Read a plan from a file, or a plan that comes with gptkit by its name.
+
+    Raises:
+        UsageError: there is no such plan.
+        InvalidInput: the file is not a valid plan. The message names the wrong key.
     """
-    known, path, where = shipped(), Path(reference), str(reference)
-    if not path.is_file() and where not in known:
+    bundled, path, name = shipped(), Path(reference), str(reference)
+    if not path.is_file() and name not in bundled:
         raise UsageError(
-            f"there is no file {where}, and gptkit has no plan with this name",
-            f"Give a TOML file, or the name of a plan that comes with gptkit: {', '.join(known)}.",
+            f"there is no file {name}, and gptkit has no plan with this name",
+            f"Give a TOML file, or the name of a plan that comes with gptkit: {', '.join(bundled)}.",
         )
     try:
-        data = tomllib.loads(read_small(path if path.is_file() else known[where], MOST_BYTES).decode())
-        plan = msgspec.convert(data, Plan)
+        content = tomllib.loads(read_small(path if path.is_file() else bundled[name], MOST_BYTES).decode())
+        plan = msgspec.convert(content, Plan)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InvalidInput(f"{where} cannot be read as TOML: {error}") from error
+        raise InvalidInput(f"{name} cannot be read as TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise InvalidInput(
-            f"{where}: {_told(error)}", "The page 'Ablate a model' of the documentation lists all keys."
+            f"{name}: {_in_words(error)}", "The page 'Ablate a model' of the documentation lists all keys."
         ) from error
-    for wrong in _wrong(plan):
-        raise InvalidInput(f"{where}: {wrong}")
+    for mistake in _mistakes(plan):
+        raise InvalidInput(f"{name}: {mistake}")
     return msgspec.structs.replace(plan, name=plan.name or path.stem)
 
 
@@ -127,38 +128,40 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _told(error: msgspec.ValidationError) -> str:
-    """What msgspec says of a plan, in a person's words."""
+def _in_words(error: msgspec.ValidationError) -> str:
+    """Return msgspec's error about a plan in words that do not need Python."""
 
-    def words(kinds: str) -> str:
-        return " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null")
+    def type_names(types: str) -> str:
+        return " or ".join(_KINDS.get(type_name, type_name) for type_name in types.split(" | ") if type_name != "null")
 
-    told = explained(error, Plan).replace("$.", "")
-    told = re.sub(r"^Object contains unknown field `(.*?)` - at `(.*?)`", r"\2: no key is called \1", told)
-    told = re.sub(r"^Object contains unknown field `(.*?)`", r"no key is called \1", told)
-    told = re.sub(r"^Object missing required field `(.*?)` - at `(.*?)`", r"\2: \1 is missing", told)
-    told = re.sub(r"^Object missing required field `(.*?)`", r"\1 is missing", told)
-    told = re.sub(r"^Invalid enum value ('.*?') - at `(.*?)`", r"\2 cannot be \1", told)
-    expected = re.match(r"Expected `(.*?)`, got `(.*?)` - at `(.*?)`$", told)
-    return f"{expected[3]} must be {words(expected[1])}, not {words(expected[2])}" if expected else told
+    message = explained(error, Plan).replace("$.", "")
+    message = re.sub(r"^Object contains unknown field `(.*?)` - at `(.*?)`", r"\2: no key is called \1", message)
+    message = re.sub(r"^Object contains unknown field `(.*?)`", r"no key is called \1", message)
+    message = re.sub(r"^Object missing required field `(.*?)` - at `(.*?)`", r"\2: \1 is missing", message)
+    message = re.sub(r"^Object missing required field `(.*?)`", r"\1 is missing", message)
+    message = re.sub(r"^Invalid enum value ('.*?') - at `(.*?)`", r"\2 cannot be \1", message)
+    mismatch = re.match(r"Expected `(.*?)`, got `(.*?)` - at `(.*?)`$", message)
+    return f"{mismatch[3]} must be {type_names(mismatch[1])}, not {type_names(mismatch[2])}" if mismatch else message
 
 
-def _wrong(plan: Plan) -> Iterator[str]:
-    """What no type says of a plan, key by key."""
-    names = [each.name for each in plan.variant]
+def _mistakes(plan: Plan) -> Iterator[str]:
+    """Yield the mistakes in a plan that the types of its fields do not exclude."""
+    names = [variant.name for variant in plan.variant]
     if not names:
         yield "variant is empty, but a plan needs at least one [[variant]]"
     for number, name in enumerate(["base", *names]):
-        if slug_of(name) in [slug_of(each) for each in ["base", *names][:number]]:
+        if slug_of(name) in [slug_of(earlier) for earlier in ["base", *names][:number]]:
             yield f"variant {name!r}: two variants have this name"
-    for each in plan.variant:
-        for other in each.include:
-            if other not in names[: names.index(each.name)]:
-                yield f"variant {each.name!r}: include names {other!r}, but no earlier variant has this name"
-        if plan.how == "heal" and (each.changes or each.remove):
-            yield f"variant {each.name!r}: the keys set and remove need how = 'train'; with 'heal', use swap or recipe"
-        if not any((each.model, each.include, each.recipe, each.swap, each.changes, each.remove)):
-            yield f"variant {each.name!r} changes nothing: give it swap, recipe, set, remove, include or model"
+    for variant in plan.variant:
+        for other in variant.include:
+            if other not in names[: names.index(variant.name)]:
+                yield f"variant {variant.name!r}: include names {other!r}, but no earlier variant has this name"
+        if plan.how == "heal" and (variant.changes or variant.remove):
+            yield (
+                f"variant {variant.name!r}: the keys set and remove need how = 'train'; with 'heal', use swap or recipe"
+            )
+        if not any((variant.model, variant.include, variant.recipe, variant.swap, variant.changes, variant.remove)):
+            yield f"variant {variant.name!r} changes nothing: give it swap, recipe, set, remove, include or model"
     if (plan.tokens is None) == (plan.flops is None):
         yield "a plan needs exactly one budget: tokens or flops"
     if plan.how == "heal" and plan.parameters:
@@ -167,16 +170,17 @@ def _wrong(plan: Plan) -> Iterator[str]:
         )
     least = {"seeds": 1, "seed": 0, "context": 1, "batch": 1, "every": 1, "tokens": 1, "flops": 1}
     for key, bound in least.items():
-        if not all(bound <= each < math.inf for each in _each(getattr(plan, key))):
+        if not all(bound <= value < math.inf for value in _as_tuple(getattr(plan, key))):
             yield f"{key} is {getattr(plan, key)}, but must be finite and at least {bound}"
 
 
-def _each(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a tuple as it is, another value as a tuple of one, and None as an empty tuple."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 def slug_of(name: str) -> str:
-    """A variant's name in names of files."""
+    """Return the form of a variant's name for file names."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"
 
 
@@ -184,58 +188,75 @@ def slug_of(name: str) -> str:
 
 
 def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] = ()) -> ModelSpec:
-    """A tree in which nodes and fields are set and others removed, by patterns of their paths; see the module's text.
-    Raises InvalidInput for a path that the tree does not have, ConfigError for a tree that is none.
+    """Return a component tree after `set` and `remove` of a plan, which the module's docstring describes.
+
+    Args:
+        spec: the tree.
+        changes: new values by path pattern.
+        removed: the path patterns of the fields to remove.
+
+    Raises:
+        InvalidInput: a pattern matches no path of the tree.
+        ConfigError: the result is not a valid tree.
     """
     tree = to_json(spec)
     for path, value in changes.items():
-        for above, name in _places(tree, path):
-            old, merged = above.get(name), isinstance(value, dict) and "type" not in value
-            above[name] = {**old, **value} if merged and isinstance(old, dict) else value
+        for parent, name in _places(tree, path):
+            before, merge = parent.get(name), isinstance(value, dict) and "type" not in value
+            parent[name] = {**before, **value} if merge and isinstance(before, dict) else value
     for path in removed:
-        for above, name in _places(tree, path):
-            if above.pop(name, None) is None:
+        for parent, name in _places(tree, path):
+            if parent.pop(name, None) is None:
                 raise InvalidInput(f"remove = {path!r}: the model has no {name} at this path")
     try:
         return from_json(tree)
     except ConfigError as error:
-        error.hint = None  # for files, which a newer gptkit may have written
+        error.hint = None  # the hint is about files that a newer gptkit wrote
         raise
 
 
 def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
-    """The nodes that a pattern means, each by the one above it and its name there; a name without a star may be new."""
-    *above, last = path.split(".")
+    """Return the places that a path pattern matches, as pairs of the parent's table and the key in it.
+
+    A last part without a star may be a new key. Raise InvalidInput if there is no such place.
+    """
+    *parents, last_pattern = path.split(".")
     nodes = [tree]
-    for part in above:
-        inside = (each.items() if isinstance(each, dict) else enumerate(each) for each in nodes)
-        nodes = [node for each in inside for name, node in each if fnmatchcase(str(name), part)]
+    for pattern in parents:
+        children = (
+            node_items.items() if isinstance(node_items, dict) else enumerate(node_items) for node_items in nodes
+        )
+        nodes = [node for node_items in children for name, node in node_items if fnmatchcase(str(name), pattern)]
         nodes = [node for node in nodes if isinstance(node, dict | list)]
     tables = [node for node in nodes if isinstance(node, dict)]
-    found = [(node, name) for node in tables for name in node if fnmatchcase(name, last) and name != "type"]
-    found = found or [(node, last) for node in tables if "*" not in last]
-    if not found:
+    places = [(node, name) for node in tables for name in node if fnmatchcase(name, last_pattern) and name != "type"]
+    places = places or [(node, last_pattern) for node in tables if "*" not in last_pattern]
+    if not places:
         raise InvalidInput(
             f"the path {path!r} matches no field of the model",
             "Write paths as in gptkit.json, such as blocks.0.attention.kv_heads.",
         )
-    return found
+    return places
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The base or a variant as the plan means it: its tree, and the reference and the swaps that it is made of."""
+    """The base or a variant, with its tree."""
 
     name: str
     comment: str
-    spec: ModelSpec
-    start: str | dict[str, Any]
-    steps: tuple[Step, ...] = ()
+    spec: ModelSpec  # after all changes
+    start: str | dict[str, Any]  # the reference or the config.json values of the model before the changes
+    steps: tuple[Step, ...] = ()  # the swaps
 
 
 def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
-    """The base and every variant. Raises InvalidInput, SwapRefused and ConfigError, with the variant's name."""
-    asked = {each.name: each for each in plan.variant}
+    """Return the base and all variants.
+
+    Raises:
+        InvalidInput, SwapRefused, ConfigError: a variant cannot be made. The message names the variant.
+    """
+    variants_by_name = {variant.name: variant for variant in plan.variant}
 
     hint = 'Give a checkpoint, or choose how = "train".'
 
@@ -246,124 +267,140 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
                     "how = 'heal' needs a base with weights, but this plan describes the base by a table of sizes", hint
                 )
             return architecture_of(model).spec(model)
-        found, scratch = tree_of(model, False, offline, allow_pickle)
+        outline, scratch = tree_of(model, False, offline, allow_pickle)
         if scratch and plan.how == "heal":
             raise InvalidInput(f"how = 'heal' needs a base with weights, but {model} has none", hint)
-        return found.spec
+        return outline.spec
 
-    def changed(before: Arm, each: _Variant) -> Arm:
-        spec, start, steps = before.spec, before.start, before.steps
-        if each.model:
-            spec, start, steps = tree(each.model), each.model, ()
-        for other in each.include:
-            included = changed(Arm("", "", spec, start, steps), asked[other])
+    def arm_of(start_arm: Arm, variant: _Variant) -> Arm:
+        spec, start, steps = start_arm.spec, start_arm.start, start_arm.steps
+        if variant.model:
+            spec, start, steps = tree(variant.model), variant.model, ()
+        for other in variant.include:
+            included = arm_of(Arm("", "", spec, start, steps), variants_by_name[other])
             spec, start, steps = included.spec, included.start, included.steps
-        if each.recipe and read_recipe(each.recipe).heal is not None:
+        if variant.recipe and read_recipe(variant.recipe).heal is not None:
             hint = 'Remove that step: how = "heal" heals every variant.'
             raise InvalidInput(
-                f"the recipe {each.recipe} has a heal step, which a plan does not allow: the plan itself "
+                f"the recipe {variant.recipe} has a heal step, which a plan does not allow: the plan itself "
                 "trains all variants with one budget",
                 hint,
             )
-        if each.swap or each.recipe:
-            own = [*steps_from((), each.recipe or None), *(step for text in each.swap for step in steps_from([text]))]
-            spec, steps = swapped(spec, own, reference=each.name, offline=offline).spec, (*steps, *own)
-        return Arm(each.name, each.comment, edited(spec, each.changes, each.remove), start, steps)
+        if variant.swap or variant.recipe:
+            new_steps = [
+                *steps_from((), variant.recipe or None),
+                *(step for text in variant.swap for step in steps_from([text])),
+            ]
+            spec, steps = swapped(spec, new_steps, reference=variant.name, offline=offline).spec, (*steps, *new_steps)
+        return Arm(variant.name, variant.comment, edited(spec, variant.changes, variant.remove), start, steps)
 
     with in_messages("base"):
         base = Arm("base", "", tree(plan.base), plan.base)
-    found = [base]
-    for each in plan.variant:
-        with in_messages(f"variant {each.name!r}"):
-            made = changed(base, each)
+    arms = [base]
+    for variant in plan.variant:
+        with in_messages(f"variant {variant.name!r}"):
+            arm = arm_of(base, variant)
             if plan.parameters == "equal":
-                made = replace(made, spec=_as_large(made.spec, size_of(base.spec)))
-            if made.spec.vocab_size != base.spec.vocab_size:
+                arm = replace(arm, spec=_resized(arm.spec, size_of(base.spec)))
+            if arm.spec.vocab_size != base.spec.vocab_size:
                 raise InvalidInput(
-                    f"the variant's vocabulary has {made.spec.vocab_size:,} tokens, but the vocabulary of the "
+                    f"the variant's vocabulary has {arm.spec.vocab_size:,} tokens, but the vocabulary of the "
                     f"base has {base.spec.vocab_size:,}",
                     "Use the same vocabulary for all variants: their losses per token are compared.",
                 )
-        found.append(made)
-    return found
+        arms.append(arm)
+    return arms
 
 
-def _as_large(spec: ModelSpec, wanted: int) -> ModelSpec:
-    """The tree with feed-forwards so wide that it has as many parameters as are wanted, or as near as units allow."""
+def _resized(spec: ModelSpec, parameters: int) -> ModelSpec:
+    """Return the tree with feed-forwards of the width at which its number of parameters is closest to `parameters`.
 
-    def wide(units: int) -> ModelSpec:
+    Raise InvalidInput if it has more parameters even at width 1.
+    """
+
+    def with_units(units: int) -> ModelSpec:
         return swapped(spec, steps_named("intermediate", str(units))).spec
 
     first, second = _WIDTHS
-    least, more = (size_of(wide(units)) for units in _WIDTHS)
-    a_unit = (more - least) / (second - first)
-    if abs(wanted - size_of(spec)) <= a_unit / 2:
+    smaller, larger = (size_of(with_units(units)) for units in _WIDTHS)
+    per_unit = (larger - smaller) / (second - first)
+    if abs(parameters - size_of(spec)) <= per_unit / 2:
         return spec
-    units = first + round((wanted - least) / a_unit)
+    units = first + round((parameters - smaller) / per_unit)
     if units < 1:
         raise InvalidInput(
-            f"the variant cannot have as few parameters as the base, {wanted:,}: even with the smallest "
+            f"the variant cannot have as few parameters as the base, {parameters:,}: even with the smallest "
             "feed-forward, it has more"
         )
-    return wide(units)
+    return with_units(units)
 
 
-# --- what is run -----------------------------------------------------------------------------------------------------
+# --- variants and budgets --------------------------------------------------------------------------------------------
 
 
-def called(variant: Arm) -> str:
-    """What messages call a variant."""
+def label_of(variant: Arm) -> str:
+    """Return the name of a variant in messages."""
     return f"variant {variant.name!r}"
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A variant at one of the plan's budgets: how many tokens that are, and FLOPs: of what is healed, those of the
-    original's answers too.
-    """
+class PlannedVariant:
+    """A variant at one of the plan's budgets."""
 
-    variant: Arm
-    budget: float
-    tokens: int
-    flops: int
+    arm: Arm
+    budget: float  # in the unit of the plan
+    tokens: int  # training tokens per run
+    flops: int  # FLOPs per run; in healing they include the teacher's forward passes
 
     @property
     def slug(self) -> str:
-        return f"{slug_of(self.variant.name)}-{self.tokens}"
+        return f"{slug_of(self.arm.name)}-{self.tokens}"
 
     def __hash__(self) -> int:
         return hash(self.slug)
 
 
-def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
-    """What is to be run of each seed. Raises InvalidInput and UsageError for numbers that make no sense."""
+def planned_variants(plan: Plan, arms: Sequence[Arm], length: int) -> list[PlannedVariant]:
+    """Return the base and all variants at every budget. Each is run once per seed.
+
+    Args:
+        plan: the plan.
+        arms: the base and the variants.
+        length: tokens per window.
+
+    Raises:
+        InvalidInput: a position table is shorter than `length`, or two budgets have the same number of steps.
+        UsageError: a number in the plan is out of range.
+    """
     windows = plan.windows(length)
-    how = {
+    options = {
         "rate": 1e-3 if plan.rate is None else plan.rate,
         "warmup": plan.warmup,
         "decay": plan.decay or 0.0,
         "clip": plan.clip,
     }
-    settings_of(windows, length, 1, None, every=plan.every, accumulate=1, seed=plan.seed, **how)
-    found = list[Planned]()
-    for budget in _each(plan.flops) or _each(plan.tokens):
-        for each in variants:
-            if length > longest(each.spec):
+    settings_of(windows, length, 1, None, every=plan.every, accumulate=1, seed=plan.seed, **options)
+    variants = list[PlannedVariant]()
+    for budget in _as_tuple(plan.flops) or _as_tuple(plan.tokens):
+        for arm in arms:
+            if length > longest(arm.spec):
                 raise InvalidInput(
-                    f"context is {length:,}, but the position table of {called(each)} has only "
-                    f"{longest(each.spec):,} rows"
+                    f"context is {length:,}, but the position table of {label_of(arm)} has only "
+                    f"{longest(arm.spec):,} rows"
                 )
-            a_step = training_flops(each.spec, length, windows).dense
-            if plan.how == "heal" and each is not variants[0]:  # the original answers first
-                a_step += forward_flops(variants[0].spec, length, windows).dense
-            steps = max(1, round(budget / a_step)) if plan.flops is not None else -(-budget // (windows * length))
-            one = Planned(each, budget, steps * windows * length, steps * a_step)
-            for other in found:
-                if (other.variant, other.tokens) == (each, one.tokens):
+            flops_per_step = training_flops(arm.spec, length, windows).dense
+            if plan.how == "heal" and arm is not arms[0]:  # the teacher's forward pass
+                flops_per_step += forward_flops(arms[0].spec, length, windows).dense
+            steps = (
+                max(1, round(budget / flops_per_step)) if plan.flops is not None else -(-budget // (windows * length))
+            )
+            planned = PlannedVariant(arm, budget, steps * windows * length, steps * flops_per_step)
+            for other in variants:
+                if (other.arm, other.tokens) == (arm, planned.tokens):
                     raise InvalidInput(
-                        f"the budgets {other.budget:,} and {budget:,} both come to {one.tokens:,} tokens for "
-                        f"{called(each)}, because training takes whole steps",
+                        f"the budgets {other.budget:,} and {budget:,} both come to {planned.tokens:,} tokens for "
+                        f"{label_of(arm)}, because training takes whole steps",
                         f"A step has {windows * length:,} tokens. Choose budgets that differ by more than this.",
                     )
-            found.append(one)
-    return found
+            variants.append(planned)
+    return variants

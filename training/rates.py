@@ -1,10 +1,13 @@
-"""The rate of a healing: a first guess by the gap, and a lower rate where the first steps show damage.
+"""Choose the learning rate of a healing: a first guess from the gap, and a lower rate if the first steps do damage.
 
-A changed model that is close to its original is damaged by the rate that a distant one needs, and by how much depends
-on the model, the batch and the budget. So each run is looked at once, early. A run that is worse than its start by then
-begins again at a lower rate; any other run goes on, so that its first steps are not lost. A short trial cannot find the
-best rate: from a distant start it favours high rates, and from a close one low rates, because its noise is that of a
-long run and its progress is not. It shows damage, and a lower rate has to be better by `MARGIN`.
+A high rate suits a changed model that is far from its teacher, and damages one that is close. How much damage it does
+depends on the model, the batch and the budget. gptkit therefore evaluates every run once, early. If the run is worse
+than at its start by then, it starts again at a lower rate. Otherwise it continues, so that its first steps are not
+lost.
+
+These first steps are a *trial*. A trial cannot find the best rate. Its noise is that of a long run, but its progress is
+not. From a distant start it therefore favours high rates, and from a close start low rates. What it can show is damage,
+and a lower rate is only chosen if it is better by `MARGIN`.
 """
 
 from __future__ import annotations
@@ -22,24 +25,24 @@ from ..converter.files import read_own
 from ..converter.names import json_bytes
 from ..display import Record
 from .parallel import Group
-from .state import another, put
+from .state import put, settings_error
 
 FACTOR = 3.0
-"""Between two rates that are tried."""
+"""The factor between two rates that are tried."""
 SHARE, POWER, MOST = 0.68, 0.6, 0.35
-"""The first rate as a share of the usual one: `SHARE` times the gap to the power of `POWER`, and at most `MOST`. It was
-measured on eight starts of three models, whose gaps were 0.0003 to 3.7 nats.
+"""The first rate as a share of the usual one: `SHARE` times the gap to the power of `POWER`, and at most `MOST`. The
+numbers were measured on eight changed models made from three models, with gaps from 0.0003 to 3.7 nats.
 """
 TRIAL = 0.1
-"""The share of the budget after which a run is looked at. It is longer than the default warm-up, so that half of these
-steps have the highest rate.
+"""The share of the budget that a trial takes. It is longer than the default warm-up, so that half of its steps have the
+highest rate.
 """
 MARGIN = 0.1
 """The share by which a trial at a lower rate has to be better."""
-TRIES = 5  # trials at most
-_LEAST = 5  # steps of a trial
+TRIES = 5  # the largest number of trials
+_LEAST = 5  # the fewest steps of a trial
 FILE = "tried.json"
-"""The notes about trials, in the folder of the runs."""
+"""The file that records the trials, in the folder of the runs."""
 
 
 @dataclass(frozen=True)
@@ -47,78 +50,87 @@ class Trial(Record):
     """The first steps of a run at one rate."""
 
     rate: float
-    loss: float | None
-    """The loss on the held-out text after them: KL or cross entropy in nats per token; None where it is no number."""
+    loss: float | None  # on the held-out text after these steps, in nats per token; None if it is NaN or infinite
     seconds: float
 
     @property
     def value(self) -> float:
-        """The loss, infinite where it is no number."""
+        """The loss, or infinity if it is NaN or infinite."""
         return math.inf if self.loss is None else self.loss
 
 
-Tried = tuple[Trial, ...]
+Trials = tuple[Trial, ...]
 
 
 def first_guess(usual: float, gap: float) -> float:
-    """Return the first rate to try for a gap in nats per token."""
+    """Return the first rate to try.
+
+    Args:
+        usual: the usual rate for random weights.
+        gap: the KL divergence of the changed model from its teacher, in nats per token.
+    """
     return usual * min(MOST, SHARE * math.pow(max(gap, 1e-6), POWER))
 
 
 def trial_steps(steps: int) -> int:
-    """Return after how many steps a run of `steps` is looked at, 0 where it is too short for that."""
+    """Return the number of steps of a trial in a run of `steps` steps. It is 0 if the run is too short for a trial."""
     first = max(_LEAST, round(TRIAL * steps))
     return first if 2 * first <= steps else 0
 
 
-def next_run(first: float, start: float, tried: Sequence[Trial]) -> tuple[float, bool]:
+def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float, bool]:
     """Return the rate of the next run, and whether that run is on trial.
 
-    The first run has the rate `first`. A trial that is not better than the loss at the `start` is followed by one at
-    a lower rate, unless it was the last of `TRIES`. When a lower rate is not better by `MARGIN` than the one before,
-    the run has the rate before and is not on trial.
+    The first run has the rate `first`. If a trial is not better than `start`, the loss before training, the next trial
+    has a lower rate, up to `TRIES` trials. If a lower rate is not better than the previous one by `MARGIN`, the next
+    run has the previous rate and is not on trial.
     """
-    if not tried:
+    if not trials:
         return first, True
-    last = tried[-1]
-    if len(tried) > 1 and last.value >= (1 - MARGIN) * tried[-2].value < math.inf:
-        return tried[-2].rate, False
-    if last.value < start or len(tried) == TRIES:
+    last = trials[-1]
+    if len(trials) > 1 and last.value >= (1 - MARGIN) * trials[-2].value < math.inf:
+        return trials[-2].rate, False
+    if last.value < start or len(trials) == TRIES:
         return last.rate, False
     return last.rate / FACTOR, True
 
 
-class Notes:
-    """The file in which the trials of a healing are kept, so that `--resume` makes none of them twice.
+class TrialNotes:
+    """The file that records the trials of a healing, so that `--resume` does not repeat them.
 
-    It is of one call: `call` has what distinguishes it, in JSON values.
+    Args:
+        folder: of the healing.
+        call: the JSON values that identify the healing.
+        group: the processes that train.
 
     Raises:
-        UsageError: the file is of another call.
+        UsageError: the file belongs to a healing with other values.
     """
 
     def __init__(self, folder: Path, call: Mapping[str, Any], group: Group) -> None:
         self.path, self.group = folder / FILE, group
-        self.kept = _Kept(json.loads(json.dumps(call)), {})
+        new = _TrialFile(json.loads(json.dumps(call)), {})
         try:
-            kept = msgspec.json.decode(read_own(self.path, 2**26), type=_Kept)
+            self.content = msgspec.json.decode(read_own(self.path, 2**26), type=_TrialFile)
         except (OSError, ValueError):
-            kept = self.kept  # trials are made again, and give the same
-        if other := {name for name in {*kept.call, *self.kept.call} if kept.call.get(name) != self.kept.call.get(name)}:
-            raise another(folder, kept.call, self.kept.call, other)
-        self.kept = kept
-        group.total(0.0)  # every process has read it before the first writes
+            self.content = new  # the trials are repeated, with the same results
+        before, now = self.content.call, new.call
+        if changed := {name for name in {*before, *now} if before.get(name) != now.get(name)}:
+            raise settings_error(folder, before, now, changed)
+        group.total(0.0)  # wait until every process has read the file, before the first process writes
 
-    def tried(self, name: str) -> Tried:
-        """Return the trials of a kind of run, in their order."""
-        return tuple(self.kept.tried.get(name, ()))
+    def trials(self, name: str) -> Trials:
+        """Return the trials of one kind of run, in their order."""
+        return tuple(self.content.tried.get(name, ()))
 
     def add(self, name: str, trial: Trial) -> None:
-        """Note a trial of a kind of run."""
-        self.kept.tried.setdefault(name, []).append(trial)
-        self.group.lead(lambda: put(self.path, json_bytes(msgspec.to_builtins(self.kept))))
+        """Record a trial of one kind of run."""
+        self.content.tried.setdefault(name, []).append(trial)
+        self.group.lead(lambda: put(self.path, json_bytes(msgspec.to_builtins(self.content))))
 
 
-class _Kept(msgspec.Struct):
-    call: dict[str, Any]
-    tried: dict[str, list[Trial]]
+class _TrialFile(msgspec.Struct):
+    """The content of the file."""
+
+    call: dict[str, Any]  # the values that identify the healing
+    tried: dict[str, list[Trial]]  # the trials of every kind of run

@@ -15,39 +15,39 @@ from ..converter.files import read_own
 from ..errors import InvalidInput
 
 MOST_THREADS = 1024
-_MOST_METRICS = 2**30  # bytes; a step takes 150
-_ANEW = "Start again with --force."
+_MOST_METRICS = 2**30  # bytes; a step takes about 150
+_HINT = "Start again with --force."
 
 
 class EvaluationRecord(msgspec.Struct, forbid_unknown_fields=True):
     """One evaluation on the held-out text: an entry of a run's curve."""
 
     step: int
-    tokens: int
-    loss: float | None
-    held_out: float
-    averaged: float | None = None
+    tokens: int  # training tokens up to this step
+    loss: float | None  # of this step; None before the first step
+    held_out: float  # the loss on the held-out text
+    averaged: float | None = None  # the held-out loss of the averaged parameters
 
 
-class Progress(msgspec.Struct, forbid_unknown_fields=True):
+class RunProgress(msgspec.Struct, forbid_unknown_fields=True):
     """The progress of a run: the content of its state.json."""
 
-    step: int
-    seconds: float
+    step: int  # the last step that the checkpoint includes
+    seconds: float  # training time so far
     curve: list[EvaluationRecord]
-    threads: int
+    threads: int  # the number of threads that torch computes with
 
 
-class _Change(msgspec.Struct, forbid_unknown_fields=True):
-    """A change of the rate or clip, which holds after the step `behind`."""
+class _SettingChange(msgspec.Struct, forbid_unknown_fields=True):
+    """A change of the learning rate or of the clip, made when a run was resumed."""
 
-    behind: int
+    last_step: int = msgspec.field(name="behind")  # the last step before the change
     clip: float | None = None
     rate: float | None = None
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of metrics.jsonl: `loop.TrainingStep`."""
+class _MetricsLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of metrics.jsonl, with the fields of `loop.TrainingStep`."""
 
     step: int
     tokens: int
@@ -61,87 +61,111 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     sample: str | None
 
 
-def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_start: bool) -> Progress:
+def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_start: bool) -> RunProgress:
     """Return the progress of a run from the content of its state.json.
 
     Args:
         about: the JSON value of state.json.
         metrics: the run's metrics.jsonl.
-        steps: the run's budget, or None if the budget is a time.
-        tokens: the tokens of one step.
-        from_start: whether the run is evaluated before its first step, as one with patience is.
+        steps: the run's budget in steps, or None if the budget is a time.
+        tokens: the number of tokens per step.
+        from_start: whether the run is evaluated before its first step, as a run with patience is.
 
     Raises:
-        InvalidInput: a field is missing, unknown, of another type, or not what the settings and metrics.jsonl say.
+        InvalidInput: a field is missing, unknown or of another type, or contradicts the settings or metrics.jsonl.
     """
     try:
-        found = msgspec.convert(about, Progress)
-        _require(0 <= found.step <= (found.step if steps is None else steps), "its step is beyond the run's budget")
-        _require(_finite([found.seconds]) and found.seconds >= 0, "its seconds are not a valid time")
-        _require(1 <= found.threads <= MOST_THREADS, "its number of threads is not valid")
+        progress = msgspec.convert(about, RunProgress)
+        _require(
+            0 <= progress.step <= (progress.step if steps is None else steps), "its step is beyond the run's budget"
+        )
+        _require(_finite([progress.seconds]) and progress.seconds >= 0, "its seconds are not a valid time")
+        _require(1 <= progress.threads <= MOST_THREADS, "its number of threads is not valid")
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
             f"the run in {metrics.parent} cannot be resumed, because its state.json cannot be read: {error!s:.200}",
-            _ANEW,
+            _HINT,
         ) from error
-    lines = _lines(metrics, found.step, tokens)
+    steps_done = _lines(metrics, progress.step, tokens)
     evaluated = [
         EvaluationRecord(line.step, line.tokens, line.loss, line.held_out, line.averaged)
-        for line in lines
+        for line in steps_done
         if line.held_out is not None
     ]
-    first, rest = (found.curve[:1], found.curve[1:]) if from_start else ([], found.curve)
-    begun = [(each.step, each.tokens, each.loss, math.isfinite(each.held_out)) for each in first]
-    same = rest == evaluated and begun == [(0, 0, None, True)][: int(from_start)]
-    if not same or (lines and lines[-1].seconds != found.seconds):
-        raise InvalidInput(f"{metrics.parent}: the files state.json and metrics.jsonl are from different runs", _ANEW)
-    return found
+    first, rest = (progress.curve[:1], progress.curve[1:]) if from_start else ([], progress.curve)
+    start = [(entry.step, entry.tokens, entry.loss, math.isfinite(entry.held_out)) for entry in first]
+    same = rest == evaluated and start == [(0, 0, None, True)][: int(from_start)]
+    if not same or (steps_done and steps_done[-1].seconds != progress.seconds):
+        raise InvalidInput(f"{metrics.parent}: the files state.json and metrics.jsonl are from different runs", _HINT)
+    return progress
 
 
-def kept_lines(metrics: Path, step: int) -> list[bytes]:
-    """Return the lines of the first `step` steps in metrics.jsonl, without those of steps that will be repeated."""
+def lines_until(metrics: Path, step: int) -> list[bytes]:
+    """Return the lines of the first `step` steps in metrics.jsonl. Later steps will be repeated."""
     if not step:
         return []
     try:
         return read_own(metrics, _MOST_METRICS).split(b"\n")[:step]
     except OSError as error:
-        raise InvalidInput(f"cannot read {metrics}: {error.strerror or error}", _ANEW) from error
+        raise InvalidInput(f"cannot read {metrics}: {error.strerror or error}", _HINT) from error
 
 
-def _lines(metrics: Path, step: int, tokens: int) -> list[_Line]:
-    found = []
-    for number, text in enumerate(kept_lines(metrics, step), 1):
+def _lines(metrics: Path, step: int, tokens: int) -> list[_MetricsLine]:
+    """Read and check the first `step` lines of metrics.jsonl. Raise InvalidInput if a line is damaged or missing."""
+    lines = []
+    for number, text in enumerate(lines_until(metrics, step), 1):
         try:
-            line = msgspec.json.decode(text, type=_Line)
+            step_line = msgspec.json.decode(text, type=_MetricsLine)
             _require(
-                _finite([line.seconds, line.took, line.loss, line.rate, line.norm, line.held_out, line.averaged]),
+                _finite(
+                    [
+                        step_line.seconds,
+                        step_line.took,
+                        step_line.loss,
+                        step_line.rate,
+                        step_line.norm,
+                        step_line.held_out,
+                        step_line.averaged,
+                    ]
+                ),
                 "a value is NaN or infinite",
             )
-            _require((line.step, line.tokens) == (number, number * tokens), "it belongs to another step")
+            _require((step_line.step, step_line.tokens) == (number, number * tokens), "it belongs to another step")
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{metrics} is damaged in line {number:,}: {error!s:.120}", _ANEW) from error
-        found.append(line)
-    if len(found) < step:
+            raise InvalidInput(f"{metrics} is damaged in line {number:,}: {error!s:.120}", _HINT) from error
+        lines.append(step_line)
+    if len(lines) < step:
         raise InvalidInput(
-            f"{metrics} has only {len(found):,} lines, but needs one for each of the {step:,} steps of the run", _ANEW
+            f"{metrics} has only {len(lines):,} lines, but needs one for each of the {step:,} steps of the run", _HINT
         )
-    return found
+    return lines
 
 
-def require_changes(changes: Any, kept: dict[str, Any], last: int) -> None:
-    """Raise ValueError unless `changes` are valid changes of a run's rate and clip up to its last step."""
-    found = msgspec.convert(changes, list[_Change])
-    _require(all(0 <= each.behind <= last for each in found), "a change comes after a step that the run has not made")
+def require_changes(changes: Any, settings: dict[str, Any], last: int) -> None:
+    """Raise ValueError unless `changes` are valid changes of a run's rate and clip.
+
+    Args:
+        changes: the value of `changes` in run.json.
+        settings: the current settings of the run.
+        last: the step of the last checkpoint.
+    """
+    records = msgspec.convert(changes, list[_SettingChange])
+    _require(
+        all(0 <= change.last_step <= last for change in records),
+        "a change comes after a step that the run has not made",
+    )
     for name in ("rate", "clip"):
-        values = [getattr(each, name) for each in found if getattr(each, name) is not None]
+        values = [getattr(change, name) for change in records if getattr(change, name) is not None]
         _require(_finite(values), f"a change of its {name} is NaN or infinite")
-        _require(not values or values[-1] == kept.get(name), f"its last change of {name} differs from its {name}")
+        _require(not values or values[-1] == settings.get(name), f"its last change of {name} differs from its {name}")
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    """Raise ValueError with the message if the condition is false."""
+    if not condition:
+        raise ValueError(message)
 
 
 def _finite(values: Iterable[float | None]) -> bool:
+    """Return whether no value is NaN or infinite. None counts as finite."""
     return all(value is None or math.isfinite(value) for value in values)

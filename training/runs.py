@@ -1,4 +1,4 @@
-"""The runs of a healing: of the changed model, of the control and of the floor, each over several seeds."""
+"""Make the runs of a healing: those of the changed model, of the control and of the floor, with several seeds."""
 
 from __future__ import annotations
 
@@ -17,28 +17,26 @@ import torch
 from ..display import Record
 from ..errors import NoNumber
 from ..modules import Decoder
-from .data import NOWHERE, TokenFile, Windows
-from .distillation import Answers, block_local, distilled, divergence
-from .loop import Abandoned, Batch, Loss, Run, Settings, TrainingStep, fit, lost, next_token
+from .data import NOWHERE, Stretch, TokenFile, Windows
+from .distillation import TeacherLogits, block_local, distilled, divergence
+from .loop import Abandoned, Batch, Loss, Run, Settings, TrainingStep, cross_entropy, fit, next_token
 from .parallel import Group
-from .rates import TRIAL, Notes, Trial, Tried, first_guess, next_run, trial_steps
+from .rates import TRIAL, Trial, TrialNotes, Trials, first_guess, next_run, trial_steps
 from .state import RUN, Store
 from .trainable import adapted, chosen, rank_of, touched
 
-_EVALUATED = 2048  # tokens that are evaluated at once, at the least
-_LOOKED = 100  # steps after which the tokens' file is looked at, of a run that evaluates by the clock
-_LOW_RANK = 3.0  # times the usual rate is that of updates of a low rank
-_CONTROLS_GAP = 1 / 27  # in nats, by which the control's first rate is guessed: a ninth of the usual one
+_EVALUATED = 2048  # the fewest tokens that are evaluated at once
+_CHECKED = 100  # steps between two checks of the token file, if evaluations are timed by the clock
+_LOW_RANK = 3.0  # the learning rate of low-rank updates, as a multiple of the usual one
+_CONTROLS_GAP = 1 / 27  # the gap in nats from which the control's first rate is guessed: a ninth of the usual rate
 
 
 @dataclass(frozen=True)
-class Held(Record):
-    """A model on the held-out text: the KL divergence of its predictions from the original's and its cross entropy,
-    each in nats a token.
-    """
+class HeldOutFigures(Record):
+    """The figures of a model on the held-out text, in nats per token."""
 
-    kl: float
-    loss: float
+    kl: float  # the KL divergence of its predictions from the teacher's
+    loss: float  # its cross entropy
 
     @property
     def perplexity(self) -> float:
@@ -47,100 +45,100 @@ class Held(Record):
 
 @dataclass(frozen=True)
 class Outcome(Record):
-    """One kind of run over its seeds."""
+    """The results of one kind of run over all seeds."""
 
-    JSON = "runs=held seconds kl loss kl_spread loss_spread rate tried"
+    JSON = "runs seconds kl loss kl_spread loss_spread rate tried"
 
-    held: tuple[Held, ...]
-    """What the model of each seed comes to on the held-out text."""
+    runs: tuple[HeldOutFigures, ...]
+    """The figures of the trained model of every seed."""
     seconds: float
-    """What all seeds took together, without runs that began again at a lower rate."""
+    """The training time of all seeds, without runs that started again at a lower rate."""
     rate: float
-    """AdamW's highest rate."""
-    tried: Tried = ()
-    """The trials by which the rate was chosen; none where it was given, or follows from a rule."""
+    """AdamW's highest learning rate."""
+    tried: Trials = ()
+    """The trials that chose the rate. There are none if the rate was given, or follows from a rule."""
 
     @property
     def kl(self) -> float:
-        return sum(each.kl for each in self.held) / len(self.held)
+        return sum(run.kl for run in self.runs) / len(self.runs)
 
     @property
     def loss(self) -> float:
-        return sum(each.loss for each in self.held) / len(self.held)
+        return sum(run.loss for run in self.runs) / len(self.runs)
 
     @property
     def perplexities(self) -> list[float]:
-        return [each.perplexity for each in self.held]
+        return [run.perplexity for run in self.runs]
 
     @property
     def kl_spread(self) -> float:
-        """The largest less the smallest."""
-        return max(each.kl for each in self.held) - min(each.kl for each in self.held)
+        """The largest KL divergence minus the smallest."""
+        return max(run.kl for run in self.runs) - min(run.kl for run in self.runs)
 
     @property
     def loss_spread(self) -> float:
-        return max(each.loss for each in self.held) - min(each.loss for each in self.held)
+        return max(run.loss for run in self.runs) - min(run.loss for run in self.runs)
 
 
-def stores_in(folder: Path, us: Group) -> list[Store]:
-    """Return the runs that earlier calls left."""
-    return [Store(each.parent, us) for each in sorted(folder.glob(f"*/{RUN}"))]
+def stores_in(folder: Path, group: Group) -> list[Store]:
+    """Return the unfinished runs in the folder of a healing."""
+    return [Store(path.parent, group) for path in sorted(folder.glob(f"*/{RUN}"))]
 
 
 @dataclass
 class Runs:
-    """The runs of one healing, and what they have in common."""
+    """The runs of one healing, and what they share."""
 
-    original: Decoder
-    windows: Windows
-    settings: Settings
-    """Their rate is the usual one for random weights; `rate` and the trials say which one a run has."""
-    rate: float | None
-    """The rate that was asked for, of the healed model."""
-    local: float
-    layers: tuple[int, ...]
-    hidden: float
-    found: TokenFile
-    training: Any
+    original: Decoder  # the teacher
+    windows: Windows  # of the held-out text
+    settings: Settings  # of all runs, with the usual rate for random weights; `rate` and trials decide a run's own rate
+    rate: float | None  # the rate that the user gave for the healed model
+    local: float  # the share of the budget in which changed layers are trained alone
+    layers: tuple[int, ...]  # the changed layers
+    hidden: float  # the weight of the hidden-state loss
+    tokens: TokenFile
+    training: Stretch  # the part of the tokens to train on
     group: Group
-    folder: Path
-    about: Mapping[str, Any]
+    folder: Path  # of all runs
+    about: Mapping[str, Any]  # the JSON values that identify the healing
     resume: bool
     force: bool
-    tell: Callable[[str, TrainingStep], None]
+    tell: Callable[[str, TrainingStep], None]  # called with the name of the run and a step
 
     def __post_init__(self) -> None:
-        asked = {**self.about, **msgspec.to_builtins(self.settings), "rate": self.rate}
-        self.notes = Notes(self.folder, asked, self.group)
-        self.answers = Answers(self.original)
+        call = {**self.about, **msgspec.to_builtins(self.settings), "rate": self.rate}
+        self.notes = TrialNotes(self.folder, call, self.group)
+        self.teacher_logits = TeacherLogits(self.original)
 
     def _sample(self) -> Batch:
-        """As much held-out text as a step has, the same in every process."""
+        """Return as much held-out text as one step has. It is the same in every process."""
         parts = max(1, len(self.windows.ids) // self.settings.windows)
         return Batch.of(self.windows.part(0, parts), self.group.device)
 
-    def held(self, model: Decoder) -> Held:
-        """Return what a model comes to on the held-out text. The model stays in its mode: in eval mode its parameters
-        may move in memory, which an optimiser with moments of their layout does not survive.
+    def figures_of(self, model: Decoder) -> HeldOutFigures:
+        """Return the figures of a model on the held-out text.
+
+        The model is not put into eval mode. Its parameters could move in memory then, and an optimizer whose moments
+        have the old layout would fail.
         """
         windows, sums, settings = self.windows, [0.0, 0.0], self.settings
-        # As many windows as a part of a step has, or more where that is little work for a whole pass.
-        once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
-        parts = -(-len(windows.ids) // once)
+        # Read as many windows as a part of a step has, or more if that is little work for a forward pass.
+        at_once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
+        parts = -(-len(windows.ids) // at_once)
         with torch.no_grad():
             for number in range(parts):
                 batch = Batch.of(windows.part(number, parts), self.group.device)
-                wanted = self.answers(batch)
-                given = wanted if model is self.original else model(batch.ids, documents=batch.documents)
-                sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
-                sums[1] += float(lost(given, batch.targets))
+                target = self.teacher_logits(batch)
+                logits = target if model is self.original else model(batch.ids, documents=batch.documents)
+                sums[0] += float(divergence(target, logits, batch.targets != NOWHERE))
+                sums[1] += float(cross_entropy(logits, batch.targets))
         counted = max(1, windows.counted)
-        return Held(max(sums[0], 0.0) / counted, sums[1] / counted)
+        return HeldOutFigures(max(sums[0], 0.0) / counted, sums[1] / counted)
 
-    def _answering(self) -> Decoder:
-        """The original, compiled where the model that learns of it is, and none looks into it."""
-        found: Any = torch.compile(self.original) if self.settings.compiled and not self.hidden else self.original
-        return found  # type: ignore[no-any-return]
+    def _teacher(self) -> Decoder:
+        """Return the teacher, compiled if the model is and if the loss does not need the teacher's hidden states."""
+        compiles = self.settings.compiled and not self.hidden
+        return torch.compile(self.original) if compiles else self.original  # type: ignore[return-value]
 
     def _fit(
         self,
@@ -149,242 +147,286 @@ class Runs:
         loss: Loss,
         settings: Settings,
         trained: set[str] | None = None,
-        before: Run | None = None,
-        trial: _Judges | None = None,
-        **evaluating: Any,
+        earlier: Run | None = None,
+        trial: _TrialJudge | None = None,
+        **evaluation: Any,
     ) -> Run:
-        """Make one run, from its last checkpoint where there is one, which then stays until all have ended. Its windows
-        are those after the steps of the run `before`. A `trial` says whether the run goes on.
+        """Make one run, or continue it from its last checkpoint. The checkpoint stays until all runs have ended.
+
+        Args:
+            name: of the run, and of its folder.
+            model: trained in place.
+            loss: the loss to minimise.
+            settings: the budget and the rest.
+            trained: the names of the parameters to train; by default all.
+            earlier: a run of the same model before this one. This run reads the windows after those of `earlier`.
+            trial: decides whether the run continues.
+            evaluation: further arguments of `fit`.
         """
-        store, before = Store(self.folder / name, self.group), before or Run()
+        store, earlier = Store(self.folder / name, self.group), earlier or Run()
 
         def begin() -> None:
             store.folder.mkdir(parents=True, exist_ok=True)
             store.begin({"run": name, **self.about, **msgspec.to_builtins(settings)}, self.resume, self.force)
 
         def step_of(number: int) -> Windows:
-            if number % (settings.every or _LOOKED) == 0:
-                self.found.require_unchanged()
-            windows: Windows = self.training.step(before.step + number, settings.windows, settings.seed)
-            return windows
+            if number % (settings.every or _CHECKED) == 0:
+                self.tokens.require_unchanged()
+            return self.training.step(earlier.step + number, settings.windows, settings.seed)
 
         self.group.lead(begin)
-        evaluating = {"held_out": self.windows, **evaluating}
+        evaluation = {"held_out": self.windows, **evaluation}
         if trial is not None:
-            evaluating["goes_on"] = lambda run: trial(model, before.step + run.step, before.seconds + run.seconds)
+            evaluation["continues"] = lambda run: trial(model, earlier.step + run.step, earlier.seconds + run.seconds)
         return fit(
             model, step_of, settings=settings, group=self.group, store=store, loss=loss, trained=trained,
-            tell=partial(self.tell, name), **evaluating,
+            tell=partial(self.tell, name), **evaluation,
         )  # fmt: skip
 
-    def _both(
+    def _distil(
         self,
         name: str,
         model: Decoder,
         settings: Settings,
         *,
         trained: str,
-        suffix: str = "",
-        trial: _Judges | None = None,
-        **evaluating: Any,
-    ) -> _Done:
-        """Train layers by themselves, then the whole model on what is left of the text. The suffix is of both names."""
-        declared, rank, begun = list(model.spec.parameters()), rank_of(trained), Run()
+        seed: int,
+        trial: _TrialJudge | None = None,
+        **evaluation: Any,
+    ) -> _Totals:
+        """Train changed layers alone, if `local` asks for it, and then the whole model on the rest of the text.
+
+        Args:
+            name: of the kind of run. With the `seed`, it names the folders of both runs.
+            model: trained in place.
+            settings: the settings of both runs together.
+            trained: the parameters to train, as in `HealOptions`.
+            seed: the number of the seed, from 0.
+            trial: decides whether the runs continue.
+            evaluation: further arguments of `fit`.
+        """
+        declared, rank, alone = list(model.spec.parameters()), rank_of(trained), Run()
         with ExitStack() as stack:
             if rank:
                 torch.manual_seed(settings.seed)
                 names = stack.enter_context(adapted(model, declared, rank))
             else:
                 names = chosen(trained, declared, lambda: touched(self.original, model))
-            count = sum(each.numel() for each_name, each in model.named_parameters() if each_name in names)
+            count = sum(tensor.numel() for tensor_name, tensor in model.named_parameters() if tensor_name in names)
             prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
-            inside = {each for each in names if each.startswith(prefixes)} if self.local else set()
+            inside = {parameter for parameter in names if parameter.startswith(prefixes)} if self.local else set()
             first, rest = _parts(settings, self.local if inside and settings.steps != 1 else 0.0)
             if inside and first is not None:
                 loss = block_local(self.original, self.layers, self._sample())
-                begun = self._fit(f"{name}-layers{suffix}", model, loss, first, inside, trial=trial, held_out=None)
-                evaluating |= {"begun": None}  # layers by themselves moved it from there
-            loss = distilled(self._answering(), self.hidden, self._sample(), self.answers)
-            run = self._fit(f"{name}{suffix}", model, loss, rest, names, begun, trial, **evaluating)
-        return _Done(begun.step + run.step, begun.seconds + run.seconds, count)
+                alone = self._fit(f"{name}-layers-{seed}", model, loss, first, inside, trial=trial, held_out=None)
+                evaluation |= {"start_loss": None}  # the loss is no longer that at the start
+            loss = distilled(self._teacher(), self.hidden, self._sample(), self.teacher_logits)
+            run = self._fit(f"{name}-{seed}", model, loss, rest, names, alone, trial, **evaluation)
+        return _Totals(alone.step + run.step, alone.seconds + run.seconds, count)
 
-    def _with(self, seed: int, rate: float, seconds: float = 0.0) -> Settings:
-        """Return the settings of a run, of whose budget trials took so many `seconds`."""
-        given = self.settings
-        left = None if given.seconds is None else max(given.seconds - seconds, given.seconds / 10)
-        return msgspec.structs.replace(given, rate=rate, seed=given.seed + seed, seconds=left)
+    def _settings_of(self, seed: int, rate: float, spent: float = 0.0) -> Settings:
+        """Return the settings of a run, without the seconds that trials have `spent` of its budget."""
+        common = self.settings
+        seconds = None if common.seconds is None else max(common.seconds - spent, common.seconds / 10)
+        return msgspec.structs.replace(common, rate=rate, seed=common.seed + seed, seconds=seconds)
 
-    def _seeded(
+    def _all_seeds(
         self,
         name: str,
         model: Decoder,
-        start: Held,
-        loss: Callable[[Held], float],
+        start: HeldOutFigures,
+        loss_of: Callable[[HeldOutFigures], float],
         rate: float,
-        train: _Trains,
+        train: _TrainFunction,
         seeds: int,
         *,
         on_trial: bool = True,
-    ) -> tuple[Decoder, Outcome, _Done]:
-        """Make the runs of a kind, over some seeds.
+    ) -> tuple[Decoder, Outcome, _Totals]:
+        """Make the runs of one kind, over all seeds.
 
         Args:
-            name: of the kind, by which its trials are noted.
-            model: what is trained, a copy in each run.
-            start: its figures on the held-out text. A run that ends no better counts as the model as it was.
-            loss: takes the loss that `train` lowers of such figures.
-            rate: AdamW's highest, or the first to try where the runs are `on_trial`.
-            train: trains.
+            name: of the kind. Its trials are recorded under this name.
+            model: the model to train. Every run trains a copy of it.
+            start: the figures of the model before training. They are also the result of a run that makes it worse.
+            loss_of: returns, from the figures of a model, the loss that training minimises.
+            rate: AdamW's highest learning rate, or the first rate to try if runs are `on_trial`.
+            train: trains one copy.
             seeds: the number of runs.
-            on_trial: whether the first run chooses the rate.
+            on_trial: whether trials at the start of the first run choose the rate.
 
         Returns:
-            The model of the first run, the figures, and what the last run came to.
+            The model of the first run, the results, and the totals of the last run.
         """
-        finished, held, taken, tried, wasted = model, [], 0.0, Tried(), 0.0
+        finished, figures, seconds, trials, spent = model, [], 0.0, Trials(), 0.0
         for seed in range(seeds):
             if seed == 0 and on_trial:
-                own, done, rate, tried, wasted = self._first_of(name, model, loss(start), loss, rate, train)
+                copy, totals, rate, trials, spent = self._first_run(name, model, loss_of(start), loss_of, rate, train)
             else:
-                own, settings = deepcopy(model), self._with(seed, rate, wasted)
-                done = train(own, settings, seed, begun=self._begun(loss(start)))
-            found = self.held(own.eval())
-            better = loss(found) < loss(start)
-            held.append(found if better else start)
+                copy, settings = deepcopy(model), self._settings_of(seed, rate, spent)
+                totals = train(copy, settings, seed, start_loss=self._known_start(loss_of(start)))
+            result = self.figures_of(copy.eval())
+            better = loss_of(result) < loss_of(start)
+            figures.append(result if better else start)
             if seed == 0:
-                finished = own if better else deepcopy(model)
-            taken += done.seconds
-        return finished, Outcome(tuple(held), taken, rate, tried), done
+                finished = copy if better else deepcopy(model)
+            seconds += totals.seconds
+        return finished, Outcome(tuple(figures), seconds, rate, trials), totals
 
-    def _begun(self, loss: float) -> float | None:
-        """Return the loss of a model as its run sees it, None where the run computes in another dtype."""
+    def _known_start(self, loss: float) -> float | None:
+        """Return the loss before training, or None if it was measured in another dtype than that of the run."""
         return loss if self.settings.dtype == "float32" else None
 
-    def _first_of(self, name: str, model: Decoder, *how: Any) -> tuple[Decoder, _Done, float, Tried, float]:
-        """Make the first run of a kind: at its first rate, or again at a lower one where that does damage. See
-        `_attempt` for the arguments.
+    def _first_run(self, name: str, model: Decoder, *arguments: Any) -> tuple[Decoder, _Totals, float, Trials, float]:
+        """Make the first run of a kind. As long as a trial shows damage, start it again at a lower rate.
+
+        The arguments are those of `_attempt`.
 
         Returns:
-            The trained copy of the model, what its run came to, its rate, the trials, and the seconds of the runs that
-            did not go on.
+            The trained copy of the model, the totals of its run, its rate, the trials, and the seconds of the runs that
+            were abandoned.
         """
         while True:
-            own = deepcopy(model)
-            if (finished := self._attempt(name, own, *how)) is not None:
-                return own, *finished
+            copy = deepcopy(model)
+            if (result := self._attempt(name, copy, *arguments)) is not None:
+                return copy, *result
 
     def _attempt(
-        self, name: str, own: Decoder, start: float, loss: Callable[[Held], float], first: float, train: _Trains
-    ) -> tuple[_Done, float, Tried, float] | None:
-        """Make the first run of a kind at the rate that follows from its trials.
+        self,
+        name: str,
+        copy: Decoder,
+        start: float,
+        loss_of: Callable[[HeldOutFigures], float],
+        first: float,
+        train: _TrainFunction,
+    ) -> tuple[_Totals, float, Trials, float] | None:
+        """Make the first run of a kind at the rate that follows from the trials so far.
 
         Args:
             name: of the kind.
-            own: what is trained, in place.
-            start: its loss on the held-out text; a run on trial goes on when it is below that.
-            loss: takes the loss that counts of a model's figures.
+            copy: the model to train, in place.
+            start: its loss on the held-out text. A run on trial continues if its loss is below this.
+            loss_of: returns, from the figures of a model, the loss that training minimises.
             first: the rate of the first trial.
-            train: trains.
+            train: trains the copy.
 
         Returns:
-            What the run came to, its rate, the trials, and the seconds of the runs that did not go on; None where this
-            run did not go on, which is noted.
+            The totals of the run, its rate, the trials, and the seconds of the runs that were abandoned. None if this
+            run was abandoned, too. Its trial is recorded.
         """
         steps, seconds = self.settings.steps, self.settings.seconds
-        after = 0 if steps is None else trial_steps(steps)
-        tried = self.notes.tried(name)
-        rate, on_trial = next_run(first, start, tried)
-        went_on = bool(tried) and not on_trial and tried[-1].rate == rate
-        wasted = sum(each.seconds for each in (tried[:-1] if went_on else tried))
-        looked: list[Trial] = []
+        trial_end = 0 if steps is None else trial_steps(steps)
+        trials = self.notes.trials(name)
+        rate, on_trial = next_run(first, start, trials)
+        continued = bool(trials) and not on_trial and trials[-1].rate == rate
+        spent = sum(trial.seconds for trial in (trials[:-1] if continued else trials))
+        own_trial: list[Trial] = []
 
-        def goes_on(own: Decoder, step: int, took: float) -> bool:
-            if looked or (step < after if seconds is None else took < TRIAL * seconds):
+        def continues(copy: Decoder, step: int, took: float) -> bool:
+            if own_trial or (step < trial_end if seconds is None else took < TRIAL * seconds):
                 return True
-            value = loss(self.held(own))
-            looked.append(Trial(rate, value if math.isfinite(value) else None, took))
-            good = next_run(first, start, (*tried, *looked)) == (rate, False)
+            loss = loss_of(self.figures_of(copy))
+            own_trial.append(Trial(rate, loss if math.isfinite(loss) else None, took))
+            good = next_run(first, start, (*trials, *own_trial)) == (rate, False)
             if good:
-                self.notes.add(name, looked[0])
+                self.notes.add(name, own_trial[0])
             return good
 
-        trial = goes_on if on_trial and (after or seconds is not None) else None
+        judge = continues if on_trial and (trial_end or seconds is not None) else None
         try:
-            done = train(own, self._with(0, rate, wasted), 0, begun=self._begun(start), trial=trial)
-            return done, rate, self.notes.tried(name), wasted
+            settings = self._settings_of(0, rate, spent)
+            totals = train(copy, settings, 0, start_loss=self._known_start(start), trial=judge)
+            return totals, rate, self.notes.trials(name), spent
         except Abandoned:
             pass
         except NoNumber:
-            if looked or trial is None:
-                raise  # the trial was before
-            looked.append(Trial(rate, None, 0.0))
+            if own_trial or judge is None:
+                raise  # the trial was over
+            own_trial.append(Trial(rate, None, 0.0))
         for part in (f"{name}-0", f"{name}-layers-0"):
             self.group.lead(Store(self.folder / part, self.group).forget)
-        self.notes.add(name, looked[0])  # last: what is noted does not run again
+        self.notes.add(name, own_trial[0])  # last, because a recorded trial is not repeated
         return None
 
-    def healed(self, model: Decoder, start: Held, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
-        """Heal the changed model, whose figures are `start`, over some seeds. Return the model of the first one, which
-        is the changed model itself where no training made it better, the figures, the steps and the number of
-        parameters that were trained.
+    def healed(
+        self, model: Decoder, start: HeldOutFigures, trained: str, seeds: int
+    ) -> tuple[Decoder, Outcome, int, int]:
+        """Heal the changed model, over all seeds.
+
+        Args:
+            model: the changed model.
+            start: its figures before training.
+            trained: the parameters to train, as in `HealOptions`.
+            seeds: the number of runs.
+
+        Returns:
+            The model of the first seed, which is the changed model itself if no training made it better. Then the
+            results, the steps of a run, and the number of trained parameters.
         """
 
-        def train(own: Decoder, settings: Settings, seed: int, **how: Any) -> _Done:
-            return self._both("healed", own, settings, trained=trained, suffix=f"-{seed}", keep_best=True, **how)
+        def train(copy: Decoder, settings: Settings, seed: int, **options: Any) -> _Totals:
+            return self._distil("healed", copy, settings, trained=trained, seed=seed, keep_best=True, **options)
 
         usual = self.settings.rate * (_LOW_RANK if rank_of(trained) else 1.0)
         rate = first_guess(usual, start.kl) if self.rate is None else self.rate
-        finished, outcome, done = self._seeded(
-            "healed", model, start, lambda held: held.kl, rate, train, seeds, on_trial=self.rate is None
+        finished, outcome, totals = self._all_seeds(
+            "healed", model, start, lambda figures: figures.kl, rate, train, seeds, on_trial=self.rate is None
         )
-        return finished, outcome, done.steps, done.count
+        return finished, outcome, totals.steps, totals.parameters
 
-    def control(self, original: Held, seeds: int) -> Outcome:
-        """Train the original on the same tokens to predict them, at the rate that is best for it. Its figures are those
-        at its best evaluation, which may be those before: `original`.
+    def control(self, original: HeldOutFigures, seeds: int) -> Outcome:
+        """Train the teacher to predict the same tokens, at the best rate for it.
+
+        The results are those at the best evaluation. That may be the first one, whose figures are `original`.
         """
 
-        def train(own: Decoder, settings: Settings, seed: int, **how: Any) -> _Done:
-            run = self._fit(f"control-{seed}", own, next_token, settings, keep_best=True, **how)
-            return _Done(run.step, run.seconds, 0)
+        def train(copy: Decoder, settings: Settings, seed: int, **options: Any) -> _Totals:
+            run = self._fit(f"control-{seed}", copy, next_token, settings, keep_best=True, **options)
+            return _Totals(run.step, run.seconds, 0)
 
         rate = first_guess(self.settings.rate, _CONTROLS_GAP)
-        return self._seeded("control", self.original, original, lambda held: held.loss, rate, train, seeds)[1]
+        return self._all_seeds("control", self.original, original, lambda figures: figures.loss, rate, train, seeds)[1]
 
     def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
-        """Train the changed tree from random weights as the changed model was, all of it, at the usual rate."""
-        held, taken = [], 0.0
+        """Train all parameters of the changed architecture from random weights, at the usual rate.
+
+        `make` returns the model with the random weights of a `seed`.
+        """
+        figures, seconds = [], 0.0
         for seed in range(seeds):
-            own, settings = make(seed=self.settings.seed + seed), self._with(seed, self.settings.rate)
-            done = self._both("floor", own, settings, trained="all", suffix=f"-{seed}", keep_best=True)
-            held.append(self.held(own.eval()))
-            taken += done.seconds
-        return Outcome(tuple(held), taken, self.settings.rate)
+            model, settings = make(seed=self.settings.seed + seed), self._settings_of(seed, self.settings.rate)
+            totals = self._distil("floor", model, settings, trained="all", seed=seed, keep_best=True)
+            figures.append(self.figures_of(model.eval()))
+            seconds += totals.seconds
+        return Outcome(tuple(figures), seconds, self.settings.rate)
 
     def done(self) -> None:
-        """Remove the checkpoints once all runs have ended; what was measured stays."""
-        for each in stores_in(self.folder, self.group):
-            each.done()
+        """Remove the checkpoints after all runs have ended. The measurements stay."""
+        for store in stores_in(self.folder, self.group):
+            store.done()
 
 
 @dataclass(frozen=True)
-class _Done:
-    """What was trained: the steps and seconds of all parts."""
+class _Totals:
+    """The totals of a training, over the runs that it consists of."""
 
     steps: int
     seconds: float
-    count: int
-    """How many parameters were trained."""
+    parameters: int  # the number of trained parameters
 
 
-_Trains = Callable[..., _Done]
-"""Trains a model, given the model, settings, the seed's number, and how `fit` evaluates it."""
-_Judges = Callable[[Decoder, int, float], bool]
-"""Says whether a run on trial goes on, given its model, steps and seconds."""
+_TrainFunction = Callable[..., _Totals]
+"""A function that trains a model. Its arguments are the model, its settings, the number of the seed, and how `fit`
+evaluates the model.
+"""
+_TrialJudge = Callable[[Decoder, int, float], bool]
+"""A function that decides whether a run on trial continues. Its arguments are the model, the steps and the seconds."""
 
 
 def _parts(settings: Settings, local: float) -> tuple[Settings | None, Settings]:
-    """Return the settings with what layers by themselves get of the budget, None for nothing, and with the rest."""
+    """Divide a budget into the share `local`, in which layers are trained alone, and the rest.
+
+    The first result is None if `local` is 0.
+    """
     if not local:
         return None, settings
     if settings.steps is None:

@@ -29,7 +29,7 @@ from ..converter.publish import Staging
 from ..errors import InvalidInput, UsageError, shown
 from .data import is_tokens
 from .parallel import Group
-from .resumed import kept_lines, require_changes
+from .resumed import lines_until, require_changes
 
 RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -57,7 +57,7 @@ class Store:
     def __init__(self, folder: Path, group: Group) -> None:
         self.folder, self.group = folder, group
 
-    def goes_on(self, resume: bool, force: bool) -> bool:
+    def resumes(self, resume: bool, force: bool) -> bool:
         """Return whether to resume a run. Raise UsageError if a run is unfinished and neither option was given."""
         last = self.last()
         if last is not None and not resume and not force:
@@ -70,52 +70,56 @@ class Store:
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> list[dict[str, Any]]:
         """Write the settings of a new run to run.json, or check that they are those of the run to resume.
 
-        A run that `broke` may have another rate and clip after its last checkpoint. Return all such changes, with the
-        step after which they hold.
+        After a loss that was NaN or infinite, a run may continue with another rate and clip. Return all such changes,
+        with the step after which they apply.
 
         Raises:
-            UsageError: as `goes_on`; or the run in the folder has other settings.
+            UsageError: as in `resumes`; also if the run in the folder has other settings.
             InvalidInput: run.json cannot be read.
         """
-        path, kept = self.folder / RUN, json.loads(json.dumps(run))
-        if self.goes_on(resume, force):
+        path, settings = self.folder / RUN, json.loads(json.dumps(run))
+        if self.resumes(resume, force):
             try:
                 before = json.loads(read_own(path, 2**26))
-                changes, broke = before.pop("changes", []), before.pop("broke", False)
-                other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
+                changes, was_broken = before.pop("changes", []), before.pop("broke", False)
+                changed = {name for name in {*before, *settings} if before.get(name) != settings.get(name)}
                 require_changes(changes, before, self.step_of(self.last()))
             except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
                 raise InvalidInput(f"{path} cannot be read: {error!s:.200}", "Start again with --force.") from error
-            # With `force` as well, a program resumes any run in the folder, and no user has chosen another rate.
-            free = other & _FREE if broke is True and not force else set()
-            if other := other - free:
-                raise another(self.folder, before, kept, other)
-            if free:
-                changes.append({"behind": self.step_of(self.last()), **{name: kept[name] for name in sorted(free)}})
-                put(path, json_bytes({**kept, "changes": changes}))
+            # With `force` as well, the caller is a program that resumes any run, and no user has chosen another rate.
+            allowed = changed & _FREE if was_broken is True and not force else set()
+            if changed := changed - allowed:
+                raise settings_error(self.folder, before, settings, changed)
+            if allowed:
+                changes.append(
+                    {"behind": self.step_of(self.last()), **{name: settings[name] for name in sorted(allowed)}}
+                )
+                put(path, json_bytes({**settings, "changes": changes}))
             return list(changes)
         self.forget()
-        put(path, json_bytes(kept))
+        put(path, json_bytes(settings))
         return []
 
-    def broke(self) -> None:
+    def mark_broken(self) -> None:
         """Record in run.json that the loss became NaN or infinite."""
         path = self.folder / RUN
         put(path, json_bytes({**json.loads(read_own(path, 2**26)), "broke": True}))
 
     def last(self) -> Path | None:
-        """Return the folder of the last checkpoint, or None."""
-        found = [each for each in self._ours() if _STEP.fullmatch(each.name) and (each / _STATE).is_file()]
-        return max(found, key=self.step_of, default=None)
+        """Return the folder of the last checkpoint, or None if there is none."""
+        checkpoints = [
+            path for path in self._checkpoint_folders() if _STEP.fullmatch(path.name) and (path / _STATE).is_file()
+        ]
+        return max(checkpoints, key=self.step_of, default=None)
 
-    def _of(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _ours(self) -> list[Path]:
-        return [each for each in self.folder.glob("step-*") if each.is_dir()] if self.folder.is_dir() else []
+    def _checkpoint_folders(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*") if path.is_dir()] if self.folder.is_dir() else []
 
     def step_of(self, path: Path | None) -> int:
-        """Return the step of a checkpoint, and -1 if it is none."""
+        """Return the step of a checkpoint, or -1 if the path is not a checkpoint."""
         match = None if path is None else _STEP.fullmatch(path.name)
         return -1 if match is None else int(match[1])
 
@@ -126,16 +130,16 @@ class Store:
         model: nn.Module,
         optimiser: torch.optim.Optimizer,
         best: int | None = None,
-        beside: Mapping[str, Tensor] = MappingProxyType({}),
+        extra: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Write a checkpoint of the model, the optimizer and the tensors `beside` them after a step.
+        """Write a checkpoint of the model, the optimizer and the tensors in `extra` after a step.
 
-        Remove the earlier checkpoints, except that of the step `best`. Raise GptkitError if writing fails; the last
-        checkpoint then stays.
+        Remove the earlier checkpoints, except that of the step `best`. Raise GptkitError if writing fails. In this case
+        the last checkpoint stays.
         """
-        path = self._of(step)
+        path = self._folder_of(step)
         partial = path.with_suffix(".partial")
-        tensors = {**_tensors(model, optimiser), **beside}
+        tensors = {**_tensors(model, optimiser), **extra}
 
         def begin() -> None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -144,11 +148,13 @@ class Store:
         def publish() -> None:
             _write(partial / _STATE, json_bytes(dict(about)))
             fsync(partial)
-            before = [each for each in self._ours() if each != partial and self.step_of(each) != best]
+            earlier = [
+                folder for folder in self._checkpoint_folders() if folder != partial and self.step_of(folder) != best
+            ]
             partial.rename(path)
             fsync(self.folder)
-            for each in before:
-                shutil.rmtree(each)
+            for folder in earlier:
+                shutil.rmtree(folder)
 
         try:
             self.group.lead(begin)
@@ -177,7 +183,7 @@ class Store:
         from safetensors.numpy import save_file
 
         try:
-            save_file({name: each.detach().cpu().contiguous().numpy() for name, each in tensors.items()}, path)
+            save_file({name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}, path)
         except SafetensorError as error:  # which has no errno
             code = re.search(r"os error (\d+)", str(error))
             raise OSError(int(code[1]) if code else errno.EIO, str(error)[:200]) from error
@@ -188,18 +194,18 @@ class Store:
         model: nn.Module,
         optimiser: torch.optim.Optimizer,
         step: int | None = None,
-        beside: Mapping[str, Tensor] = MappingProxyType({}),
+        extra: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any] | None:
-        """Read a step's checkpoint, by default the last, into the parameters, moments and tensors `beside` them.
+        """Read the checkpoint of a step, by default the last, into the parameters, the moments and the `extra` tensors.
 
         Return the content of its state.json, or None if there is no checkpoint. Raise InvalidInput if it is damaged.
         """
-        path = self.last() if step is None else self._of(step)
+        path = self.last() if step is None else self._folder_of(step)
         if path is None:
             return None
         try:
             about: dict[str, Any] = json.loads(read_own(path / _STATE, 2**26))
-            tensors = {**_tensors(model, optimiser), **beside}
+            tensors = {**_tensors(model, optimiser), **extra}
             if self.group.alone:
                 _fill(tensors, path / _TENSORS)
             else:
@@ -208,8 +214,8 @@ class Store:
                 load(tensors, checkpoint_id=path)
             if not isinstance(about, dict) or about.get("step") != self.step_of(path):
                 raise ValueError(f"its {_STATE} belongs to another step")
-            held = {name: self.group.local(each) for name, each in tensors.items()}
-            if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self.step_of(path))))):
+            own = {name: self.group.local(tensor) for name, tensor in tensors.items()}
+            if any(self.group.total(*(float(violated) for violated in _violations(own, self.step_of(path))))):
                 raise ValueError("its parameters and optimizer moments do not belong to this step")
         except Exception as error:  # safetensors and torch have exception classes of their own
             raise InvalidInput(
@@ -220,8 +226,8 @@ class Store:
 
     def done(self) -> None:
         """Remove the checkpoints of a finished run. Its measurements stay."""
-        for each in self._ours():
-            shutil.rmtree(each)
+        for folder in self._checkpoint_folders():
+            shutil.rmtree(folder)
         (self.folder / RUN).unlink(missing_ok=True)
 
     def forget(self) -> None:
@@ -230,18 +236,29 @@ class Store:
         (self.folder / METRICS).unlink(missing_ok=True)
 
 
-def another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], other: Container[str]) -> UsageError:
-    """Return the error for a run that cannot be resumed because the settings named in `other` differ."""
-    plain = [name for name in sorted({*before, *now}) if name in other and name not in _HASHED]
+def settings_error(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], changed: Container[str]
+) -> UsageError:
+    """Return the error for a run that cannot be resumed because its settings differ.
+
+    Args:
+        folder: the folder of the run.
+        before: the settings of the run.
+        now: the settings of this command.
+        changed: the names of the settings that differ.
+    """
+    plain = [name for name in sorted({*before, *now}) if name in changed and name not in _HASHED]
     cause = min((name for name in plain if name not in _DERIVED), default=None)
-    told = None if cause is None else f"{cause} was {shown(before.get(cause))}, and is now {shown(now.get(cause))}"
-    told = told or next((words for name, words in _HASHED.items() if name in other), None)
-    told = told or f"{plain[0]} was {shown(before.get(plain[0]))}, and is now {shown(now.get(plain[0]))}"
-    message = f"the run in {folder} differs from this command: {told}"
+    difference = (
+        None if cause is None else f"{cause} was {shown(before.get(cause))}, and is now {shown(now.get(cause))}"
+    )
+    difference = difference or next((phrase for name, phrase in _HASHED.items() if name in changed), None)
+    difference = difference or f"{plain[0]} was {shown(before.get(plain[0]))}, and is now {shown(now.get(plain[0]))}"
+    message = f"the run in {folder} differs from this command: {difference}"
     return UsageError(message, "Resume the run with its original options, or start again with --force.")
 
 
-def beside(out: Path, name: str) -> Path:
+def run_folder(out: Path, name: str) -> Path:
     """Return the folder of a run, OUT.name, next to its result OUT. Raise UsageError if OUT is the root folder."""
     out = out.expanduser()
     whole = out if out.name not in ("", "..") else out.resolve()
@@ -273,24 +290,32 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
 def claim(
     stack: ExitStack, target: Path, folder: Path, runs: Callable[[], list[Store]], resume: bool, force: bool
 ) -> None:
-    """Lock the folder of some runs until the stack closes, which also removes what no run has begun.
+    """Lock the folder of some runs until the stack closes. Then also remove the files of runs that never started.
 
-    Without a run to resume, the runs that are there are removed now, because new tokens may take the place of theirs.
+    If no run is to be resumed, remove the old runs now, because new tokens may replace theirs.
+
+    Args:
+        stack: its end releases the lock.
+        target: the folder of the result.
+        folder: the folder of the runs.
+        runs: returns the runs in it.
+        resume: whether the user gave --resume.
+        force: whether the user gave --force.
 
     Raises:
-        UsageError: the result may not be written to `target`; a run is unfinished and neither option was given.
+        UsageError: the result may not be written to `target`; or a run is unfinished and neither option was given.
     """
     require_free(target, resume, force, runs())
-    stack.enter_context(locked(folder))  # first, so that a call without the lock removes nothing
-    make(folder)
+    stack.enter_context(locked(folder))  # lock first, so that a call without the lock removes nothing
+    make_folder(folder)
     stack.callback(remove_empty, folder)
-    stack.callback(remove_unbegun, folder)
-    if not any(run.goes_on(resume, force) for run in runs()):
+    stack.callback(remove_unstarted, folder)
+    if not any(run.resumes(resume, force) for run in runs()):
         for run in runs():
             run.forget()
 
 
-def make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder, which may exist already. Raise GptkitError if that fails."""
     try:
         folder.mkdir(exist_ok=True)
@@ -298,21 +323,21 @@ def make(folder: Path) -> None:
         raise failed("make", folder, error) from error
 
 
-def remove_unbegun(folder: Path) -> None:
+def remove_unstarted(folder: Path) -> None:
     """Remove the tokens and the run.json of a run that has neither a checkpoint nor measurements."""
     if any((*folder.rglob("step-*"), *folder.rglob(METRICS))):
         return
-    for each in (folder / "data", folder / "held-out"):
-        if is_tokens(each):
-            shutil.rmtree(each)
+    for tokens in (folder / "data", folder / "held-out"):
+        if is_tokens(tokens):
+            shutil.rmtree(tokens)
     for path in folder.rglob(RUN):
         path.unlink()
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder that has no file at any depth, which is the folder of a run that never began."""
-    inside = list(folder.rglob("*")) if folder.is_dir() else []
-    if all(each.is_dir() for each in inside):
+    """Remove a folder that has no file at any depth, such as the folder of a run that never started."""
+    contents = list(folder.rglob("*")) if folder.is_dir() else []
+    if all(path.is_dir() for path in contents):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -334,13 +359,14 @@ def append(path: Path, line: str) -> None:
         raise failed("write", path, error) from error
 
 
-def cut(metrics: Path, step: int) -> None:
+def truncate(metrics: Path, step: int) -> None:
     """Remove the measurements after `step` from metrics.jsonl if it exists. Raise GptkitError if that fails."""
     if metrics.is_symlink() or metrics.is_file():
-        put(metrics, b"".join(line + b"\n" for line in kept_lines(metrics, step)))
+        put(metrics, b"".join(line + b"\n" for line in lines_until(metrics, step)))
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Write a file and sync it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -352,23 +378,24 @@ def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file, torch.no_grad():
-        for name, each in tensors.items():
+        for name, tensor in tensors.items():
             stored = file.get_tensor(name)
-            if stored.shape != each.shape or stored.dtype != each.dtype:  # copy_ would broadcast it, or round it
+            if stored.shape != tensor.shape or stored.dtype != tensor.dtype:  # copy_ would broadcast it, or round it
                 raise ValueError(f"{name} has an unexpected shape or dtype")
-            each.copy_(stored)
+            tensor.copy_(stored)
 
 
-def _wrong(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
-    """Yield, for three conditions on the tensors of a checkpoint, whether the tensors violate it.
+def _violations(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
+    """Yield whether the tensors of a checkpoint violate a condition, for three conditions.
 
-    All values are finite. AdamW's second moment is not negative. AdamW counted every step for at least one parameter.
+    All values must be finite. AdamW's second moment must not be negative. AdamW must have counted every step for at
+    least one parameter.
     """
-    yield not all(bool(each.isfinite().all()) for each in tensors.values())
-    yield any(bool((each < 0).any()) for name, each in tensors.items() if name.startswith(_MOMENTS[1]))
-    counts = [float(each) for name, each in tensors.items() if name.startswith("step ")]
+    yield not all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    yield any(bool((tensor < 0).any()) for name, tensor in tensors.items() if name.startswith(_MOMENTS[1]))
+    counts = [float(tensor) for name, tensor in tensors.items() if name.startswith("step ")]
     most = min(step, 2**24)  # the largest count that fp32 can increment to
-    yield max(counts, default=0) != most or any(not 0 <= each <= most or each % 1 for each in counts)
+    yield max(counts, default=0) != most or any(not 0 <= count <= most or count % 1 for count in counts)
 
 
 def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -377,14 +404,14 @@ def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Te
     A parameter that has had no gradient yet, such as an expert that no token chose, gets a state of zeros, as AdamW
     itself gives it at its first gradient.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        found[f"parameter {name}"] = parameter.detach()
+        tensors[f"parameter {name}"] = parameter.detach()
         state = optimiser.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in _MOMENTS}
-        found |= {f"{kept} {name}": state[kept].detach() for kept in ("step", *_MOMENTS)}
-    return found
+        tensors |= {f"{key} {name}": state[key].detach() for key in ("step", *_MOMENTS)}
+    return tensors

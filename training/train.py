@@ -1,4 +1,4 @@
-"""train: a tree from random weights, or a checkpoint further, on texts; the result is a checkpoint like any other."""
+"""Train a model on texts, from random weights or from a checkpoint, and write the result as a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,76 +35,81 @@ from ..modules.load import as_array, build, load
 from ..modules.save import save
 from .data import (
     SMALLEST,
-    Progress,
+    ProgressCallback,
     Stretch,
     TokenFile,
     Windows,
-    alike,
     is_tokens,
     open_tokens,
     paths_of,
     require_tokenizer,
+    same_tokenizer,
     tokenize,
 )
 from .loop import Run, Settings, TrainingStep, fit, usual_rate
 from .options import FURTHER, STEPS, TrainOptions, takes, windows_of
-from .parallel import Group, group
-from .state import Store, beside, claim
+from .parallel import Group, process_group
+from .state import Store, claim, run_folder
 
-CONTEXT = 1024  # tokens at most, by default
-_EVALUATED = 2**16  # tokens that an evaluation looks at, at the most
-_SAMPLED = 48  # tokens of a sample
+CONTEXT = 1024  # the largest default number of tokens per window
+_EVALUATED = 2**16  # the largest number of tokens that an evaluation reads
+_SAMPLED = 48  # the number of tokens of a sample
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")
 _PEAKS = {
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
     "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
-"""Dense 16-bit FLOPs a second by makers' data sheets, of GPUs by what their names hold."""
+"""Dense 16-bit FLOPs per second from the makers' data sheets, by a part of the GPU's name."""
 
 
 @dataclass(frozen=True)
 class Prepared(Record):
-    """What is about to be trained, before the first step. from_scratch: from random weights. to: the format of the
-    result. flops: of a step. peak: FLOPs a second of where it is computed, and how that is known. first: the step that
-    is gone on from.
-    """
+    """The description of a training run, before its first step."""
 
     JSON = "model parameters from_scratch to tokens held_out flops peak peak_by settings first"
 
     model: str
+    """The reference of the model."""
     parameters: int
+    """The number of parameters."""
     from_scratch: bool
+    """Whether training starts from random weights."""
     to: str
+    """The format of the result."""
     tokens: int
+    """The tokens of the training text."""
     held_out: int
+    """The tokens that every evaluation reads."""
     flops: int
+    """FLOPs per step."""
     peak: float
+    """The largest number of FLOPs per second of all devices."""
     peak_by: str
+    """The source of `peak`, in words."""
     settings: dict[str, Any]
+    """The fields of `loop.Settings`."""
     first: int
+    """The number of finished steps, if a run is resumed."""
 
 
 @dataclass(frozen=True)
 class Trained(Record):
-    """The result of a training run.
-
-    Attributes:
-        folder: the folder of the trained checkpoint.
-        to: the format of the checkpoint.
-        steps: the number of training steps.
-        tokens: the number of training tokens.
-        seconds: the training time.
-        curve: the losses during training, one entry per evaluation.
-    """
+    """The result of a training run."""
 
     JSON = "folder=name to steps tokens seconds loss held_out curve"
 
     folder: Path
+    """The folder of the checkpoint."""
     to: str
+    """The format of the checkpoint."""
     steps: int
+    """The number of steps."""
     tokens: int
+    """The number of training tokens."""
     seconds: float
+    """The training time."""
     curve: list[dict[str, Any]]
+    """The evaluations, with `step`, `tokens`, `loss`, `held_out` and `averaged`. Losses are in nats per token."""
 
     @property
     def name(self) -> str:
@@ -112,10 +117,12 @@ class Trained(Record):
 
     @property
     def loss(self) -> float:
+        """The training loss of the last step."""
         return float(self.curve[-1]["loss"])
 
     @property
     def held_out(self) -> float:
+        """The last loss on the held-out text."""
         return float(self.curve[-1]["held_out"])
 
 
@@ -128,7 +135,7 @@ def train(
     *,
     on_start: Callable[[Prepared], None] = lambda prepared: None,
     tell: Callable[[TrainingStep], None] = lambda step: None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **fields: Any,
 ) -> Trained:
     """Train a model and write it as a checkpoint folder, in float32 and with the tokenizer.
@@ -155,113 +162,118 @@ def train(
         GptkitError: the disk is full. The last checkpoint stays.
         KeyboardInterrupt: after a checkpoint is written.
     """
-    how, target, texts = replace(options or TrainOptions(), **fields), Path(out).expanduser(), paths_of(data)
+    options = replace(options or TrainOptions(), **fields)
+    resume, force = options.resume, options.force
+    target, texts = Path(out).expanduser(), paths_of(data)
     with ExitStack() as stack:
-        us = stack.enter_context(group(how.device))
-        store = Store(beside(target, "training"), us)
-        us.lead(lambda: claim(stack, target, store.folder, lambda: [store], how.resume, how.force))
-        source = tree_of(str(model), how.random, **how.opening)
+        group = stack.enter_context(process_group(options.device))
+        store = Store(run_folder(target, "training"), group)
+        group.lead(lambda: claim(stack, target, store.folder, lambda: [store], resume, force))
+        source = tree_of(str(model), options.random, **options.opening)
         tree, scratch = source
-        length = min(CONTEXT, longest(tree.spec)) if how.context is None else how.context
+        length = min(CONTEXT, longest(tree.spec)) if options.context is None else options.context
         steps = STEPS if scratch else FURTHER
-        windows = windows_of(how.batch, length, how.tokens, us.size * how.accumulate, steps)
-        usual_rate_here = usual_rate(size_of(tree.spec)) / (1 if scratch else 10)
-        settings = how.settings(windows, length, how.tokens, usual_rate_here, us)
+        windows = windows_of(options.batch, length, options.tokens, group.size * options.accumulate, steps)
+        default_rate = usual_rate(size_of(tree.spec)) / (1 if scratch else 10)
+        settings = options.settings(windows, length, options.tokens, default_rate, group)
         reader = TextReader(
-            store.folder, store.goes_on(how.resume, how.force), us,
-            how.tokenizer or (None if scratch else str(model)), tree.spec.vocab_size, progress, how.offline,
+            store.folder, store.resumes(resume, force), group,
+            options.tokenizer or (None if scratch else str(model)), tree.spec.vocab_size, progress, options.offline,
         )  # fmt: skip
-        found = _read_texts(reader, texts, str(model), source, how)
-        require_trainable(tree.spec, how.documents_apart and found.documents > 1, not us.alone)
-        training, held = split(found, how.held_out, reader, length, windows, how.documents_apart)
+        tokens = _read_texts(reader, texts, str(model), source, options)
+        require_trainable(tree.spec, options.documents_apart and tokens.documents > 1, not group.alone)
+        training, held_out = split(tokens, options.held_out, reader, length, windows, options.documents_apart)
         family, _ = expressed(tree.spec)
-        to = "local" if family is None else f"hf:{family_of(tree, family)}"
+        form = "local" if family is None else f"hf:{family_of(tree, family)}"
         suit(tree.spec)
-        decoder = load(model, "float32", random=scratch, seed=how.seed, device=us.device, **how.opening)
-        about = _about(decoder, scratch, found, held, settings, us, how.documents_apart)
+        decoder = load(model, "float32", random=scratch, seed=options.seed, device=group.device, **options.opening)
+        about = _about(decoder, scratch, tokens, held_out, settings, group, options.documents_apart)
         changes: list[dict[str, Any]] = []
-        us.lead(lambda: changes.extend(store.begin(about, how.resume, how.force)))
-        on_start(_prepared(str(model), source, to, training, held, settings, store))
-        run = _fitted(decoder, found, training, held, settings, store, how.sample, tell)
-        whole = gathered(decoder, us)
-        done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
-        # The tokenizer of the training goes along, and not the one next to the files that the tree came from.
-        whole.source = replace(decoder.source or tree, path=found.folder, texts={})
+        group.lead(lambda: changes.extend(store.begin(about, resume, force)))
+        on_start(_prepared(str(model), source, form, training, held_out, settings, store))
+        run = _train_model(decoder, tokens, training, held_out, settings, store, options.sample, tell)
+        whole = gathered(decoder, group)
+        done = Trained(target, form, run.step, run.step * windows * length, run.seconds, run.curve)
+        # Write the tokenizer of the training texts, and not the one next to the files that the tree was read from.
+        whole.source = replace(decoder.source or tree, path=tokens.folder, texts={})
         record = {"trained": {**about, **({"changes": changes} if changes else {}), "curve": run.curve}}
-        us.lead(lambda: save(whole, target, to, dtype="float32", force=how.force, record=record))
-        us.lead(store.done)
+        group.lead(lambda: save(whole, target, form, dtype="float32", force=force, record=record))
+        group.lead(store.done)
         return done
 
 
 def _read_texts(
-    reader: TextReader, texts: Sequence[str | Path], model: str, source: tuple[Outline, bool], how: TrainOptions
+    reader: TextReader, texts: Sequence[str | Path], model: str, source: tuple[Outline, bool], options: TrainOptions
 ) -> TokenFile:
     """Return the tokens of the texts. Raise UsageError if they do not fit the model or its weights."""
-    found, (tree, scratch) = reader(texts, "data"), source
-    if found.folder != reader.folder / "data":
-        if how.tokenizer is not None:
+    tokens, (tree, scratch) = reader(texts, "data"), source
+    if tokens.folder != reader.folder / "data":
+        if options.tokenizer is not None:
             raise UsageError(
-                f"--tokenizer does not work with {found.folder}, a folder of tokens that already has a tokenizer",
+                f"--tokenizer does not work with {tokens.folder}, a folder of tokens that already has a tokenizer",
                 "Give the text files themselves, or leave out --tokenizer.",
             )
-        if not scratch:  # such weights know the ids of their own tokenizer
-            require_tokenizer(found, model, **how.opening)
+        if not scratch:  # the weights were trained on the ids of their own tokenizer
+            require_tokenizer(tokens, model, **options.opening)
     size = tree.spec.vocab_size
-    if found.vocabulary > size:
+    if tokens.vocabulary > size:
         raise UsageError(
-            f"the tokenizer has {found.vocabulary:,} tokens, but {model} has a vocabulary of {size:,}",
+            f"the tokenizer has {tokens.vocabulary:,} tokens, but {model} has a vocabulary of {size:,}",
             f"Train one that fits: gptkit tokenize FILE OUT --vocabulary {size}"
             if size >= SMALLEST
             else f"Choose a model with at least {SMALLEST} tokens.",
         )
-    return found
+    return tokens
 
 
 def _prepared(
     model: str,
     source: tuple[Outline, bool],
-    to: str,
+    form: str,
     training: Stretch,
-    held: Windows,
+    held_out: Windows,
     settings: Settings,
     store: Store,
 ) -> Prepared:
-    """Return the description of a run that is about to begin or to go on."""
-    (tree, scratch), length, us, last = source, settings.context, store.group, store.last()
+    """Return the description of a run that starts or continues now."""
+    (tree, scratch), length, group, last = source, settings.context, store.group, store.last()
     flops = training_flops(tree.spec, length, settings.windows).dense
-    peak, peak_by = peak_flops(us.device, settings.dtype)
+    peak, peak_by = peak_flops(group.device, settings.dtype)
     return Prepared(
-        model, size_of(tree.spec), scratch, to, len(training) * length, len(held.ids) * length, flops, peak * us.size,
-        peak_by, msgspec.to_builtins(settings), max(store.step_of(last), 0),
+        model, size_of(tree.spec), scratch, form, len(training) * length, len(held_out.ids) * length, flops,
+        peak * group.size, peak_by, msgspec.to_builtins(settings), max(store.step_of(last), 0),
     )  # fmt: skip
 
 
-def _fitted(
+def _train_model(
     decoder: Decoder,
-    found: TokenFile,
+    tokens: TokenFile,
     training: Stretch,
-    held: Windows,
+    held_out: Windows,
     settings: Settings,
     store: Store,
     prompt: str | None,
     tell: Callable[[TrainingStep], None],
 ) -> Run:
-    """Train a model in place, with a sample of text after the prompt at every evaluation. Raise NoNumber as `train`."""
+    """Train a model in place.
+
+    At every evaluation, the model continues the `prompt`, if there is one. Raise NoNumber as `train` does.
+    """
 
     def step_of(number: int) -> Windows:
         if number % settings.every == 0:
-            found.require_unchanged()
+            tokens.require_unchanged()
         return training.step(number, settings.windows, settings.seed)
 
     sample = None
     if prompt is not None:
-        coder = found.load_tokenizer()
+        coder = tokens.load_tokenizer()
         generate_tokens(decoder, coder.encode(prompt), 0)  # refuse a prompt that the model cannot read, before training
         sample = partial(_sampled, coder=coder, prompt=prompt, seed=settings.seed)
     try:
-        return fit(decoder, step_of, held, settings, group=store.group, store=store, sample=sample, tell=tell)
+        return fit(decoder, step_of, held_out, settings, group=store.group, store=store, sample=sample, tell=tell)
     except NoNumber as error:
-        store.group.lead(store.broke)
+        store.group.lead(store.mark_broken)
         if (last := store.last()) is None:
             raise
         raise NoNumber(
@@ -270,72 +282,82 @@ def _fitted(
 
 
 def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
-    """The tree of a reference, and whether it is to get random weights: because it has none, or somebody wants it."""
-    found = identify(model)
-    names = found.names or ()
-    bare = found.path is not None and found.path.suffix == ".json" and found.names is None
-    empty = found.path is not None and found.names is not None and not any(n.endswith(_WEIGHTS) for n in names)
-    scratch = random or found.preset is not None or bare or empty
-    return outline(found, offline=offline, allow_pickle=allow_pickle, companions=not scratch), scratch
+    """Return the outline of a reference, with its tree, and whether it starts from random weights.
+
+    It does so if it has no weights, or if `random` is true.
+    """
+    reference = identify(model)
+    names = reference.names or ()
+    is_config = reference.path is not None and reference.path.suffix == ".json" and reference.names is None
+    has_no_weights = (
+        reference.path is not None
+        and reference.names is not None
+        and not any(name.endswith(_WEIGHTS) for name in names)
+    )
+    scratch = random or reference.preset is not None or is_config or has_no_weights
+    return outline(reference, offline=offline, allow_pickle=allow_pickle, companions=not scratch), scratch
 
 
 def size_of(spec: ModelSpec) -> int:
-    """The parameters of a tree."""
-    return sum(each.count for each in spec.parameters())
+    """Return the number of parameters of a tree."""
+    return sum(parameter.count for parameter in spec.parameters())
 
 
 def longest(spec: ModelSpec) -> int:
-    """The longest sequence of a tree, where it says one."""
+    """Return the longest window of a tree: its context, but at most its position table, or `CONTEXT` without one."""
     table = CONTEXT if spec.positions is None else spec.positions.length
     return min(spec.context_length or table, table)
 
 
-def family_of(tree: Outline, found: str) -> str:
-    """Its own family where that has the tree, before the first of all."""
+def family_of(tree: Outline, first: str) -> str:
+    """Return the family in which a tree is written: its own if that can express it, and otherwise `first`."""
     from ..architectures import named
     from ..architectures.obstacles import express
 
     own = tree.origin.family
-    if own is None or own == found:
-        return found
-    return own if express(named(own), tree.spec, clear=("rounding",)).tree is not None else found
+    if own is None or own == first:
+        return first
+    return own if express(named(own), tree.spec, clear=("rounding",)).tree is not None else first
 
 
 def folder_of(data: Sequence[str | Path], own: Path) -> Path:
-    """The folder of tokens that is named, or for texts the run's own."""
-    paths = [Path(each) for each in data]
-    named = [path for path in paths if is_tokens(path)]
-    if named and len(paths) > 1:
+    """Return the folder of tokens in `data`, or the run's `own` folder if these are texts.
+
+    Raise UsageError if there is a folder of tokens and something else.
+    """
+    paths = [Path(path) for path in data]
+    folders = [path for path in paths if is_tokens(path)]
+    if folders and len(paths) > 1:
         raise UsageError(
             "--data accepts either text files or one folder written by gptkit tokenize, not both and "
             "not several folders",
             "Combine the texts in one folder: gptkit tokenize FILE1 FILE2 FOLDER",
         )
-    return named[0] if named else own
+    return folders[0] if folders else own
 
 
 @dataclass(frozen=True)
 class TextReader:
-    """Reads texts as tokens, and keeps the tokens in the folder of a run."""
+    """Reads texts as tokens, and stores the tokens in the folder of a run."""
 
     folder: Path
-    going_on: bool
-    """Whether an earlier call of the same run left its tokens in the folder."""
+    resumed: bool
+    """Whether an earlier call of the same run may have written the tokens to the folder."""
     group: Group
     tokenizer: str | Path | None
     """The tokenizer, as in `tokenize`; None makes a new one of `vocabulary` tokens from the texts."""
     vocabulary: int
-    progress: Progress | None
+    progress: ProgressCallback | None
     offline: bool
 
     def __call__(self, texts: Sequence[str | Path], name: str, tokenizer: str | Path | None = None) -> TokenFile:
-        """Return the tokens of a folder that `tokenize` wrote, or of texts, which are kept in the folder `name`.
+        """Return the tokens of a folder that `tokenize` wrote, or of texts, and store those in the folder `name`.
 
         A `tokenizer` takes precedence over the usual one.
         """
         own, tokenizer = self.folder / name, tokenizer or self.tokenizer
         where = folder_of(texts, own)
-        if where == own and self.going_on and is_tokens(own):
+        if where == own and self.resumed and is_tokens(own):
             self.group.lead(lambda: _require_texts(texts, own))
         elif where == own:
             new = self.vocabulary if tokenizer is None else None
@@ -345,8 +367,8 @@ class TextReader:
 
 
 def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
-    """Raise InvalidInput where the texts are not those that the run began with."""
-    before = {each.name: each.sha256 for each in open_tokens(own).sources}
+    """Raise InvalidInput if the texts are not those with which the run started."""
+    before = {source.name: source.sha256 for source in open_tokens(own).sources}
     now = {str(text): _hashed(text) for text in map(Path, texts)}  # as `tokenize` names them: ./a is a
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
@@ -364,23 +386,32 @@ def _hashed(path: Path) -> str:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
 
 
-def carries(spec: ModelSpec) -> str:
-    """The first part of a tree that carries a state from token to token; empty where none does."""
-    every = (each for block in dict.fromkeys(spec.blocks) for each in spec.block_operations(block))
-    return next((each.id for each in every if isinstance(each, ops.Scan | ops.Convolve | ops.Pairs)), "")
+def recurrent_operation(spec: ModelSpec) -> str:
+    """Return the id of the first operation that carries a state from token to token, or an empty string."""
+    operations = (operation for block in dict.fromkeys(spec.blocks) for operation in spec.block_operations(block))
+    return next(
+        (operation.id for operation in operations if isinstance(operation, ops.Scan | ops.Convolve | ops.Pairs)), ""
+    )
 
 
 def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
-    """Raise MissingComponent where no next token is predicted; UsageError for a layer that carries a state from token
-    to token, which no mask keeps within a document, and for one whose tokens choose experts, where several processes
-    each have tokens of their own: FSDP2 adds up gradients of what all of them have met. Nor does it have a layer's
-    weights together while others compute with them.
+    """Raise an error if a tree cannot be trained.
+
+    Args:
+        spec: the tree.
+        apart: whether documents are kept apart. No mask does this for a layer that carries a state from token to token.
+        several: whether several processes train it. FSDP2 then supports neither layers that share weights nor mixtures
+            of experts, because an expert may get a gradient in only some of the processes.
+
+    Raises:
+        MissingComponent: the model does not predict a next token.
+        UsageError: the tree has a layer that these conditions exclude.
     """
     spec.predicts("training on texts")
     spec.one_stack("gptkit train")
-    if apart and carries(spec):
+    if apart and recurrent_operation(spec):
         raise UsageError(
-            f"the model has recurrent layers ({carries(spec)}), which carry a state from one document "
+            f"the model has recurrent layers ({recurrent_operation(spec)}), which carry a state from one document "
             "into the next, so the text cannot be masked by document",
             "Use --no-document-mask to train on all documents as one text.",
         )
@@ -391,16 +422,17 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
             "Train in one process, without torchrun.",
         )
     for block in dict.fromkeys(spec.blocks):
-        for each in spec.block_operations(block):
-            if several and isinstance(each, ops.Choose):
+        for operation in spec.block_operations(block):
+            if several and isinstance(operation, ops.Choose):
                 raise UsageError(
-                    f"the model is a mixture of experts ({each.id}), which gptkit cannot train with several processes",
+                    f"the model is a mixture of experts ({operation.id}), which gptkit cannot train with several "
+                    "processes",
                     "Train in one process, without torchrun.",
                 )
 
 
 def split(
-    found: TokenFile,
+    tokens: TokenFile,
     held_out: float | str | Path,
     reader: TextReader,
     length: int,
@@ -408,30 +440,23 @@ def split(
     apart: bool,
     evaluated: int = _EVALUATED,
 ) -> tuple[Stretch, Windows]:
-    """What is trained on, and the windows of `length` tokens that are evaluated, `evaluated` tokens at most. Raises
-    UsageError where there is none to evaluate, or less to train on than the `windows` of a step.
+    """Divide the tokens into the part to train on and the windows to evaluate.
+
+    Args:
+        tokens: the tokens of the training texts.
+        held_out: the share of them to hold out, or another text or folder of tokens to evaluate instead.
+        reader: reads that text.
+        length: tokens per window.
+        windows: windows per step.
+        apart: whether documents are kept apart.
+        evaluated: the largest number of tokens to evaluate.
+
+    Raises:
+        UsageError: there is nothing to evaluate, or less than one step to train on; or the held-out text has another
+            tokenizer.
     """
-    most = max(reader.group.size, evaluated // length)
-    if isinstance(held_out, int | float):
-        if not 0 < held_out < 1:
-            raise UsageError(
-                f"the held-out share must be between 0 and 1, not {held_out:g}",
-                "Give a share, such as 0.05, or a text file.",
-            )
-        cut = found.tokens - max(int(found.tokens * held_out), length + 1)
-        training, held = (
-            Stretch(found, 0, max(cut, 0), length, apart),
-            Stretch(found, max(cut, 0), found.tokens, length, apart),
-        )
-    else:
-        other = reader([held_out], "held-out", found.folder / "tokenizer.json")
-        if other.tokenizer != found.tokenizer and not alike(other.load_tokenizer(), found.load_tokenizer()):
-            raise UsageError(
-                f"the text of --held-out, {held_out}, was tokenised with another tokenizer than the training text",
-                f"Use the same tokenizer: gptkit tokenize FILE FOLDER --tokenizer {found.folder}",
-            )
-        training, held = Stretch(found, 0, found.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)
-    if not len(held):
+    training, held_out_stretch = _stretches(tokens, held_out, reader, length, apart)
+    if not len(held_out_stretch):
         which = "text" if isinstance(held_out, int | float) else "held-out text"
         raise UsageError(
             f"the {which} is shorter than one window (--context) of {length:,} tokens",
@@ -443,37 +468,61 @@ def split(
             f"only {len(training):,} windows",
             "Give more text, or choose a smaller --context or --batch.",
         )
-    return training, held.spread(most)
+    return training, held_out_stretch.spread(max(reader.group.size, evaluated // length))
+
+
+def _stretches(
+    tokens: TokenFile, held_out: float | str | Path, reader: TextReader, length: int, apart: bool
+) -> tuple[Stretch, Stretch]:
+    """Return the stretch to train on and the stretch that is held out. The arguments are those of `split`."""
+    if not isinstance(held_out, int | float):
+        other = reader([held_out], "held-out", tokens.folder / "tokenizer.json")
+        if other.tokenizer != tokens.tokenizer and not same_tokenizer(other.load_tokenizer(), tokens.load_tokenizer()):
+            raise UsageError(
+                f"the text of --held-out, {held_out}, was tokenised with another tokenizer than the training text",
+                f"Use the same tokenizer: gptkit tokenize FILE FOLDER --tokenizer {tokens.folder}",
+            )
+        return Stretch(tokens, 0, tokens.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)
+    if not 0 < held_out < 1:
+        raise UsageError(
+            f"the held-out share must be between 0 and 1, not {held_out:g}",
+            "Give a share, such as 0.05, or a text file.",
+        )
+    cut = max(tokens.tokens - max(int(tokens.tokens * held_out), length + 1), 0)
+    return Stretch(tokens, 0, cut, length, apart), Stretch(tokens, cut, tokens.tokens, length, apart)
 
 
 def _about(
-    model: Decoder, scratch: bool, found: TokenFile, held: Windows, settings: Settings, us: Group, apart: bool
+    model: Decoder, scratch: bool, tokens: TokenFile, held_out: Windows, settings: Settings, group: Group, apart: bool
 ) -> dict[str, Any]:
-    """What a run is, in JSON values: what its result's manifest tells, and what it is resumed by."""
+    """Return the JSON values that identify a run. They must be the same on resuming, and are in the manifest."""
     return {
         "weights": "random" if scratch else digest_of(model),
         "tree": hashlib.sha256(json_bytes(to_json(model.spec))).hexdigest(),
-        "texts": [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources],
-        "tokens": found.digest,
-        "tokenizer": found.tokenizer,
-        "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(),
+        "texts": [{"sha256": source.sha256, "bytes": source.bytes} for source in tokens.sources],
+        "tokens": tokens.digest,
+        "tokenizer": tokens.tokenizer,
+        "held_out": hashlib.sha256(held_out.ids.tobytes()).hexdigest(),
         "documents": "apart" if apart else "as one text",
-        "processes": us.size,
+        "processes": group.size,
         **msgspec.to_builtins(settings),
     }
 
 
 def digest_of(model: Decoder) -> str:
-    """The sha256 of a model's tree and parameters, whatever files they lay in."""
-    found = hashlib.sha256(json_bytes(to_json(model.spec)))
-    for _, each in model.named_parameters():
-        found.update(each.detach().cpu().reshape(-1).numpy().data)
-    return found.hexdigest()
+    """Return the sha256 of a model's tree and parameters. It does not depend on the files that they were read from."""
+    digest = hashlib.sha256(json_bytes(to_json(model.spec)))
+    for _, parameter in model.named_parameters():
+        digest.update(parameter.detach().cpu().reshape(-1).numpy().data)
+    return digest.hexdigest()
 
 
 @cache
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
-    """FLOPs a second that a device can do in matrix products, and how that is known."""
+    """Return the largest number of FLOPs per second of a device in matrix products, and the source of that number.
+
+    The source is a data sheet, or else a measurement with a product of two 1024 × 1024 matrices.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for key in sorted(_PEAKS, key=len, reverse=True):
@@ -489,21 +538,21 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
 
 
 def _sampled(model: Decoder, coder: Tokenizer, prompt: str, seed: int) -> str:
-    """The continuation of a prompt by the model as it is."""
+    """Return a prompt with its continuation by the model."""
     ids = coder.encode(prompt)
-    made = generate_tokens(
+    new_ids = generate_tokens(
         model, ids, _SAMPLED, sampling=Sampling(0.8, seed=seed), stop=coder.eos_ids, tell=lambda line: None
     )
-    return coder.decode([*ids, *made], skip_special_tokens=True)
+    return coder.decode([*ids, *new_ids], skip_special_tokens=True)
 
 
-def gathered(model: Decoder, us: Group) -> Decoder:
-    """The model with whole parameters, in every process."""
-    if us.alone:
+def gathered(model: Decoder, group: Group) -> Decoder:
+    """Return the model with unsharded parameters, in every process."""
+    if group.alone:
         return model.eval()
 
     def tensors() -> Iterator[tuple[str, np.ndarray[Any, Any], str]]:
         for name, parameter in model.named_parameters():
-            yield name, *as_array(us.whole(parameter.detach()).contiguous())
+            yield name, *as_array(group.whole(parameter.detach()).contiguous())
 
     return build(model.spec, tensors(), torch.float32)

@@ -24,7 +24,7 @@ from gptkit.errors import ConfigError, GptkitError, InvalidInput, NoNumber, Usag
 from gptkit.modules.initialise import finite_logits
 from gptkit.modules.load import load_random
 from gptkit.training import loop
-from gptkit.training.ablate import Ablation, Result, ablate, paired, student
+from gptkit.training.ablate import Ablation, RunResult, ablate, paired, student
 from gptkit.training.plan import arms_of, edited, read_plan, shipped
 from gptkit.training.train import size_of
 
@@ -312,11 +312,11 @@ def test_a_run_of_another_plan_is_told_in_words(tmp_path: Path) -> None:
 @exhaustive
 def test_a_run_of_no_number_is_not_gone_on_with_at_another_rate(tmp_path: Path, monkeypatch) -> None:
     """It would be a run of two rates beside runs of one."""
-    lost, called = loop._Engine._lost, itertools.count()
+    lost, called = loop._Engine._loss_of, itertools.count()
     broken = lambda self, windows: lost(self, windows) * (math.nan if next(called) == 4 else 1)  # noqa: E731
     path = plan(tmp_path, rate="9.0", every="1")
     with monkeypatch.context() as patched:
-        patched.setattr(loop._Engine, "_lost", broken)
+        patched.setattr(loop._Engine, "_loss_of", broken)
         with pytest.raises(NoNumber, match=r"Try a smaller rate .* in the plan") as caught:
             ran(tmp_path, path)
     assert "--lr" not in str(caught.value) and not list(tmp_path.glob("out/runs/*"))
@@ -341,11 +341,11 @@ def test_edits_go_by_paths() -> None:
 
 
 def test_differences_are_of_the_same_seed() -> None:
-    def runs(*losses: float) -> list[Result]:
-        return [Result(seed, loss, None, 1.0, 1.0, []) for seed, loss in enumerate(losses)]
+    def runs(*losses: float) -> list[RunResult]:
+        return [RunResult(seed, loss, None, 1.0, 1.0, []) for seed, loss in enumerate(losses)]
 
     found = paired(runs(1.0, 2.0, 3.0), runs(1.5, 2.4, 3.6, 9.0))
-    assert found is not None and found.seeds == 3 and found.tells
+    assert found is not None and found.seeds == 3 and found.significant
     assert found.mean == pytest.approx(-0.5) and found.low == pytest.approx(-0.5 - 4.303 * 0.1 / math.sqrt(3))
     assert paired(runs(1.0), runs(2.0)).low is None and paired((), runs(1.0)) is None  # type: ignore[union-attr]
     assert student(2) == 4.303 and student(10) == pytest.approx(2.2281, abs=5e-4)

@@ -12,7 +12,7 @@ import gptkit
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.training import data
-from gptkit.training.data import NOWHERE, Stretch, Text, open_tokens, tokenize
+from gptkit.training.data import NOWHERE, Stretch, TextFile, open_tokens, tokenize
 
 SAMPLES = Path(data.__file__).parents[1] / "samples"
 PLAY = SAMPLES / "play.txt"
@@ -111,11 +111,11 @@ def test_pieces_give_the_tokens_of_the_whole(tmp_path: Path, monkeypatch, tokeni
         tokenizer = str(sentencepiece(tmp_path, None if tokenizer == "prepended" else tokenizer))
     (tmp_path / "text.jsonl").write_text(words(text.read_bytes().decode()))
     options = {"tokenizer": tokenizer, "vocabulary": 400 if tokenizer is None else None}
-    assert [*Text(text).pieces()] == [(text.read_bytes().decode(), True)]
+    assert [*TextFile(text).pieces()] == [(text.read_bytes().decode(), True)]
     tokenize([text], tmp_path / "whole", **options)
     monkeypatch.setattr(data, "_PIECE", 3001)
     for given in (text, tmp_path / "text.jsonl"):
-        assert len([*Text(given).pieces()]) > 5
+        assert len([*TextFile(given).pieces()]) > 5
         tokenize([given], tmp_path / f"{given.name}-pieces", **options)
         found = (tmp_path / f"{given.name}-pieces/tokens.bin").read_bytes()
         assert found == (tmp_path / "whole/tokens.bin").read_bytes()

@@ -28,11 +28,11 @@ from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
 from gptkit.training import distillation, state
 from gptkit.training.data import Stretch, Windows
-from gptkit.training.distillation import Answers, block_local, distilled, divergence
+from gptkit.training.distillation import TeacherLogits, block_local, distilled, divergence
 from gptkit.training.heal import heal
 from gptkit.training.loop import Batch, TrainingStep
 from gptkit.training.rates import first_guess
-from gptkit.training.runs import Held
+from gptkit.training.runs import HeldOutFigures
 from gptkit.training.trainable import changed_layers, touched
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
@@ -183,7 +183,7 @@ def test_the_teachers_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) 
     """For the same ids, shape, documents and dtype of products, as far as the memory for them goes."""
     teacher, calls = load(TEACHER, "float32"), list[int]()
     teacher.register_forward_hook(lambda *_: calls.append(1))
-    answers, some = Answers(teacher), batch()
+    answers, some = TeacherLogits(teacher), batch()
     wanted = teacher(some.ids)
     assert all(torch.equal(answers(some), wanted) for _ in range(3)) and len(calls) == 2
     flat = Batch(some.ids.reshape(1, -1), some.targets.reshape(1, -1), None)
@@ -194,7 +194,7 @@ def test_the_teachers_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) 
         narrow = answers(some)
     assert len(calls) == 5 and not torch.equal(narrow.float(), wanted)
     monkeypatch.setattr(distillation, "_REMEMBERED", wanted.nbytes - 1)
-    small = Answers(teacher)
+    small = TeacherLogits(teacher)
     assert torch.equal(small(some), wanted) and torch.equal(small(some), wanted) and len(calls) == 7
     student = load(TEACHER, "float32")
     student.embedding.weight.data *= 1.1
@@ -231,7 +231,7 @@ def test_losses_are_what_they_are_called() -> None:
     assert float(divergence(wanted, more, counted)) == pytest.approx(plain + lost, rel=1e-5)
     fewer = divergence(wanted, given[..., :5], counted)
     assert float(fewer) == pytest.approx(float(divergence(wanted[..., :5], given[..., :5], counted)), rel=1e-5)
-    assert Held(0.0, math.log(8)).perplexity == pytest.approx(8)
+    assert HeldOutFigures(0.0, math.log(8)).perplexity == pytest.approx(8)
 
 
 def test_what_a_change_touched(changed: Path) -> None:

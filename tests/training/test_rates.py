@@ -21,12 +21,12 @@ from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
 from gptkit.training import loop, runs
 from gptkit.training.data import Windows
-from gptkit.training.distillation import Answers
+from gptkit.training.distillation import TeacherLogits
 from gptkit.training.heal import BUDGET, Healed, heal
 from gptkit.training.loop import Batch, Settings, TrainingStep
-from gptkit.training.parallel import group
-from gptkit.training.rates import FACTOR, MARGIN, TRIES, Notes, Trial, first_guess, next_run, trial_steps
-from gptkit.training.runs import Held, Runs
+from gptkit.training.parallel import process_group
+from gptkit.training.rates import FACTOR, MARGIN, TRIES, Trial, TrialNotes, first_guess, next_run, trial_steps
+from gptkit.training.runs import HeldOutFigures, Runs
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 TEACHER = "sample:llama"
@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_after_its_trial_is_one_run_at_that_rate(teacher: str
     tried = heal(tmp_path / "changed", teacher, text, folders[0], **SHORT, beside=False)
     assert len(tried.healed.tried) == 1
     given = heal(tmp_path / "changed", teacher, text, folders[1], **SHORT, beside=False, rate=tried.healed.rate)
-    assert given.healed.tried == () and given.healed.held == tried.healed.held
+    assert given.healed.tried == () and given.healed.runs == tried.healed.runs
     assert not diff(*folders, rank=False).changed
 
 
@@ -163,25 +163,25 @@ def test_evaluation_takes_a_share_of_the_time(near: Path, tmp_path: Path, monkey
     twice if they divide it into other batches.
     """
     read: list[int] = []
-    evaluate, held, answer = loop._Engine.evaluate, Runs.held, Answers.__call__
+    evaluate, held, answer = loop._Engine.evaluate, Runs.figures_of, TeacherLogits.__call__
 
     def count_evaluation(self: Any, number: int, windows: Windows) -> float:
         read.append(windows.ids.size)
         return evaluate(self, number, windows)
 
-    def count_model(self: Runs, model: Decoder) -> Held:
+    def count_model(self: Runs, model: Decoder) -> HeldOutFigures:
         read.append(0 if model is self.original else self.windows.ids.size)
         return held(self, model)
 
-    def count_teacher(self: Answers, batch: Batch) -> Tensor:
+    def count_teacher(self: TeacherLogits, batch: Batch) -> Tensor:
         known = len(self.known)
         logits = answer(self, batch)
         read.append(batch.ids.numel() * (len(self.known) > known))
         return logits
 
     monkeypatch.setattr(loop._Engine, "evaluate", count_evaluation)
-    monkeypatch.setattr(Runs, "held", count_model)
-    monkeypatch.setattr(Answers, "__call__", count_teacher)
+    monkeypatch.setattr(Runs, "figures_of", count_model)
+    monkeypatch.setattr(TeacherLogits, "__call__", count_teacher)
     done = heal(near, TEACHER, PLAY, tmp_path / "out", **{**SMALL, "tokens": 12_800, "held_out": 0.5}, beside=False)
     assert 0 < sum(read) <= 0.6 * done.tokens and len(done.healed.tried) == 1
 
@@ -254,14 +254,14 @@ def test_the_first_guess_grows_with_the_gap_up_to_the_usual_rate(gap: float, les
 
 def test_notes_that_cannot_be_read_are_made_again(tmp_path: Path) -> None:
     call_of, made = {"run": 1}, Trial(0.5, 1.0, 2.0)
-    with group("cpu") as us:
-        Notes(tmp_path, call_of, us).add("healed", made)
-        assert Notes(tmp_path, call_of, us).tried("healed") == (made,)
+    with process_group("cpu") as group:
+        TrialNotes(tmp_path, call_of, group).add("healed", made)
+        assert TrialNotes(tmp_path, call_of, group).trials("healed") == (made,)
         path = tmp_path / "tried.json"
         whole = path.read_text()
         for broken in ("{}", "[]", "{", whole.replace("1.0", '"low"')):
             path.write_text(broken)
-            assert Notes(tmp_path, call_of, us).tried("healed") == ()
+            assert TrialNotes(tmp_path, call_of, group).trials("healed") == ()
         path.write_text(whole)
         with pytest.raises(UsageError, match="run was 1, and is now 2"):
-            Notes(tmp_path, {"run": 2}, us)
+            TrialNotes(tmp_path, {"run": 2}, group)
