@@ -188,7 +188,7 @@ def state_row(spec: ModelSpec) -> list[str]:
     """Return the states and the whole cache at two context lengths. Caches are in bf16, and some states in fp32."""
     sizes = [cache_bytes(spec, context) for context in (4096, 32768)]
     recurrent = sum(block.mixer("attention") is None for block in spec.blocks)
-    cells = (sizes[0].states, *(each.held for each in sizes))
+    cells = (sizes[0].states, *(size.nbytes for size in sizes))
     return [f"{recurrent} of {len(spec.blocks)}", *(f"{each / 10**6:,.1f}" for each in cells)]
 
 
