@@ -456,7 +456,8 @@ class DecoderFamily:
         lenses = [self.layers, self.recurrent, None if self.mixtures is None else self.mixtures.sparse]
         for lens in lenses:
             config |= {} if lens is None else lens.draw(chosen, sizes)
-        config |= {name: config[self.together[0]] for name in self.together if self.together[0] in config}
+        values = [config[name] for name in self.together if name in config]
+        config |= dict.fromkeys(self.together, values[0]) if values else {}
         return placed(config)
 
 
