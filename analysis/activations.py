@@ -385,8 +385,9 @@ class SavedForBackward:
 
     def _convolve(self, operation: ops.Convolve, result: _View) -> None:
         tokens, width = self.run.tokens, operation.width
-        result.whole = result.size // tokens * max(tokens, width)
-        if operation.joined or tokens < width:
+        padded = operation.pads_short and tokens < width
+        result.whole = result.size // tokens * (width if padded else tokens)
+        if operation.joined or padded:
             self.by_row[operation.row] += result.whole
         else:
             self._save(self._input(operation))

@@ -320,13 +320,15 @@ class Scan(Operation, frozen=True, kw_only=True):
 class Convolve(Operation, frozen=True, kw_only=True):
     """A causal convolution with one kernel per channel.
 
-    It reads the transpose, (B, channels, T), padded with zeros on both sides, and to at least `width` tokens.
+    It reads the transpose, (B, channels, T), padded with zeros on both sides.
     """
 
     width: int
     """The length of the kernel, in tokens."""
     joined: bool = False
     """Whether several kernels are concatenated to one tensor first."""
+    pads_short: bool = True
+    """Whether a text that is shorter than the kernel is first padded to `width` tokens."""
     carried: int | None = None
     """The number of tokens that stay in the cache. None means `width`. Otherwise, a single new token is computed as a
     sum of products instead of a convolution."""

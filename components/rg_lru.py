@@ -129,7 +129,9 @@ class RGLRU(Mixer, Component, frozen=True):
         gate = linear(self, "gate_proj", path, source, inner, row, end)
         opened = ActivationOperation(f"{path}.gate", (gate.id,), inner, row, function=self.activation, live_until=end)
         x = linear(self, "x_proj", path, source, inner, row)
-        mixed = convolve(self, "x_conv", path, x.id, inner, row, carried=self.kernel - 1, live_until=end)
+        mixed = convolve(
+            self, "x_conv", path, x.id, inner, row, carried=self.kernel - 1, pads_short=False, live_until=end
+        )
         fields: dict[str, Any] = {"inputs_wide": self.channels, "together": f"{path}.gates", "by_channel": True}
         gates = [
             Linear(

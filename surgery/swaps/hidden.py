@@ -183,16 +183,16 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         return _cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are not zero. To remove them with little loss, "
-            "gptkit must rotate the residual stream, which is possible only if all norms are RMSNorm and no residual "
-            "is taken after a norm",
+            f"removing coordinates {new} to {old - 1} of the residual stream is exact only if they are always zero. "
+            "To lose little otherwise, gptkit first rotates the residual stream, which is possible only if all norms "
+            "are RMSNorm and no residual is taken after a norm",
             "Run gptkit swap with --norm rmsnorm first if that is exact for the model, or pass --approximate, which "
             "keeps the coordinates with the largest weights.",
         )
     if asked.calibration is None:
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are not zero, and only a text shows which ones"
-            " matter least",
+            f"removing coordinates {new} to {old - 1} of the residual stream is exact only if they are always zero. "
+            "Otherwise, a text must show which coordinates matter least",
             "Give a text with --calibrate FILE, or use --approximate to keep the largest coordinates.",
         )
     return _sliced(spec, new, asked.calibration())

@@ -83,7 +83,10 @@ def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ALL[name]
-    sizes = ((torch.bfloat16, 2, 24), (torch.float64, 3, 5), (torch.float32, 2, 24), (torch.bfloat16, 1, 10))
+    sizes = (
+        *((torch.bfloat16, 2, 24), (torch.float64, 3, 5)),
+        *((torch.float32, 2, 24), (torch.bfloat16, 1, 10), (torch.float32, 1, 2)),
+    )
     for dtype, batch, tokens in sizes[:2] if covering.quick else sizes:
         measured = kept_bytes(model_of(spec, kernel, dtype), drawn_ids(spec, batch, tokens), monkeypatch)
         told = saved_for_backward(spec, Pass(tokens, batch, SIZES[dtype], kernel))  # type: ignore[arg-type]

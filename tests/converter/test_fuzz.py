@@ -330,7 +330,7 @@ def tensors() -> str:
 ENTRY = "must have exactly the fields dtype, shape"
 LARGE: dict[str, tuple[Callable[[], str], str]] = {
     "tensors": (lambda: braced(tensors()), "accepted"),
-    "a bad one": (lambda: braced(tensors(), '"z":{"dtype":"U8","shape":[1],"data_offsets":[0,0]}'), "takes 1 bytes"),
+    "a bad one": (lambda: braced(tensors(), '"z":{"dtype":"U8","shape":[1],"data_offsets":[0,0]}'), "needs 1 bytes"),
     "one twice": (lambda: braced(tensors(), '"0":' + EMPTY), "twice"),
     "a key of one twice": (lambda: braced(tensors(), '"z":{"dtype":"U8",' + EMPTY[1:]), "twice"),
     "no tensors": (lambda: braced(members_of(lambda i: f'"{i:x}":{{}}', MAX_KEYS)), ENTRY),

@@ -109,7 +109,7 @@ def test_what_a_person_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_swap_and_a_verification_compute_in_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model in one, though there are eight; and the caller has the eight that it had."""
     seen: list[int] = []
-    monkeypatch.setattr(base.Stored, "release", lambda _: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(base.StoredModel, "release", lambda _: seen.append(torch.get_num_threads()))
     with as_before():
         torch.set_num_threads(8)
         gptkit.swap("sample:llama", tmp_path / "out", attention="mha")

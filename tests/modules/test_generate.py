@@ -75,6 +75,17 @@ CASES_BY_DTYPE = [
 PROMPT = [5, 90, 17, 3, 44, 44, 61, 8, 23, 72, 1, 35, 50]
 
 
+def sampled_cases() -> list[Any]:
+    """Return the cases as parameters. Those of variants that are not their family's first are slow."""
+    first = {variant.name for variant in DECODERS if variant.representative}
+    return [
+        pytest.param(
+            *case, id="-".join(map(str, case)), marks=[] if case[0] in {*CASES, *first} else [pytest.mark.slow]
+        )
+        for case in dict.fromkeys(CASES_BY_DTYPE)
+    ]
+
+
 def pair(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder]:
     """transformers' random model and gptkit's with the same weights, on an attention path that both compute."""
     attention = architecture_of(config).reference(spec_of(config))[0]
@@ -101,7 +112,7 @@ def gpt2() -> Decoder:
 
 
 @few(9)
-@pytest.mark.parametrize(("name", "dtype"), dict.fromkeys(CASES_BY_DTYPE), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), sampled_cases())
 def test_sampled_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
     """Greedy ones too, which soon repeat themselves; sampled ones do not, so that a cache that forgets must show."""
     reference, decoder = pair(EVERY[name], dtype)

@@ -93,7 +93,13 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
 @few(1)
 @pytest.mark.parametrize(
     ("sample", "value", "times"),
-    [("llama", "mqa", 5), ("llama", "gqa:3", 4), ("gpt2", "gqa:2", 20), ("gpt2", "mqa", 10), ("bloom", "mqa", 4)],
+    [
+        ("llama", "mqa", 5),
+        ("gpt2", "mqa", 10),
+        pytest.param("llama", "gqa:3", 4, marks=pytest.mark.slow),
+        pytest.param("gpt2", "gqa:2", 20, marks=pytest.mark.slow),
+        pytest.param("bloom", "mqa", 4, marks=pytest.mark.slow),
+    ],
 )
 @exhaustive
 def test_the_fit_is_many_times_nearer_than_the_mean(sample: str, value: str, times: float, tmp_path: Path) -> None:
@@ -234,7 +240,7 @@ def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, {name: mutation}, {"attention": value}, tmp_path)
 
 
-@exhaustive
+@pytest.mark.slow
 def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fit gains comes of its parts: each left out shows in the KL that is reported."""
 

@@ -47,7 +47,14 @@ def test_the_whole_rank_is_the_whole_where_no_rotary_heads_become_one(name: str,
 
 @pytest.mark.exhaustive
 @few(1)
-@pytest.mark.parametrize(("sample", "rank", "times"), [("llama", 48, 4), ("gpt2", 112, 1), ("bloom", 54, 1.2)])
+@pytest.mark.parametrize(
+    ("sample", "rank", "times"),
+    [
+        ("llama", 48, 4),
+        pytest.param("gpt2", 112, 1, marks=pytest.mark.slow),
+        pytest.param("bloom", 54, 1.2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_fit_beats_the_weights_alone(sample: str, rank: int, times: float, tmp_path: Path) -> None:
     fitted, plain = (
         gptkit.swap(f"sample:{sample}", tmp_path / str(naive), attention=f"mla:{rank}", approximate=naive).measured

@@ -34,7 +34,7 @@ FAMILIES = [name for name in FAMILIES if name in CONFIGS]
 
 @few(1)
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("more", ["+1", "+2", "+7"])
+@pytest.mark.parametrize("more", ["+1", pytest.param("+2", marks=pytest.mark.slow), "+7"])
 def test_added_layers_add_nothing_and_go_again(name: str, more: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
     layers = len(spec_of(CONFIGS[name]).blocks)

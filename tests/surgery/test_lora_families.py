@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.covering import few
+from helpers.covering import few, others_slow
 from helpers.families import CONFIGS, VARIANTS, Variant, save_hf, shared_weights
 from helpers.unknown import COMPOSITES, composite
 from safetensors.torch import load_file, save_file
@@ -72,7 +72,7 @@ def merged_by_both(config: dict[str, Any], folder: Path, adapted: Any) -> None:
 
 
 @few(4)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", others_slow(VARIANTS))
 def test_an_adapter_of_every_linear_and_expert(variant: Variant, tmp_path: Path) -> None:
     model = save_hf(variant.config, tmp_path / "base")
     experts = experts_of(model)

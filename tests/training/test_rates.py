@@ -131,7 +131,9 @@ def test_a_run_that_does_damage_begins_again_at_a_lower_rate(harmed: tuple[Heale
 
 
 @few(2)
-@pytest.mark.parametrize("after", [2, 5, 7, 10, 13, 20, 28, 32])
+@pytest.mark.parametrize(
+    "after", [2, 7, 13, 28, *(pytest.param(after, marks=pytest.mark.slow) for after in (5, 10, 20, 32))]
+)
 def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
     near: Path, text: Path, tmp_path: Path, harmed: Any, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

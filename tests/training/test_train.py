@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import covering
 from helpers.command import call
-from helpers.covering import exhaustive, few
+from helpers.covering import exhaustive, few, others_slow
 from helpers.families import ONE_STACK, Variant, spec_of
 from helpers.hubserver import Hub, Repo
 from helpers.processes import python
@@ -82,7 +82,7 @@ def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
     assert list((tmp_path / "out.training").glob("step-*")) == []
 
 
-@exhaustive
+@pytest.mark.slow
 def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(tmp_path: Path) -> None:
     made(tmp_path)
     small = trained(tmp_path, batch=None, tokens=6400)
@@ -144,7 +144,7 @@ def test_kinds_of_computing_agree(tmp_path: Path) -> None:
 
 @few(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ONE_STACK, ids=str)
+@pytest.mark.parametrize("variant", others_slow(ONE_STACK))
 def test_every_family_takes_a_step(tmp_path: Path, variant: Variant, dtype: str) -> None:
     """On documents that lie in one row, where no state is carried from one into the next; and what it leaves is read
     again into another's memory.
