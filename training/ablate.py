@@ -1,8 +1,9 @@
 """Train or heal variants of one model under the same budget, and compare their losses with the base's.
 
 Runs of one seed start with the same values in the parameters that two trees share, and read the same windows in the
-same order. A variant is therefore compared with the base seed by seed. `plan` reads the plan. The folder OUT has the
-tokens, the trees, a file for every finished run, the checkpoints of an unfinished run, and the table, ablation.json.
+same order. A variant is therefore compared with the base seed by seed. The module `plan` reads the plan. The folder OUT
+has the tokens, the trees, a file for every finished run, the checkpoints of an unfinished run, and the table,
+ablation.json.
 """
 
 from __future__ import annotations

@@ -536,7 +536,7 @@ class Stretch:
         return self._at(np.array(starts))
 
     def spread(self, most: int) -> Windows:
-        """Return at most `most` windows, which are spread evenly over the stretch and are always the same."""
+        """Return at most `most` windows, spread evenly over the stretch. They are the same in every call."""
         count = min(most, len(self))
         return self._at(np.linspace(0, len(self) - 1, count).astype(np.int64) * self.context)
 

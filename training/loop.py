@@ -450,7 +450,7 @@ class _Engine:
         """Make a step. Return the loss per target, and the norm of the gradient.
 
         Args:
-            number: of the step, from 0.
+            number: the number of the step, from 0.
             windows: the windows of the step, for all processes.
             rate: the learning rate.
 

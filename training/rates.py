@@ -99,7 +99,7 @@ class TrialNotes:
     """The file that records the trials of a healing, so that `--resume` does not repeat them.
 
     Args:
-        folder: of the healing.
+        folder: the folder of the healing.
         call: the JSON values that identify the healing.
         group: the processes that train.
 

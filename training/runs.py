@@ -154,7 +154,7 @@ class Runs:
         """Make one run, or continue it from its last checkpoint. The checkpoint stays until all runs have ended.
 
         Args:
-            name: of the run, and of its folder.
+            name: the name of the run and of its folder.
             model: trained in place.
             loss: the loss to minimise.
             settings: the budget and the rest.
@@ -197,7 +197,7 @@ class Runs:
         """Train changed layers alone, if `local` asks for it, and then the whole model on the rest of the text.
 
         Args:
-            name: of the kind of run. With the `seed`, it names the folders of both runs.
+            name: the name of the kind of run. With the `seed`, it names the folders of both runs.
             model: trained in place.
             settings: the settings of both runs together.
             trained: the parameters to train, as in `HealOptions`.
@@ -245,7 +245,7 @@ class Runs:
         """Make the runs of one kind, over all seeds.
 
         Args:
-            name: of the kind. Its trials are recorded under this name.
+            name: the name of the kind. Its trials are recorded under this name.
             model: the model to train. Every run trains a copy of it.
             start: the figures of the model before training. They are also the result of a run that makes it worse.
             loss_of: returns, from the figures of a model, the loss that training minimises.
@@ -302,7 +302,7 @@ class Runs:
         """Make the first run of a kind at the rate that follows from the trials so far.
 
         Args:
-            name: of the kind.
+            name: the name of the kind.
             copy: the model to train, in place.
             start: its loss on the held-out text. A run on trial continues if its loss is below this.
             loss_of: returns, from the figures of a model, the loss that training minimises.
@@ -310,8 +310,8 @@ class Runs:
             train: trains the copy.
 
         Returns:
-            The totals of the run, its rate, the trials, and the seconds of the runs that were abandoned. None if this
-            run was abandoned, too. Its trial is recorded.
+            The totals of the run, its rate, the trials, and the seconds of the runs that were abandoned. If this run
+            was abandoned too, its trial is recorded, and the result is None.
         """
         steps, seconds = self.settings.steps, self.settings.seconds
         trial_end = 0 if steps is None else trial_steps(steps)
