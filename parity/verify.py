@@ -218,8 +218,6 @@ def verify(
     path = _attention(source, attention)
     dtype_name = str(wanted := torch_dtype(dtype)).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
-    if not batches:
-        raise GptkitError("nothing was compared, because no prompt has a token")
     say("comparing bytes")
     checkpoints = (source,) if target is source else (source, target)
     for checkpoint in checkpoints:
@@ -476,6 +474,8 @@ def _batches(
         notes.append(
             f"the architectures differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in differing])}"
         )
+    if not batches:
+        raise GptkitError("nothing was compared, because no prompt has a token")
     return batches, notes
 
 
