@@ -30,7 +30,7 @@ from torch import Tensor
 from ..analysis.activations import Kernel
 from ..analysis.parameters import count
 from ..architectures.obstacles import by_layers, short
-from ..components import differences, without_rounding
+from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import not_finite
@@ -453,17 +453,8 @@ def _batches(
                 ids = [token for token in ids if token < source.spec.vocab_size][:length_limit]
             if ids or prompts:
                 batches.append(text_batch(text, ids, *specs, supported=supported))
-    for limit in limits(*specs):
-        if up_to is None and not passed(limit, table, long):
-            possible = table is None or limit.beyond <= table
-            why = (
-                f"more than {AFFORDABLE:,} tokens; --long tests them"
-                if possible
-                else f"the model supports {table:,} tokens"
-            )
-            notes.append(f"not tested on texts longer than the {limit} ({why})")
-    if supported is not None and supported < LONG and up_to is None:
-        notes.append(f"not tested past {supported:,} tokens, because transformers' class supports no more")
+    if up_to is None:
+        notes += _untested_lengths(specs, table, supported, long)
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
         notes.append(
@@ -477,6 +468,23 @@ def _batches(
     if not batches:
         raise GptkitError("nothing was compared, because no prompt has a token")
     return batches, notes
+
+
+def _untested_lengths(
+    specs: Sequence[ModelSpec], table: int | None, supported: int | None, long: bool
+) -> Iterator[str]:
+    """Yield notes about lengths past which the models may compute something else and are not compared."""
+    for limit in limits(*specs):
+        if not passed(limit, table, long):
+            possible = table is None or limit.beyond <= table
+            why = (
+                f"more than {AFFORDABLE:,} tokens; --long tests them"
+                if possible
+                else f"the model supports {table:,} tokens"
+            )
+            yield f"not tested on texts longer than the {limit} ({why})"
+    if supported is not None and supported < LONG:
+        yield f"not tested past {supported:,} tokens, because transformers' class supports no more"
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
