@@ -41,7 +41,7 @@ from ..surgery.recipe import MOST_BYTES, in_messages, read_recipe
 from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
 from .options import FURTHER, HELD_OUT, STEPS, settings_of, windows_of
-from .train import longest, size_of, tree_of
+from .train import size_of, tree_of
 
 _FOLDER = Path(__file__).parent / "plans"  # the plans that come with gptkit
 _WIDTHS = 17, 31  # two widths of the feed-forwards, from which the number of parameters per unit is measured
@@ -383,10 +383,10 @@ def planned_variants(plan: Plan, arms: Sequence[Arm], length: int) -> list[Plann
     variants = list[PlannedVariant]()
     for budget in _as_tuple(plan.flops) or _as_tuple(plan.tokens):
         for arm in arms:
-            if length > longest(arm.spec):
+            table = arm.spec.positions
+            if table is not None and length > table.length:
                 raise InvalidInput(
-                    f"context is {length:,}, but the position table of {label_of(arm)} has only "
-                    f"{longest(arm.spec):,} rows"
+                    f"context is {length:,}, but the position table of {label_of(arm)} has only {table.length:,} rows"
                 )
             flops_per_step = training_flops(arm.spec, length, windows).dense
             if plan.how == "heal" and arm is not arms[0]:  # the teacher's forward pass

@@ -25,7 +25,7 @@ from gptkit.modules.initialise import finite_logits
 from gptkit.modules.load import load_random
 from gptkit.training import loop
 from gptkit.training.ablate import Ablation, RunResult, ablate, paired, student
-from gptkit.training.plan import arms_of, edited, read_plan, shipped
+from gptkit.training.plan import arms_of, edited, planned_variants, read_plan, shipped
 from gptkit.training.train import size_of
 
 ROOT = Path(gptkit.__file__).parent
@@ -212,8 +212,8 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
         {}, '[[variant]]\nname = "x"\nmodel = "sample:llama"', "'x': the variant's vocabulary has 512 tokens, but"
     ),
     "context": (
-        {"context": "128", "batch": "256"}, VARIANTS,
-        "128, but the position table of variant 'base' has only 64 rows"
+        {"base": '"sample:gpt2"', "context": "512", "batch": "512"}, '[[variant]]\nname = "x"\nswap = ["norm=rmsnorm"]',
+        "512, but the position table of variant 'base' has only [0-9]+ rows"
     ),
     "rate": ({"rate": "20"}, VARIANTS, "--lr, the learning rate, must be more than 0 and at most 10, not 20"),
     "one budget twice": (
@@ -237,6 +237,12 @@ def test_a_bad_plan_is_told_before_anything_is_trained(case: str, tmp_path: Path
     with pytest.raises(GptkitError, match=why):
         ran(tmp_path, path)
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_context_is_limited_by_a_table_of_positions_alone(tmp_path: Path) -> None:
+    """A model with RoPE trains on windows of any length: 2,048 tokens are more than `train`'s default."""
+    content = read_plan(plan(tmp_path, base='"qwen3-0.6b"', context="2048", batch="2048"))
+    assert all(each.tokens % 2048 == 0 for each in planned_variants(content, arms_of(content, True, False), 2048))
 
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
