@@ -21,8 +21,8 @@ class Shown:
 class Record:
     """A dataclass with a JSON form.
 
-    `JSON` lists the names of the values in order, as "name" or "name=attribute". Dots in a name create nested objects,
-    and dots in an attribute follow other records. Without `JSON`, the values are all fields.
+    `JSON` lists the names of the JSON values in order, as "name" or "name=attribute". A name with dots creates nested
+    objects, and an attribute with dots is looked up in nested records. If `JSON` is empty, all fields are included.
     """
 
     __slots__ = ()
@@ -30,7 +30,7 @@ class Record:
     JSON: ClassVar[str] = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON values."""
+        """Return the record as plain JSON values."""
         values: dict[str, Any] = {}
         for entry in self.JSON.split() or [field.name for field in fields(self)]:  # type: ignore[arg-type]
             name, _, path = entry.partition("=")
@@ -43,7 +43,7 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """Convert records in a value to plain JSON values."""
+    """Convert a value, and all records in it, to plain JSON values."""
     if isinstance(value, Record):
         return value.as_json()
     if isinstance(value, Mapping):

@@ -1,5 +1,5 @@
 """The exceptions of gptkit. Each has an exit code for the command line: 1 if the command failed, 2 if the call is
-wrong, 3 for a difference, 4 for input that cannot be used, 5 if the network is needed.
+wrong, 3 if compared models differ, 4 if the input cannot be used, 5 if the network is needed.
 
 Every message is one or two lines: what is wrong, and then what to do about it.
 """
@@ -24,7 +24,10 @@ def shown(value: Any, most: int = 60) -> str:
 
 
 def _pieces(value: Any, most: int) -> Iterator[str]:
-    """Yield the parts of a value's repr, in order. Each level yields a bracket first, so `most` bounds the depth."""
+    """Yield the parts of a value's repr, in order, for `shown`, which stops after `most` characters.
+
+    A container yields its opening bracket before its contents, so stopping there also limits the depth of recursion.
+    """
     kind = type(value)
     if kind in (list, tuple):
         yield "[" if kind is list else "("
@@ -136,8 +139,8 @@ class NoNumber(GptkitError):
 
 
 class Elsewhere(GptkitError):
-    """Another process of the same run failed and reported the error. `code` is its exit code, which this process uses
-    too.
+    """Another process of the same distributed run failed and reported the error. `code` is its exit code, which this
+    process uses too.
     """
 
     def __init__(self, message: str, code: int = 1) -> None:

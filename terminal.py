@@ -55,7 +55,10 @@ def print_json(obj: Any) -> None:
 
 
 def answer(as_json: bool, data: Callable[[], Any], report: Callable[[], Any], quiet: bool = False, **how: Any) -> None:
-    """Print a command's result: as JSON, or else as a report unless `quiet`."""
+    """Print a command's result: `data()` as JSON if `as_json`, and otherwise `report()` unless `quiet`.
+
+    `how` are arguments of `Console.print`.
+    """
     if as_json:
         print_json(data())
     elif not quiet:
@@ -72,10 +75,10 @@ def give_up_stdout() -> None:
 
 
 def console(markup: bool = False) -> Console:
-    """Return a console for standard output, without control characters except its own colours (none with NO_COLOR).
+    """Return a console for standard output, which prints "?" in place of control characters in a text.
 
-    Its width is that of the terminal or COLUMNS, or 80 if stdout is not a terminal. Use `markup` only for text that
-    comes from gptkit alone.
+    It adds colours on a terminal, unless NO_COLOR is set. Its width is that of the terminal or COLUMNS, or 80 if stdout
+    is not a terminal. Use `markup` only for text that comes from gptkit alone.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -86,7 +89,7 @@ def console(markup: bool = False) -> Console:
 
         def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
             for text, style, control in super().render(*args, **kwargs):
-                # One character for one, because the widths of columns are already computed.
+                # A character is replaced by one character, because the widths of columns are already computed.
                 yield Segment("".join(c if c.isprintable() or c == "\n" else "?" for c in text), style, control)
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
@@ -96,7 +99,10 @@ def console(markup: bool = False) -> Console:
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar if stderr is a terminal. Yield a function of (bytes done now, total or 0 if unknown)."""
+    """Show a progress bar if stderr is a terminal.
+
+    Yield a function to call with the bytes done since its last call, and the total in bytes, or 0 if it is unknown.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return

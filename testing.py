@@ -1,7 +1,7 @@
 """The four tests of a family's definition, for gptkit's own families and for those of plugins.
 
 1. `fields_are_accounted_for`: every field of the reference's config is read, refused, or irrelevant with a reason;
-2. `elements_land_once`: every element of a checkpoint is used exactly once, and the way back restores it;
+2. `elements_land_once`: every element of a checkpoint is used exactly once, and converting back restores it;
 3. `names_and_shapes_agree`: the tree, gptkit's modules and the reference have the same names and shapes;
 4. `logits_agree`: with random parameters, the logits equal the reference's to the last bit.
 
@@ -42,7 +42,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fields: Iterable[str]) -> None:
-    """Assert that every config field of the reference is either read in some config or declared, but not both."""
+    """Assert that every config field of the reference is read for some config, or else declared.
+
+    A field is declared if the family lists it as irrelevant or refused. No field may be both read and declared.
+    """
     read: set[str] = set()
     for config in configs:
         reader = family.reader(config)
@@ -62,7 +65,10 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
 
 
 def elements_land_once(family: Architecture, config: Config) -> None:
-    """Assert that every element of a checkpoint is used exactly once in the tree, and is restored bit for bit."""
+    """Assert that every element of a checkpoint is used exactly once in gptkit's tensors.
+
+    Converting these tensors back must restore the checkpoint's tensors bit for bit.
+    """
     spec = family.spec(config)
     landed: dict[str, np.ndarray[Any, Any]] = {}
     start = 0
@@ -84,9 +90,10 @@ def elements_land_once(family: Architecture, config: Config) -> None:
 
 
 def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes) -> None:
-    """Assert that a config's tree has the reference's tensor names and shapes, and the modules those of the tree.
+    """Assert that a config's tree and the reference have the same tensor names and shapes.
 
-    `theirs` are the shapes in the reference's checkpoint by name, which may include a tied head.
+    gptkit's modules must have the names and shapes of the tree's parameters. `theirs` has the shapes in the reference's
+    checkpoint by name, which may include a tied head.
     """
     spec = family.spec(config)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
@@ -98,7 +105,10 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
 
 
 def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the reference's tensors that belong to the tree, without tied and carried tensors."""
+    """Return the shapes of the reference's tensors that belong to the tree.
+
+    This leaves out tied tensors, and tensors that gptkit only copies between checkpoints.
+    """
     drop = {*family.borrowed(spec), *((family.head,) if spec.tied else ())}
     own = {leaf.checkpoint for leaf in family.bind(spec)}
     carried = {name for name in theirs if name not in own and family.carries(name, len(spec.blocks))}

@@ -1,6 +1,6 @@
-"""The properties of a family that names, shapes and config fields leave open, and the values in other families.
+"""The doubts about a draft: properties that tensor names, shapes and config fields do not determine.
 
-This file needs no torch.
+The options of a doubt are the values that the property has in other families. This file needs no torch.
 """
 
 import math
@@ -17,13 +17,16 @@ from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, missing_parameters
 from .vocabulary import Donor, KnownNames, Names, fits, id_or_value
 
 _PLAIN = DecoderFamily({})
-"""A decoder with default arguments."""
+"""A family table whose arguments all have their defaults."""
 
 BY_LAYER = "what differs by layer"
-"""The doubt about the argument that reads fields that differ by layer."""
+"""The name of the doubt about how the family reads config fields that differ by layer."""
 
 UNDETERMINED = "what no name tells"
-"""The doubt about all arguments that neither names nor fields determine. An option is the whole set of one family."""
+"""The name of the doubt about all arguments that neither tensor names nor config fields determine.
+
+One option of this doubt copies all of these arguments from one other family.
+"""
 
 _READINGS = 8  # the number of options for a tensor whose name no family has
 
@@ -31,7 +34,7 @@ _READINGS = 8  # the number of options for a tensor whose name no family has
 def doubts_of(
     draft: Draft, config: Mapping[str, Any], names: Names, rivals: Sequence[Donor], words: KnownNames
 ) -> Iterator[Doubt]:
-    """Yield the doubts about a draft, the likeliest first."""
+    """Yield the doubts about a draft, the likeliest first. `rivals` are the other families, the nearest first."""
     roles = {role for field in draft.fields.values() for role in field.role.split()}
     spec = tree_of(draft, config)
     missing = set() if spec is None else missing_parameters(spec, draft)
@@ -48,7 +51,7 @@ def doubts_of(
 
 
 def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> Doubt:
-    """Return the doubt whether all undetermined arguments are those of another family with the same norm."""
+    """Return the doubt that copies all undetermined arguments at once, an option for each family with the same norm."""
     options = []
     for donor in [rival for rival in rivals if rival.decoder.norm is draft.arguments["norm"]]:
         patch: dict[str, Any] = {f"fixed.{role}": ABSENT for role in draft.arguments["fixed"] if role not in BIASES}
@@ -69,7 +72,7 @@ def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> D
 
 
 def _rotary(draft: Draft, words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubts about the rotary positions, if there are any."""
+    """Yield the doubts about the details of the rotary positions, if the draft has rotary positions."""
     if draft.arguments["rotary"] is None:
         return
     rotaries = [donor.decoder.rotary for donor in words.donors if donor.decoder.rotary is not None]
@@ -80,7 +83,7 @@ def _rotary(draft: Draft, words: KnownNames) -> Iterator[Doubt]:
 
 
 def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubts about the meanings of config fields, with the meanings in other families."""
+    """Yield a doubt for each config field. Its options are the meanings of the field in other families."""
     for name, field in draft.fields.items():
         options = [
             one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (field.role, field.read)
@@ -95,7 +98,7 @@ def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], wo
 
 
 def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], words: KnownNames) -> Doubt:
-    """Return the doubt about the argument that reads the fields that differ by layer."""
+    """Return the doubt about how config fields that differ by layer are read. Its options copy other families."""
     donors = [
         donor for donor in (draft.skeleton, *rivals) if donor.decoder.layers not in (None, draft.arguments["layers"])
     ]
@@ -109,7 +112,10 @@ def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], 
 
 
 def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubts about roles without a config field, the role with the most votes first."""
+    """Yield the doubts about properties ("roles") that no config field gives.
+
+    Their options are the constants in other families. The property that is constant in most families comes first.
+    """
     fixed = draft.arguments["fixed"]
     for role, meanings in sorted(words.fixed().items(), key=lambda item: -sum(one.votes for one in item[1])):
         if role in roles or role in BIASES or role in ("norm.bias", "tied", "eps", "final_norm", "attention.causal"):
@@ -130,7 +136,7 @@ def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
 
 
 def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
-    """Return the patch that copies from a family the arguments that differ by layer."""
+    """Return the patch that copies from a family the arguments that read config fields that differ by layer."""
     patch: dict[str, Any] = {f"arguments.{name}": getattr(donor.decoder, name) for name in ("layers", "written")}
     return patch | {"arguments.rotary": None if donor.decoder.rotary is None else rotary}
 
@@ -156,7 +162,7 @@ def _differs(tree: ModelSpec, now: ModelSpec) -> bool:
 
 
 def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubt which of two matrices is the gate projection, if no family has their names."""
+    """Yield the doubt which of two matrices is the gate projection, unless some family has their names."""
     parts = [f"blocks.{{layer}}.feed_forward.{part}_proj.weight" for part in ("gate", "up")]
     templates = {leaf.names[0]: template for template, leaf in draft.leaves.items() if len(leaf.names) == 1}
     if not {*parts} <= templates.keys() or any(words.of_tensor(names.key(templates[part])) for part in parts):
@@ -167,7 +173,11 @@ def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt
 
 
 def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
-    """Return whether a tensor has as many values as the leaf's parameters in the tree, if the tree has them all."""
+    """Return whether a tensor of this shape can store the parameters of a leaf.
+
+    It must have the same number of elements as the parameters together (`counts`, by name). If a count is unknown, the
+    answer is True.
+    """
     sizes = [counts.get(name.format(layer=0, expert=0)) for name in leaf.names]
     known = [count for count in sizes if count is not None]
     return len(known) < len(sizes) or bool(leaf.layout.stack) or sum(known) == math.prod(shape)
@@ -176,7 +186,10 @@ def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
 def _readings(
     template: str, shape: Shape, spec: ModelSpec | None, missing: set[str], draft: Draft, words: KnownNames
 ) -> Iterator[tuple[str, Patch]]:
-    """Yield the parameters that a tensor of an unknown name may store, fused ones first, then the most usual."""
+    """Yield the parameters that a tensor with an unknown name may store, in words and as a patch of the draft.
+
+    Tensors that fuse several parameters come first, and then the parameters that most families have.
+    """
     ending, used_names = template.rpartition(".")[2], shared_names(draft.leaves)
     counts = {} if spec is None else {parameter.name: parameter.count for parameter in cut(spec).parameters()}
     by_leaf: dict[Any, tuple[Leaf, int, str]] = {}

@@ -19,11 +19,11 @@ _SECONDS = 600
 
 
 class Proof(NamedTuple):
-    """One of the four proofs."""
+    """The result of one of the four tests in `gptkit.testing`."""
 
     name: str
-    holds: bool | None  # None if it could not be tried
-    told: str  # the cases for which it holds, or why it fails or could not be tried
+    holds: bool | None  # None if the test could not be run
+    told: str  # the cases for which the test passes, or why it fails or could not be run
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Drafted(Record):
     path: Path
     model_type: str
     skeleton: str  # the registered family that it is based on
-    proofs: tuple[Proof, ...]  # the four of `gptkit.testing`
-    place: tuple[str, ...]  # the place where logits diverge, and the cause, in the words of `verify`
+    proofs: tuple[Proof, ...]  # the results of the four tests of `gptkit.testing`
+    place: tuple[str, ...]  # the component where logits start to differ, and the cause, as `gptkit verify` prints them
     tried: int  # the number of drafts that were compared with transformers' class
-    kept: tuple[str, ...]  # the options that these comparisons chose
+    kept: tuple[str, ...]  # the changes to the first draft that these comparisons chose, in words
     todo: tuple[str, ...]  # open questions
 
     @property
     def passed(self) -> bool:
-        """Return whether no proof failed."""
+        """Return whether none of the four tests failed. A test that could not be run counts as passed."""
         return all(proof.holds is not False for proof in self.proofs)
 
     @property
@@ -69,14 +69,15 @@ def draft(
     Args:
         reference: a checkpoint. Only its config.json and the headers of its weights are read.
         out: the definition file, `NAME.py`, which `--plugin` imports.
-        without: registered families to treat as unknown, in order to test drafts.
+        without: supported families to treat as unknown, in order to test `draft` itself.
         offline: use only local files and the hub's cache.
         allow_pickle: also read .bin files.
         progress: a function that receives a message about every step.
 
     Raises:
         UsageError: the file exists or is not called .py, or gptkit already supports the family.
-        InvalidInput: there is no config.json, there are no tensors, they belong to another model, or it is no decoder.
+        InvalidInput: there is no config.json, there are no tensors, config.json and the tensors do not match, or the
+            model is no decoder.
         Offline: as in `open_checkpoint`.
     """
     path, say = Path(out), progress or (lambda _: None)
@@ -156,7 +157,7 @@ def _read(
 
 
 def _asked(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of `trial`, which runs in a separate, confined process."""
+    """Ask the confined process that runs `drafting.trial`, and return its answer."""
     reply = Confined(["-P", "-m", "gptkit.drafting.trial"], _SECONDS).ask(question)
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]
@@ -172,7 +173,7 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(drafted: Drafted) -> list[str]:
-    """Return the command's output."""
+    """Return the lines that the command prints about a draft."""
     output = [f"draft     {drafted.path}: the family {drafted.model_type}, made from {drafted.skeleton}"]
     marks = {True: "holds: ", False: "FAILS: ", None: "not tried: "}
     output += [f"{proof.name:<10}{marks[proof.holds]}{proof.told}" for proof in drafted.proofs]

@@ -1,6 +1,7 @@
-"""The meanings of the fields of a config.json, and a family's other arguments, guessed from the registered families.
+"""Guesses of what the fields of a config.json mean, and of the other arguments of a family's definition.
 
-The nearest family comes first, then all others. This file needs neither torch nor weights.
+They are taken from the supported families: from the nearest family first, and then from all others. This file needs
+neither torch nor weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,10 @@ def fields_of(
     words: KnownNames,
     why: dict[str, str],
 ) -> tuple[dict[str, Field], dict[str, Any]]:
-    """Return the table of config fields and the family's other arguments, and add the reasons to `why`."""
+    """Return the meanings of the config fields by name, and other arguments of `DecoderFamily.architecture`.
+
+    The reasons for the meanings are added to `why`. `skeleton` is the nearest supported family.
+    """
     table = _FieldTable(config, names, leaves, known, skeleton, words, why)
     table.add_skeleton_fields()
     for name, value in table.stated.items():
@@ -65,7 +69,10 @@ def fields_of(
 
 
 class _FieldTable:
-    """The meanings of the fields of one config.json, taken from the nearest family, all others, and the tensors."""
+    """The meanings of the fields of one config.json, as far as they are determined.
+
+    They come from the nearest supported family, then from the other families, and then from the shapes of the tensors.
+    """
 
     def __init__(
         self,
@@ -88,7 +95,7 @@ class _FieldTable:
         self.refused: dict[str, Any] = {}
 
     def add_skeleton_fields(self) -> None:
-        """Add the fields that the nearest family reads."""
+        """Add the fields that the nearest family reads, with their meanings there."""
         for name in self.stated:
             meaning = self.skeleton.decoder.fields.get(name)
             if meaning is None or self.aliases.get(name) in self.stated:
@@ -97,7 +104,10 @@ class _FieldTable:
                 self._add(name, meaning, f"as {self.skeleton.family.name} reads it")
 
     def add_or_declare(self, name: str, value: Any) -> None:
-        """Add a field as most families read it, or else declare it irrelevant or refused."""
+        """Add a field with its meaning in most families, or else declare the field irrelevant or refused.
+
+        It is declared as the nearest family declares it, or else as most families do.
+        """
         if name in self.fields or name in COMMON_IRRELEVANT or name in COMMON_REFUSED or name in self.aliases:
             return
         family, decoder = self.skeleton.family, self.skeleton.decoder
@@ -120,7 +130,10 @@ class _FieldTable:
             self.refused[name] = self.words.refused[name][0].value
 
     def add_sizes(self) -> None:
-        """Add a field for every size that has none, if exactly one field has the number that the shapes give."""
+        """Add the fields of sizes that no field gives yet, such as the hidden size.
+
+        The tensors' shapes give the size. A field is added only if no other field has the same number.
+        """
         roles = self._roles()
         for role in [role for role in _SIZES if role not in roles and role in self.facts]:
             number, where = self.facts[role]
@@ -130,7 +143,7 @@ class _FieldTable:
                 self._add(alike[0], Field(role, number), f"{number} is {where}")
 
     def used_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return the other names of the fields that the family reads."""
+        """Return the aliases in transformers of the fields that the family reads, by field."""
         by_field: dict[str, tuple[str, ...]] = {}
         for name, to in self.aliases.items():
             by_field[to] = (*by_field.get(to, ()), name)
@@ -162,7 +175,10 @@ class _FieldTable:
 
 
 def _facts(names: Names, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, str]]:
-    """Return the sizes that the tensors' shapes determine, by role, with words for where they appear."""
+    """Return the sizes that names and shapes of tensors determine: "layers", "vocab", "hidden" and "intermediate".
+
+    Each size has a phrase that says where it comes from.
+    """
     facts = {"layers": (names.layers, "the number of layers in the tensor names")}
     plain = {leaf.names[0]: template for template, leaf in leaves.items() if leaf.layout == IDENTITY}
     table = plain.get("embedding.weight")
@@ -179,7 +195,7 @@ def _facts(names: Names, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, str
 
 
 def with_default(meaning: Field, name: str, config: Mapping[str, Any], known: Known | None) -> Field:
-    """Return a field with the default of the config class, or without a default if there is no class."""
+    """Return a config field with its default in transformers' config class. Without a class, it has no default."""
     kind, inner = type(meaning.default), name.partition(".")[2]
     if known is None or inner:
         if kind in (int, float) and meaning.read is None and name in config:
@@ -219,7 +235,7 @@ def arguments_of(
     words: KnownNames,
     why: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the arguments of `DecoderFamily` other than the fields, and add the reasons to `why`."""
+    """Return the arguments of `DecoderFamily` other than its config fields. The reasons are added to `why`."""
     shared, donor = shared_names(leaves), skeleton.decoder
     templates = {name: template for template, leaf in leaves.items() for name in leaf.names}
     arguments: dict[str, Any] = {}
@@ -264,7 +280,10 @@ def _norm_arguments(
     words: KnownNames,
     why: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the places and the kind of the norms. `templates` are the tensor templates by shared name."""
+    """Return the arguments for the places of norms in a block, and for their kind (LayerNorm or RMSNorm).
+
+    `templates` has the checkpoint's tensor names, with "{layer}" for the layer number, by gptkit's parameter names.
+    """
     blocks = {name.removeprefix("blocks.{layer}.") for name in templates}
     norms = tuple(place for place in _PLACES if f"{place}.weight" in blocks)
     why["arguments.norms"] = (
@@ -286,7 +305,11 @@ def _norm_arguments(
 
 
 def _head_norms(names: Names, templates: Mapping[str, str], heads: Any, why: dict[str, str]) -> str:
-    """Return the argument for norms of queries and keys: "", "own", "whole" or "same"."""
+    """Return the argument for norms of queries and keys.
+
+    "" means that there are none, "own" a weight of its own for every head, "whole" one norm over all heads together,
+    and "same" one weight that all heads share.
+    """
     query = templates.get("blocks.{layer}.attention.q_norm.weight")
     if query is None:
         return ""
@@ -297,13 +320,13 @@ def _head_norms(names: Names, templates: Mapping[str, str], heads: Any, why: dic
 
 
 def _value(config: Mapping[str, Any], known: Known | None, fields: Mapping[str, Field], role: str) -> Any:
-    """Return the value that the config gives for a role."""
+    """Return the value that the config gives for a role (a property in gptkit's words, such as "heads")."""
     name = next((name for name, meaning in fields.items() if role in meaning.role.split()), "")
     return config.get(name, known.defaults.get(name) if known else None)
 
 
 def has(arguments: Mapping[str, Any], role: str) -> bool:
-    """Return whether a component that the arguments name has the field of a dotted role."""
+    """Return whether a dotted role, such as "attention.window", names a field of a component of the draft."""
     part, _, name = role.partition(".")
     kinds = {"norm": arguments["norm"], "feed_forward": arguments["inner"], "attention": arguments["mixer"]}
     if part == "mixture":
@@ -312,7 +335,10 @@ def has(arguments: Mapping[str, Any], role: str) -> bool:
 
 
 def rotary_of(kind: RotaryKind, config: Mapping[str, Any], known: Known | None, words: KnownNames) -> RotaryKind:
-    """Return a rotary embedding with the config class's base and rotated part, and the field that gives the part."""
+    """Return the rotary arguments with the base and the rotated share of a head that transformers' config class has.
+
+    They also get the name of the config field that gives the rotated share.
+    """
     stated = {**(known.defaults if known else {}), **config}
     inner = stated.get("rope_parameters") or {}
     usual = (known.defaults.get("rope_parameters") if known else None) or {}

@@ -1,7 +1,8 @@
 """The first draft of an unknown family, from a config.json and a checkpoint's names and shapes. No torch, no weights.
 
-The draft has the arguments of the nearest registered family, except where names, shapes and config fields contradict
-them. Properties that they do not determine become doubts (`Draft.doubts`), with the values of other families.
+The draft has the arguments of the nearest supported family, except where names, shapes and config fields contradict
+them. Properties that names, shapes and fields do not determine become doubts (`Draft.doubts`), with the values of other
+families as options.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ _LOOKED_AT = 12  # the number of nearest families whose tree is compared
 
 
 def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known | None, words: KnownNames) -> Draft:
-    """Return the draft of a checkpoint's family.
+    """Return a first draft of the definition of a checkpoint's family.
 
     Raises:
         CheckpointError: there are no layers, or the config does not match the tensors.
@@ -61,7 +62,10 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
 
 
 def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Return the draft with all options that make more names, shapes and config fields agree, tried one by one."""
+    """Return the draft with all options of its doubts that make more names, shapes and config fields agree with it.
+
+    The options are tried one by one.
+    """
     best = _strangeness(draft, config, names)
     for doubt in [doubt for doubt in draft.doubts if doubt.what != UNDETERMINED] * 2:
         for words, patch in doubt.options if best else ():
@@ -74,7 +78,7 @@ def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
 
 
 def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float:
-    """Return a measure of the names, shapes and config fields that the draft does not explain."""
+    """Return how badly a draft fits a checkpoint: 0 if it explains all tensor names, shapes and config fields."""
     unread = _unread(draft, config)
     spec = None if unread is None else tree_of(draft, config)
     if unread is None or spec is None or len(spec.blocks) != names.layers:
@@ -93,7 +97,7 @@ def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float
 
 
 def _ranked(config: Mapping[str, Any], names: Names, words: KnownNames) -> list[Donor]:
-    """Return the families, the nearest by names and config fields first. Equally near ones stay in order."""
+    """Return the families that a draft may start from, the one with the most similar tensor names and fields first."""
     keys = {names.key(template) for template in names.shapes}
     fields = config.keys() - COMMON_IRRELEVANT.keys() - COMMON_REFUSED.keys()
 
@@ -113,7 +117,10 @@ def _ranked(config: Mapping[str, Any], names: Names, words: KnownNames) -> list[
 
 
 def _fit(donor: Donor, config: Mapping[str, Any], names: Names) -> float:
-    """Return the share of the names and shapes that the family itself has for this config, from 0 to 1."""
+    """Return how well a family explains a checkpoint if it reads the config itself, from 0 to 1.
+
+    This is the share of tensor names that the family also has for this config, with equal shapes.
+    """
     try:
         spec = donor.decoder.read(donor.family.reader(config))
         if len(spec.blocks) != names.layers:
@@ -128,7 +135,7 @@ def _fit(donor: Donor, config: Mapping[str, Any], names: Names) -> float:
 
 
 def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
-    """Return the share of all names that two checkpoints have in common with equal shapes."""
+    """Return the share of tensor names, of those in either checkpoint, that are in both with equal shapes."""
     return len(ours.items() & theirs.items()) / max(len(ours.keys() | theirs.keys()), 1)
 
 
@@ -136,7 +143,10 @@ def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
 
 
 def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str, Leaf], dict[str, str]]:
-    """Return the leaves by tensor template, in the skeleton's order first, and the reasons for them."""
+    """Return which parameters the checkpoint's tensors store (their leaves) by name template, and the reasons.
+
+    The leaves that `skeleton`, the nearest family, also has come first, in its order.
+    """
     by_template, why, used_names = dict[str, Leaf](), dict[str, str](), set[str]()
     meanings = {template: words.of_tensor(names.key(template)) for template in names.shapes}
     for template in sorted(names.shapes, key=lambda template: len(meanings[template]) or 99):
@@ -161,9 +171,9 @@ def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str,
 
 
 def _gate_and_up(names: Names, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, Leaf]]:
-    """Yield leaves for the gate and up projections, if exactly two unknown matrices can be them.
+    """Yield leaves for the gate and up projections, if exactly two matrices with unknown names can be these.
 
-    Both have the transposed shape of the down projection. The first in the order of names becomes the gate projection.
+    Both have the transposed shape of the down projection. The one whose name sorts first becomes the gate projection.
     """
     stem = "blocks.{layer}.feed_forward."
     down = next((name for name, leaf in leaves.items() if leaf.names == (f"{stem}down_proj.weight",)), None)
@@ -181,7 +191,10 @@ def _gate_and_up(names: Names, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str
 
 
 def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Return the draft with the biases and the tied head that tensor names show, even against config fields."""
+    """Return the draft with the biases and the tied or untied head that the tensor names show.
+
+    The tensor names win over config fields that say something else.
+    """
     shared, todo, why = shared_names(draft.leaves), dict(draft.todo), dict(draft.why)
     spec = tree_of(draft, config)
     if spec is None:
@@ -226,7 +239,10 @@ def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
 
 
 def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
-    """Return the config fields that the draft neither reads nor declares, or None if it cannot read the config."""
+    """Return the config fields that the draft neither reads nor declares irrelevant or refused.
+
+    Return None if the draft cannot read the config.
+    """
     family = draft.family()
     reader = family.reader(config)
     try:
@@ -241,7 +257,11 @@ def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
 
 
 def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Draft:
-    """Return the draft with all unread fields refused at other values, and a TODO for everything that does not fit."""
+    """Return the draft with everything that it does not explain written down.
+
+    A config field that nothing reads gets a TODO, and the draft refuses all values of it but the checkpoint's. Tensors
+    that do not fit get a TODO too.
+    """
     todo = {place: question for place, question in draft.todo.items() if not place.startswith(_ACCOUNTS)}
     known, names, before = draft.known, names_of(shapes), draft.more["refused"]
     refused = {name: refusal for name, refusal in before.items() if refusal[1] != _NOBODY.format(name)}
@@ -282,7 +302,7 @@ def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shap
 
 
 def _misfits(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield the differences between the tensors of the tree and of the checkpoint."""
+    """Describe the differences between the tensors that the draft expects and those of the checkpoint."""
     spec = tree_of(draft, config)
     if spec is None:
         return

@@ -16,7 +16,7 @@ from ..errors import GptkitError
 from .vocabulary import CUT, Donor
 
 ABSENT = object()
-"""The value in a patch that removes an argument."""
+"""A patch with this value for an argument removes the argument from the draft."""
 
 Patch = Mapping[str, Any]
 
@@ -27,26 +27,26 @@ BIASES = {
     "feed_forward.down_bias": "blocks.{layer}.feed_forward.down_proj.bias",
     "head.bias": "head.bias",
 }
-"""The roles that determine whether there are biases, and the name of one such bias."""
+"""The properties that say whether there are biases, and for each the name of one of these biases."""
 
 _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
 
 
 class Known(NamedTuple):
-    """A model type of transformers."""
+    """The classes that transformers has for a model type."""
 
     hf_class: str  # the name of the model class
     hf_config: str  # the name of the config class
     defaults: Mapping[str, Any]  # the config class' default values
     fields: tuple[str, ...]  # the config class' fields
-    aliases: Mapping[str, str]  # the fields by their other names
+    aliases: Mapping[str, str]  # the field that each other name stands for
 
 
 class Doubt(NamedTuple):
     """A property of a draft that is uncertain."""
 
-    what: str
-    options: tuple[tuple[str, Patch], ...]  # other values, in words and as a patch of the draft
+    what: str  # the property in words
+    options: tuple[tuple[str, Patch], ...]  # its other possible values: each in words, and as a patch of the draft
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,20 @@ class Draft:
     model_type: str
     known: Known | None
     skeleton: Donor  # the nearest registered family, whose arguments are the defaults
-    arguments: Mapping[str, Any]  # of `DecoderFamily`
-    fields: Mapping[str, Field]  # of `DecoderFamily`
-    leaves: Mapping[str, Leaf]  # of `DecoderFamily.architecture`, by template
+    arguments: Mapping[str, Any]  # the arguments of `DecoderFamily`, without its config fields
+    fields: Mapping[str, Field]  # the meanings of the config fields, by field name
+    leaves: Mapping[str, Leaf]  # which parameters a tensor stores, by its name with "{layer}" for the layer number
     more: Mapping[str, Any]  # other arguments of `DecoderFamily.architecture`
-    why: Mapping[str, str] = field(default_factory=dict)  # reasons by place: "fields.NAME", "leaves.TEMPLATE"
-    todo: Mapping[str, str] = field(default_factory=dict)  # open questions and contradictions, by place
+    why: Mapping[str, str] = field(default_factory=dict)  # the reasons for "fields.NAME", "leaves.NAME" and so on
+    todo: Mapping[str, str] = field(default_factory=dict)  # open questions and contradictions, by the same keys
     doubts: tuple[Doubt, ...] = ()
 
     def modules(self) -> tuple[dict[str, tuple[str, str]], dict[str, Leaf]]:
-        """Return the plain modules by checkpoint name, with their shared name and a template, and all other leaves."""
+        """Return the tensors that store one parameter unchanged, by module, and the leaves of all other tensors.
+
+        The first dictionary has the checkpoint's module names as keys. Its values are gptkit's name of the module, and
+        the name template of one tensor of the module.
+        """
         plain_modules: dict[str, tuple[str, str]] = {}
         other_leaves = {}
         for template, leaf in self.leaves.items():
@@ -79,7 +83,7 @@ class Draft:
         return plain_modules, other_leaves
 
     def family(self) -> Architecture:
-        """Return the draft as a family, without registering it."""
+        """Return the draft as a family that can read a config. The family is not registered."""
         modules, others = self.modules()
         leaves = (*leaves_of({name: shared for name, (shared, _) in modules.items()}), *others.values())
         more = {name: value for name, value in self.more.items() if name not in ("hf_class", "eager")}
@@ -88,7 +92,7 @@ class Draft:
         )
 
     def patched(self, patch: Patch) -> "Draft":
-        """Return the draft with other values.
+        """Return the draft with the values of a patch in place of its own.
 
         The keys of a patch are "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or "leaves.TEMPLATE".
         """
@@ -114,7 +118,7 @@ class Draft:
 
 
 def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
-    """Return the tree for a config, or None if the draft cannot read the config."""
+    """Return the component tree that a draft reads from a config, or None if it cannot read the config."""
     try:
         return draft.family().read(draft.family().reader(config))
     except (GptkitError, ValueError, TypeError, KeyError, AttributeError):
@@ -122,7 +126,7 @@ def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
 
 
 def missing_parameters(spec: ModelSpec, draft: Draft) -> set[str]:
-    """Return the parameters of a tree that no leaf names."""
+    """Return the parameters of a tree that no tensor of the checkpoint stores, according to the draft."""
     parameters = cut(spec).parameters()
     return {_NUMBERED.sub(_templated, parameter.name) for parameter in parameters} - shared_names(draft.leaves)
 
@@ -132,10 +136,10 @@ def _templated(match: re.Match[str]) -> str:
 
 
 def cut(spec: ModelSpec) -> ModelSpec:
-    """Return a tree with only its first layers, which are enough to compare names and shapes."""
+    """Return a component tree with only its first layers, which are enough to compare names and shapes."""
     return structs.replace(spec, blocks=spec.blocks[:CUT])
 
 
 def shared_names(leaves: Mapping[str, Leaf]) -> set[str]:
-    """Return the shared names of all leaves."""
+    """Return gptkit's names of all parameters that the leaves store. All families share these names."""
     return {name for leaf in leaves.values() for name in leaf.names}

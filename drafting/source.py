@@ -35,7 +35,7 @@ _HOMES = {
 
 
 def source_of(draft: Draft, head: Sequence[str]) -> str:
-    """Return the file's text. `head` is its docstring by paragraphs: the results of the proofs."""
+    """Return the text of the definition file. `head` has the paragraphs of its docstring: the results of the tests."""
     write = _Writer()
     for name in ("DecoderFamily", "leaves_of", "register"):
         write.named(name)
@@ -104,18 +104,22 @@ def _family_lines(draft: Draft, write: "_Writer") -> list[str]:
 
 
 def _nested(name: str, entries: Sequence[str]) -> list[str]:
-    """Return an argument that is a dictionary with these entries, or nothing if there are none."""
+    """Return the source lines of an argument that is a dictionary with these entries, or none if it is empty."""
     return [f"    {name}={{", *(f"    {line}" for line in entries), "    },"] if entries else []
 
 
 def _has_entry(place: str, draft: Draft) -> bool:
-    """Return whether the file has an entry for the place of a TODO, with which the TODO is written."""
+    """Return whether the file has an entry for the key of a TODO, such as "fields.NAME". Then the TODO is put there."""
     part, _, name = place.partition(".")
     return name in {"fields": draft.fields, "refused": draft.more["refused"], "leaves": draft.leaves}.get(part, ())
 
 
 def _entries(draft: Draft, part: str, texts: Mapping[str, str], names: Any, sign: str = ": ") -> list[str]:
-    """Return the lines of a dictionary or a call, with reasons and TODOs as comments before the entries."""
+    """Return the source lines of the entries of a dictionary or the arguments of a call.
+
+    The reason for an entry and its TODO become comments before it. The draft has them by keys such as "fields.NAME":
+    `part` is the first part of these keys, and `names` has the second.
+    """
     lines = []
     for (name, value), place in zip(texts.items(), names, strict=True):
         todo = draft.todo.get(f"{part}.{place}")
@@ -139,14 +143,14 @@ def _plain(text: str) -> str:
 
 
 class _Writer:
-    """A writer of values as Python expressions, which collects the imports that they need."""
+    """A writer that turns values into Python expressions, and collects the imports that these need."""
 
     def __init__(self) -> None:
         self._names: dict[str, set[str]] = {}
         self._places = _places()
 
     def named(self, name: str, home: str = "") -> str:
-        """Return a name, and add it to the imports."""
+        """Return a name, and add its import to the file."""
         self._names.setdefault(home or _HOMES[name], set()).add(name)
         return name
 
@@ -154,7 +158,10 @@ class _Writer:
         return [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(self._names.items())]
 
     def value(self, value: Any) -> str:
-        """Return the expression for plain data, a declaration such as `Field`, or a value from a family's table."""
+        """Return the expression for plain data, for a declaration such as `Field`, or for a value of a known family.
+
+        Such a value, for example a function, is imported from the family's module.
+        """
         if isinstance(value, float) and not math.isfinite(value):
             return f"float({str(value)!r})"
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -205,7 +212,7 @@ def _places() -> dict[int, str]:
 
 
 def _references() -> Iterator[tuple[int, str]]:
-    """Yield the id and the place, "module:path", of every value in the families' tables that is not plain data."""
+    """Yield the `id` and the place, "module:path", of all values in families' definitions that are not plain data."""
     for name, module in list(sys.modules.items()):
         if not name.startswith(f"{families.__name__}."):
             continue
@@ -220,7 +227,7 @@ def _references() -> Iterator[tuple[int, str]]:
 
 
 def _references_in(table: DecoderFamily, place: str) -> Iterator[tuple[int, str]]:
-    """Yield the ids and places for the table of one family."""
+    """Yield the `id` and the place of every such value in the table of one family."""
     plain = (str, int, float, bool, tuple, list, type(None), type)
     for part in ("layers", "recurrent", "mixtures", "written", "norms"):
         yield id(getattr(table, part)), f"{place}.{part}"

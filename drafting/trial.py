@@ -1,7 +1,7 @@
 """A separate process that compares drafts with transformers' class of the model type, on tiny random models.
 
 It reads one question from standard input and answers on standard output, in JSON. It resolves the doubts of a draft by
-trying their options: an option remains if it brings the logits nearer to those of the class.
+trying their options. An option is kept if it brings the draft's logits nearer to those of transformers' class.
 """
 
 import contextlib
@@ -57,13 +57,16 @@ _TINY = {
     "attention.window": 16, "expert_size": 40, "shared_size": 40, "mixture.experts": 4, "mixture.top_k": 2,
     "mixture.groups": 2, "mixture.top_groups": 1,
 }  # fmt: skip
-"""The largest sizes of a tiny model, by role."""
+"""The largest sizes of a tiny model, by gptkit's names of the sizes."""
 
 Config = dict[str, Any]
 
 
 def known_of(config: Mapping[str, Any]) -> Known | None:
-    """Return a config's model type as the installed transformers has it, or None if it is no causal language model."""
+    """Return the classes that the installed transformers has for a config's model type.
+
+    Return None if transformers has no causal language model of this type.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -82,7 +85,7 @@ def known_of(config: Mapping[str, Any]) -> Known | None:
 
 
 class Case:
-    """A config, and transformers' model of it with random weights. Raises any error of the class."""
+    """A config, and transformers' model of it with random weights. The constructor raises any error of that class."""
 
     def __init__(self, config: Config, name: str) -> None:
         import transformers
@@ -100,12 +103,12 @@ class Case:
 
     @cached_property
     def full(self) -> Config:
-        """Return the config with the class' defaults."""
+        """Return the config with the defaults of transformers' config class for all fields that it does not give."""
         defaults: Config = json.loads(self._config().to_json_string(use_diff=False))
         return {**defaults, **self.config}
 
     def model(self, dtype: torch.dtype, attention: str) -> Any:
-        """Return the model with random parameters, whose scales are like those of a trained model."""
+        """Return transformers' model with random parameters of about the size that they have in trained models."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._class._from_config(self._config(), dtype=dtype, attn_implementation=attention).eval()
@@ -139,7 +142,7 @@ class Case:
 
 
 def _stored(model: Any) -> dict[str, Tensor]:
-    """Return a model's tensors as save_pretrained names and shapes them, and tied ones once."""
+    """Return a model's tensors with the names and shapes that save_pretrained writes. Tied tensors appear once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
@@ -147,10 +150,10 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 
 def difference(draft: Draft, case: Case) -> float:
-    """Return the mean distance of the draft's logits from the class' logits, relative to the largest logit.
+    """Return the mean absolute difference of a draft's logits from those of transformers' class.
 
-    It is measured in fp32. If fp32 agrees exactly, it is measured in bf16 and scaled to be less than any fp32 distance.
-    It is infinite if the draft computes no logits.
+    It is relative to the largest logit, and measured in fp32. If the fp32 logits are equal, it is measured in bf16
+    instead, and scaled to be less than any difference in fp32. It is infinite if the draft computes no logits.
     """
     for dtype, weight in zip(_DTYPES, (1.0, 1e-12), strict=True):
         try:
@@ -183,7 +186,7 @@ def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torc
 
 
 def _tiny(config: Config, draft: Draft) -> Config:
-    """Return the config with smaller sizes. Lists with a value per layer are cut to the number of layers."""
+    """Return the config of a tiny model. Lists with a value per layer are cut to its number of layers."""
     tiny = copy.deepcopy(config)
     roles = {role: name for name, field in draft.fields.items() for role in field.role.split() if name in config}
     layers = config.get(roles.get("layers", ""), 0)
@@ -205,9 +208,9 @@ def _tiny(config: Config, draft: Draft) -> Config:
 
 
 def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
-    """Yield cases with another value of one field, with the field's name and the new value.
+    """Yield cases in which one config field has another value, each with the field's name and the new value.
 
-    The fields are those that the family reads, and those that nothing reads.
+    This is done for the fields that the draft reads, and for those with a TODO because nothing reads them.
     """
     family = draft.family()
     reader = family.reader(case.full)
@@ -237,13 +240,13 @@ def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
 
 
 class Search:
-    """A search that tries the options of doubts on one case, and counts the drafts that it tried."""
+    """A search that tries the options of a draft's doubts on one case, and counts the drafts that it tried."""
 
     def __init__(self, case: Case) -> None:
         self._case, self.tried, self.kept, self._seen = case, 0, list[str](), set[Any]()
 
     def nearest(self, draft: Draft) -> tuple[Draft, float]:
-        """Return the draft that comes nearest to the class, and its distance.
+        """Return the draft whose logits are nearest to those of transformers' class, and their `difference`.
 
         Options are tried one after another, and then two at a time.
         """
@@ -265,10 +268,10 @@ class Search:
         return best, distance
 
     def _try(self, best: Draft, patch: Patch, rounding: bool) -> tuple[Draft, float]:
-        """Return the draft with a patch, and its distance.
+        """Return the draft with a patch, and the `difference` of its logits from those of transformers' class.
 
-        The distance is infinite if the draft was tried before. `rounding`: whether a patch must change only the
-        rounding, or must change more; the distance of any other patch is infinite too.
+        The difference is infinite if the same draft was tried before. With `rounding`, it is also infinite for a patch
+        that changes more than the rounding, and without `rounding` for one that changes only the rounding.
         """
         tried, far = best.patched(patch), float("inf")
         now, new = (_tree(one, self._case.full) for one in (best, tried))
@@ -299,10 +302,10 @@ def _with_reason(draft: Draft, patch: Patch, words: str) -> Draft:
 
 
 def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
-    """Return the draft after comparing every field's meaning with the class at another value.
+    """Return the draft after testing the meaning of every config field at a second value of the field.
 
-    A meaning that is wrong there is replaced by that of another family. If none is right, other values than the
-    checkpoint's are refused.
+    If the logits at that value differ from those of transformers' class, the field gets its meaning in another family.
+    If no meaning is right, the draft refuses all values of the field but the checkpoint's.
     """
     for name, value, varied in list(_variants(draft, case)):
         value_text, place = shown(value), f"{'refused' if name in draft.more['refused'] else 'fields'}.{name}"
@@ -335,12 +338,15 @@ def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
 
 
 def _by_layer(draft: Draft) -> Iterator[Draft]:
-    """Yield drafts with other families' arguments for fields that differ by layer."""
+    """Yield drafts that read config fields that differ by layer as other families do."""
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
 def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
-    """Yield the draft with other meanings of a field: those of its name, then of all fields with values of its type."""
+    """Yield the draft with other meanings of a config field.
+
+    First come the meanings of a field of this name in other families, then those of all fields with values of its type.
+    """
     current = draft.fields.get(name)
     roles = {role for other, field in draft.fields.items() if other != name for role in field.role.split()}
     value = draft.more["refused"][name][0][0] if current is None else current.default
@@ -361,7 +367,10 @@ def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
 
 
 def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
-    """Return the draft that refuses a field at all values but the checkpoint's, such as at `other`, which is wrong."""
+    """Return the draft that refuses all values of a config field but the checkpoint's.
+
+    `other` is a value for which the draft's logits are wrong, for the message.
+    """
     field, value = draft.fields[name], case.full.get(name)
     todo = {
         **draft.todo,
@@ -384,7 +393,7 @@ def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
 
 
 def _same(case: Case, other: Case) -> bool:
-    """Return whether the class has the same names, shapes and logits for two configs."""
+    """Return whether transformers' class has the same tensor names, shapes and logits for the configs of two cases."""
     if case.shapes != other.shapes:
         return False
     (_, _, ours), (_, _, theirs) = case.reference(torch.float32), other.reference(torch.float32)
@@ -396,19 +405,19 @@ def _same(case: Case, other: Case) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Proof:
-    """One of the four proofs."""
+    """The result of one of the four tests in `gptkit.testing`."""
 
     name: str
-    holds: bool | None  # None if it could not be tried
-    told: str  # the cases for which it holds, or why it fails or could not be tried
+    holds: bool | None  # None if the test could not be run
+    told: str  # the cases for which the test passes, or why it fails or could not be run
 
 
 def proved(
     family: Architecture, draft: Draft, config: Config, shapes: Mapping[str, Shape], case: Case | None, note: str
 ) -> list[_Proof]:
-    """Return the four proofs of `testing`, for the checkpoint's names and for transformers' class.
+    """Run the four tests of `testing` on the definition, with the checkpoint's tensors and transformers' class.
 
-    `note` says why there is no case, or how far the logits differ.
+    `note` says why transformers' class is not available (`case` is None), or how much the logits differ.
     """
     known, small = draft.known, config if case is None else case.full
     if case is None and sum(map(math.prod, shapes.values())) > _PARAMETERS:
@@ -471,7 +480,7 @@ def _computed(family: Architecture, case: Case, paths: Sequence[str]) -> None:
 
 
 def place_and_cause(case: Case) -> list[str]:
-    """Return where the definition's logits diverge from the class', and the cause, in the words of `verify`."""
+    """Return where the logits start to differ from transformers', and the cause, in lines that `verify` prints."""
     from ..parity.verify import verify
     from ..report.verification import verdict_lines
 
@@ -489,13 +498,16 @@ def place_and_cause(case: Case) -> list[str]:
 
 
 _MOST_LAYERS = 1000
-"""The most layers with which a class is built regardless of the number of tensors."""
+"""A config may have this number of layers even if the checkpoint has fewer tensors."""
 _LABELS = ("num_labels", "id2label", "label2id")
-"""Fields of classifiers, from which transformers builds a table with one row per label."""
+"""Config fields of classifiers. transformers builds a table with one row per label from them, so they are removed."""
 
 
 def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownNames) -> None:
-    """Raise InvalidInput if config.json has more layers than there are tensors, before a model is built from it."""
+    """Raise InvalidInput if config.json has more layers than the checkpoint has tensors, and more than 1,000.
+
+    Building a model from such a config could take all memory.
+    """
     for name, meanings in words.fields.items():
         value = config.get(name)
         counts = any("layers" in meaning.value.role.split() for meaning in meanings)
@@ -507,7 +519,7 @@ def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownName
 
 
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
-    """Return the text of the definition, and the results of its proofs."""
+    """Draft a definition. Return its text and the results of the four tests, as a JSON object for `draft`."""
     words = known_names(tuple(without))
     _require_worth(config, shapes, words)
     config = {name: value for name, value in config.items() if name not in _LABELS}
@@ -566,7 +578,7 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
 
 
 def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: int) -> list[str]:
-    """Return the paragraphs of the file's docstring."""
+    """Return the paragraphs of the docstring of the definition file."""
     passed = [proof.name for proof in proofs if proof.holds]
     result = (
         "the four proofs pass"
@@ -592,7 +604,10 @@ def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: i
 
 
 def answered(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the draft for a question's `config` and `shapes`, `without` some families, or the error."""
+    """Return the draft for a question, or the error.
+
+    The question has a `config`, the `shapes` of the tensors by name, and families to ignore (`without`).
+    """
     shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
     try:
         with quiet():
@@ -602,7 +617,7 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer questions on standard input."""
+    """Answer the question on standard input."""
     allow(0, LIBRARIES, DATA)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-"""The roles that names of tensors and config fields have in the registered families, the most usual role first.
+"""What names of tensors and config fields mean in the supported families, the most usual meaning first.
 
-All names come from the families; this file lists none. It needs no torch.
+The names are collected from the families' definitions. This file needs no torch.
 """
 
 import re
@@ -22,7 +22,7 @@ from ..components import Shape
 from ..errors import GptkitError
 
 CUT = 6
-"""The number of layers whose names and shapes are compared."""
+"""The number of first layers whose tensor names and shapes are compared."""
 
 _LAYER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.)")
 _PLACES = re.compile(r"\{\w+\}")
@@ -31,20 +31,20 @@ _EXPERT = re.compile(r"(?<=experts\.)[0-9]{1,6}(?=\.)")
 
 @dataclass(frozen=True)
 class Donor:
-    """A family whose config.json is read from a table, so that a draft can copy its arguments."""
+    """A supported family that is defined by a table (`DecoderFamily`), so that a draft can copy its arguments."""
 
     family: Architecture
     decoder: DecoderFamily
-    place: str  # the table's module and variable, "module.VARIABLE"
+    place: str  # where the table is defined: "module.VARIABLE"
 
     @cached_property
     def keys(self) -> dict[str, Leaf]:
-        """Return the family's leaves by their checkpoint names, without the family's prefix."""
+        """Return the family's leaves by tensor name, without the family's prefix such as "model."."""
         leaves = (leaf for leaf in self.family.leaves if "{head}" not in leaf.checkpoint)  # a draft has no such names
         return {leaf.checkpoint.removeprefix(self.family.prefix): leaf for leaf in leaves}
 
     def knows(self, config: Mapping[str, Any]) -> set[str]:
-        """Return the fields of a config that the family reads or declares."""
+        """Return the fields of a config that the family reads, or declares irrelevant or refused."""
         reader = ConfigReader(config)
         with suppress(GptkitError, ValueError, TypeError, KeyError):  # fields read before the error count
             self.decoder.read(reader)
@@ -54,9 +54,9 @@ class Donor:
 
 
 class Meaning(NamedTuple):
-    """A meaning that a name has in some families."""
+    """A meaning that the name of a tensor or config field has in some families."""
 
-    value: Any
+    value: Any  # what the name stands for, such as a `Leaf` or a `Field`
     votes: int  # the number of families with this meaning
     donor: str  # one of these families
 
@@ -70,7 +70,11 @@ class KnownNames:
 
     @cached_property
     def leaves(self) -> dict[str, list[Meaning]]:
-        """Return the leaves by tensor name: within a layer, or outside of layers and without a prefix."""
+        """Return the leaves that a tensor name has in the families.
+
+        The keys are name templates from the layer number on ("{layer}.mlp.up.weight"), or the whole name without prefix
+        for tensors outside of layers.
+        """
         by_name: dict[str, list[tuple[Leaf, str]]] = {}
         for donor in self.donors:
             for key, leaf in donor.keys.items():
@@ -91,7 +95,10 @@ class KnownNames:
 
     @cached_property
     def tails(self) -> dict[str, list[Meaning]]:
-        """Return the leaves by the last two parts of tensor names: a module's name and "weight" or "bias"."""
+        """Return the leaves that a tensor name has in the families if only its last two parts are compared.
+
+        These are the name of a module and "weight" or "bias".
+        """
         by_tail: dict[str, list[tuple[Leaf, str]]] = {}
         for key, meanings in self.leaves.items():
             for meaning in meanings:
@@ -99,12 +106,12 @@ class KnownNames:
         return {key: _voted(pairs, lambda leaf: (leaf.names, leaf.layout)) for key, pairs in by_tail.items()}
 
     def of_tensor(self, key: str) -> list[Meaning]:
-        """Return the meanings of a tensor name without a prefix."""
+        """Return the meanings of a tensor's name template. If no family has it, compare only its last two parts."""
         return self.leaves.get(inside(key)) or self.tails.get(tail(key), [])
 
     @cached_property
     def fields(self) -> dict[str, list[Meaning]]:
-        """Return the meanings of config fields, by name."""
+        """Return the meanings of config fields, by field name."""
         by_name: dict[str, list[tuple[Field, str]]] = {}
         for donor in self.donors:
             for name, field in donor.decoder.fields.items():
@@ -113,7 +120,10 @@ class KnownNames:
 
     @cached_property
     def irrelevant(self) -> dict[str, list[Meaning]]:
-        """Return the reasons why config fields are irrelevant, by name, without fields that every family ignores."""
+        """Return the reasons why families ignore a config field, by field name.
+
+        Fields that every family ignores are left out.
+        """
         by_name: dict[str, list[tuple[str, str]]] = {}
         for family in (donor.family for donor in self.donors):
             for name, reason in family.ignored.items():
@@ -123,7 +133,10 @@ class KnownNames:
 
     @cached_property
     def refused(self) -> dict[str, list[Meaning]]:
-        """Return the accepted values and the reasons of config fields that are otherwise refused, by name."""
+        """Return the config fields of which families accept only some values, by field name.
+
+        The value of a meaning has the accepted values, and the reason to refuse others.
+        """
         by_name: dict[str, list[tuple[Any, str]]] = {}
         for family in (donor.family for donor in self.donors):
             for name, refusal in family.refusals.items():
@@ -132,7 +145,7 @@ class KnownNames:
         return {name: _voted(pairs, repr) for name, pairs in by_name.items()}
 
     def fixed(self) -> dict[str, list[Meaning]]:
-        """Return the values of roles that are fixed in a family, because no config field has them."""
+        """Return the values of properties ("roles") that are constant in a family: no config field gives them."""
         by_role: dict[str, list[tuple[Any, str]]] = {}
         for donor in self.donors:
             for role, value in donor.decoder.fixed.items():
@@ -141,12 +154,15 @@ class KnownNames:
 
 
 def id_or_value(value: Any) -> Any:
-    """Return a key that is equal for equal values. Functions are compared by identity."""
+    """Return a hashable key for a value, which is the same for equal values. Functions are compared by identity."""
     return id(value) if callable(value) else repr(value)
 
 
 def _voted(pairs: Sequence[tuple[Any, str]], by: Callable[[Any], Any]) -> list[Meaning]:
-    """Return the different values, the most frequent first, and equally frequent ones in order."""
+    """Count the families by value. Return the different values, the most frequent first.
+
+    `pairs` are values and family names. Values with the same key `by(value)` count as the same.
+    """
     votes = Counter(by(value) for value, _ in pairs)
     first = {by(value): (value, donor) for value, donor in reversed(pairs)}
     return [Meaning(first[key][0], count, first[key][1]) for key, count in votes.most_common()]
@@ -159,7 +175,7 @@ def inside(key: str) -> str:
 
 
 def tail(key: str) -> str:
-    """Return the last two parts of a name template, after "{layer}." if it belongs to a layer."""
+    """Return the last two parts of a name template, with "{layer}." before them if the tensor belongs to a layer."""
     within = inside(key)
     layer, parts = within.startswith("{layer}."), within.removeprefix("{layer}.").split(".")
     return ("{layer}." if layer else "") + ".".join(parts[-2:])
@@ -167,7 +183,7 @@ def tail(key: str) -> str:
 
 @cache
 def known_names(without: tuple[str, ...] = ()) -> KnownNames:
-    """Return the names that the registered families use, except the families `without`."""
+    """Return the names that the supported families use, except the families in `without`."""
     known = [family for family in ARCHITECTURES.values() if family.name not in without]  # this imports all families
     places = dict(_places())
     donors = tuple(
@@ -180,7 +196,7 @@ def known_names(without: tuple[str, ...] = ()) -> KnownNames:
 
 
 _VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")
-"""The endings of the shared names of tensors with one dimension."""
+"""How gptkit's names of parameters with one dimension end."""
 
 
 def fits(leaf: Leaf, shape: Shape) -> bool:
@@ -191,7 +207,7 @@ def fits(leaf: Leaf, shape: Shape) -> bool:
 
 
 def _places() -> Iterator[tuple[int, str]]:
-    """Yield the id of every family's table, with its module and variable."""
+    """Yield the `id` of every family's table, and where it is defined: "module.VARIABLE"."""
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{families.__name__}."):
             for variable, value in vars(module).items():
@@ -204,31 +220,37 @@ def _places() -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensors of a checkpoint by name templates."""
+    """The tensor names of a checkpoint as templates, with {layer} and {expert} in place of numbers."""
 
-    prefix: str  # the prefix of layer names: "model." for "model.layers.{layer}."
+    prefix: str  # what comes before the list of layers: "model." for "model.layers.{layer}."
     layers: int  # the number of layers
-    shapes: Mapping[str, Mapping[int, Shape]]  # the shapes by template and layer
-    odd: tuple[str, ...]  # names that cannot be written as a template
+    shapes: Mapping[str, Mapping[int, Shape]]  # the shapes by template and layer number
+    odd: tuple[str, ...]  # names with unusual characters or of unusual length, for which there is no template
 
     def key(self, template: str) -> str:
-        """Return a template without the prefix."""
+        """Return a template without this checkpoint's prefix."""
         return template.removeprefix(self.prefix)
 
     def cut(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the tensors outside of layers and in the first layers, with their shapes; only the first expert's."""
+        """Yield the names and shapes of the tensors outside of layers and in the first `CUT` layers.
+
+        Of the experts, only the first is included.
+        """
         for template, by_layer in self.shapes.items():
             for layer, shape in by_layer.items():
                 if layer < CUT:
                     yield template.format(layer=layer, expert=0), shape
 
     def shape(self, template: str) -> Shape:
-        """Return the tensor's shape in the first layer that has it."""
+        """Return the shape of the tensor in the first layer that has one with this template."""
         return next(iter(self.shapes[template].values()))
 
 
 def names_of(shapes: Mapping[str, Shape]) -> Names:
-    """Return a checkpoint's name templates. The first number in a name is a layer's, the second an expert's."""
+    """Return a checkpoint's name templates, from the shapes of its tensors by name.
+
+    The first number in a name is taken as the layer, and a number after "experts." as the expert.
+    """
     by_template: dict[str, dict[int, Shape]] = {}
     stacks: Counter[str] = Counter()
     odd = []
