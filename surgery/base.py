@@ -2,13 +2,13 @@
 
 Nothing is computed before the result is written, one tensor at a time. A *computed* tensor is computed in fp64 and
 rounded once, when it is stored. A *moved* tensor has only copied, repeated or zero-padded values, and keeps its dtype
-and every bit. The model after a swap is again a model with weights, so swaps chain without a file between them.
+and every bit. The model after a swap is again a model with weights, so several swaps run without a file between them.
 
 A swap declares its guarantee:
 
-exact        the same function up to rounding, which is measured from the written files
-approximate  the best closed form there is; the damage is measured and reported
-retrained    useless before training
+exact        the new model computes the same function up to rounding; this is measured from the written files
+approximate  the new model computes nearly the same function; the difference is measured and reported
+retrained    the new model is useless until it is trained
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Guarantee = Literal["exact", "approximate", "retrained"]
 ORDER: tuple[Guarantee, ...] = get_args(Guarantee)  # the strongest first
 Wide = NDArray[np.float64]
 _CACHED_BYTES = 64 * 2**20
-"""The size of the cache of computed tensors, by step: the next step reads most of them more than once."""
+"""The size in bytes of a step's cache of computed tensors. The next step reads most of these more than once."""
 
 
 _T = TypeVar("_T")
 
 
 def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
-    """Return the guarantee of a chain of swaps."""
+    """Return the weakest of the guarantees of several swaps, which is the guarantee of all of them together."""
     return max(guarantees, key=ORDER.index, default="exact")
 
 
@@ -48,12 +48,12 @@ def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 
 
 class Model(Tree, Protocol):
-    """A model whose tensors swaps read. `reference` is its name in messages."""
+    """A component tree with weights, which a swap can read. `reference` is the model's name in messages."""
 
     reference: str
 
     def dtype(self, name: str) -> str:
-        """Return the dtype in which a tensor is stored, or would be."""
+        """Return the dtype in which a tensor is stored, or will be stored if it is still to be written."""
         ...
 
     def wide(self, name: str) -> Wide:
@@ -86,7 +86,7 @@ class StoredModel:
 
 
 class Read:
-    """The facts about a model, which are read from its weights (`facts.WeightFacts`)."""
+    """Answers to the questions of `facts.WeightFacts`, read from the weights of a model."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -119,9 +119,9 @@ _ROWS = 4096  # rows of two tensors that are compared at once
 
 
 def differing(model: Model, first: str, second: str) -> Iterator[int]:
-    """Yield the numbers of rows in which two tensors differ in value, for some rows at a time.
+    """Compare two tensors, a block of rows at a time, and yield for every block how many of its rows differ.
 
-    Tensors of one dtype are compared by their stored bits, except computed ones, which are not rounded yet.
+    Tensors of the same dtype are compared as they are stored. Computed tensors are compared in fp64, before rounding.
     """
     computed = isinstance(model, SwappedModel) and (model.computed(first) or model.computed(second))
     stored = model.dtype(first) == model.dtype(second) and not computed
@@ -134,7 +134,10 @@ def differing(model: Model, first: str, second: str) -> Iterator[int]:
 
 
 def origin_of(model: Model) -> tuple[Origin, bool]:
-    """Return the origin of a model, and whether the files in its folder are its own, unlike those near a GGUF."""
+    """Return where a model comes from, and whether the other files in its folder belong to it.
+
+    The files next to a GGUF file may belong to another model.
+    """
     while isinstance(model, SwappedModel):
         model = model.before
     if not isinstance(model, StoredModel):
@@ -156,8 +159,8 @@ class Computed:
 class Moved:
     """A tensor whose values are moved from old tensors.
 
-    `move` gets their arrays in a common dtype, in which a zero is 0, and returns the new array. Without `move`, the old
-    tensor gets another name.
+    `move` gets the arrays of the old tensors in a common dtype, and returns the new array. Without `move`, the old
+    tensor only gets another name.
     """
 
     sources: tuple[str, ...] | str
@@ -189,13 +192,13 @@ Tensor = Computed | Moved | Filled
 
 @dataclass(frozen=True)
 class Promise:
-    """The part of the logits that a swap makes a promise about; all of them by default."""
+    """The part of the logits that the guarantee of a swap is about. The default is all logits."""
 
     tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # old and new ids of the kept tokens; None: all
-    length: int | None = None  # the largest length of a sequence; None: any
+    length: int | None = None  # the largest length of a sequence in tokens; None: any
 
     def then(self, later: Promise) -> Promise:
-        """Return the promise of this swap and a later one together."""
+        """Return the promise of this swap followed by a later one."""
         lengths = [length for length in (self.length, later.length) if length is not None]
         tokens = self.tokens or later.tokens
         if self.tokens is not None and later.tokens is not None:
@@ -207,7 +210,10 @@ class Promise:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A new model, and recipes for its tensors. Tensors without a recipe are copied under their own names."""
+    """The result of a swap: the new model's components, and recipes for its tensors.
+
+    A tensor without a recipe is copied from the tensor of the same name in the old model.
+    """
 
     spec: ModelSpec
     guarantee: Guarantee
@@ -217,13 +223,16 @@ class Swapped:
     promise: Promise = Promise()
     texts: Mapping[str, bytes | None] = field(default_factory=dict)  # changed tokenizer files by name; None removes one
     against: Callable[[Model], Model] | None = None
-    """Returns the model that the new one equals if that is not the old one, such as a base model with its adapter."""
+    """A function of the old model that returns the model to compare the new one with, if that is not the old model.
+
+    After an adapter is merged, for example, this is the base model with the adapter next to it.
+    """
 
 
 class SwappedModel:
     """The model after a swap. Its tensors are computed from those of the old model on demand.
 
-    `stored` is the dtype of computed tensors.
+    `stored` is the dtype in which computed tensors are stored.
     """
 
     def __init__(self, before: Model, swapped: Swapped, stored: str = "F64") -> None:
@@ -293,7 +302,7 @@ class SwappedModel:
 
 
 class Exactly:
-    """A model whose computed tensors are read in fp64, before any rounding for storage."""
+    """A view of a model in which all tensors are fp64. Computed tensors are not rounded for storage."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.spec, self.release = model, model.spec, model.release
@@ -316,24 +325,31 @@ def gather(array: Array, index: Index, axis: int) -> Array:
 
 
 def taken(name: str, index: Index, axis: int = 0) -> Moved:
-    """Return a tensor with the entries along one axis that `index` names. It keeps every bit."""
+    """Return the recipe that picks the entries of a tensor along one axis that `index` names. Every bit is kept."""
     return Moved(name, lambda array: gather(array, index, axis))
 
 
 def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
-    """Return the tensor of `taken`, multiplied by a factor. A factor of 1 only moves the values."""
+    """Return the recipe that picks entries as `taken` does, and multiplies them by a factor.
+
+    If the factor is 1, the values are only moved.
+    """
     if factor == 1.0:
         return taken(name, index, axis)
     return Computed(lambda model: gather(model.wide(name), index, axis) * factor)
 
 
 def padded(old: int, new: int, repeat: bool = False) -> Index:
-    """Return the index of `old` entries that are padded to `new` with zeros, or with the old entries again."""
+    """Return the index that pads `old` entries to `new` entries, with zeros, or with `repeat` by repeating the old."""
     index = np.arange(new)
     return index % old if repeat else np.where(index < old, index, -1)
 
 
 def by_head(heads: Index, within: Index, size: int) -> Index:
-    """Return the index for heads of `size` entries: `heads` names the old heads, `within` their entries (-1: zero)."""
+    """Return the index of the new heads' entries along an axis that stores old heads of `size` entries one by one.
+
+    `heads` names the old head of every new head, and `within` the old entry of every new entry in a head. -1 means
+    zeros.
+    """
     index = heads[:, None] * size + within[None, :]
     return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)

@@ -1,8 +1,8 @@
 """Run swaps one after the other on an opened checkpoint, without computing a tensor or writing a file.
 
-The last step may convert into the form of a Hugging Face family. A family can express a model if its config.json
-describes it completely, except for rounding and for biases of zeros, which are added or removed. If none can,
-`remedies` names the swaps that would help.
+The last step may convert the result for a Hugging Face family. A family can express a model if the family's config.json
+describes the model completely. Rounding may differ, and biases of zeros may be added or removed for this. If no family
+can express the model, `remedies` names the swaps that would help.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +31,12 @@ from .remedies import in_the_way
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that were run one after the other; no tensor is computed yet."""
+    """The result of several steps. The tensors of the result are not computed yet."""
 
-    steps: tuple[Step, ...]  # the forms that were chosen
+    steps: tuple[Step, ...]  # in the forms that were chosen
     swapped: tuple[Swapped, ...]
     models: tuple[Model, ...]  # before the first step, after the first, and so on
-    tried: tuple[tuple[Tried, ...], ...] = ()  # for each step the compared forms, the best first
+    tried: tuple[tuple[Tried, ...], ...] = ()  # for each step the forms that were compared, the best first
 
     @property
     def spec(self) -> ModelSpec:
@@ -48,7 +48,7 @@ class Chain:
 
     @property
     def promise(self) -> Promise:
-        """Return the part of the logits that the whole chain makes a promise about."""
+        """Return the part of the logits that the guarantee of all steps together is about."""
         whole = Promise()
         for swapped in self.swapped:
             whole = whole.then(swapped.promise)
@@ -56,7 +56,7 @@ class Chain:
 
     @property
     def against(self) -> Model:
-        """Return the model that the result is to equal."""
+        """Return the model to compare the result with: the original, or for a merged adapter the base model with it."""
         for before, swapped in reversed(list(zip(self.models, self.swapped, strict=False))):
             if swapped.against is not None:
                 return swapped.against(before)
@@ -64,7 +64,7 @@ class Chain:
 
     @property
     def merges(self) -> bool:
-        """Return whether the result is to equal a base model with an adapter, rather than the model before."""
+        """Return whether the result is compared with a base model and its adapter, because a step merged one."""
         return any(swapped.against is not None for swapped in self.swapped)
 
     @property
@@ -73,7 +73,7 @@ class Chain:
 
     @property
     def texts(self) -> dict[str, bytes | None]:
-        """Return the tokenizer files that change."""
+        """Return the tokenizer files that change, by name, with None for a removed file."""
         return {name: text for swapped in self.swapped for name, text in swapped.texts.items()}
 
     @property
@@ -85,12 +85,12 @@ class Chain:
 
     @property
     def stored(self) -> str:
-        """Return the dtype of computed tensors."""
+        """Return the dtype in which computed tensors are stored."""
         last = self.models[-1]
         return last.stored if isinstance(last, SwappedModel) else "F64"
 
     def computed(self, name: str) -> bool:
-        """Return whether some step computes this tensor of the result, rather than moving it."""
+        """Return whether some step computes this tensor of the result, rather than only moving its values."""
         last = self.models[-1]
         return isinstance(last, SwappedModel) and last.computed(name)
 
@@ -111,16 +111,18 @@ def chain(
 
     Args:
         source: The opened checkpoint.
-        steps: The steps to run. A conversion into Hugging Face files needs none.
-        stored: The dtype of computed tensors. The default is float64 to prove exactness from the file. It is
-            the checkpoint's own if the result is approximate, `leaves` as Hugging Face files, or has a merged adapter.
+        steps: The steps to run. They may be empty if the result becomes Hugging Face files.
+        stored: The dtype in which computed tensors are stored. The default is float64 if the result is exact, so that
+            exactness can be measured from the files. It is the checkpoint's dtype if the result is approximate, becomes
+            Hugging Face files, or has a merged adapter.
         text: A function that returns the text for calibrated swaps in the checkpoint's vocabulary, or raises NoText.
         offline: Do not fetch adapters from the hub.
         allow_pickle: Read adapters in pickles.
-        names: The names of the steps in errors. The default is number and option, if there are several steps.
+        names: The names of the steps in errors. By default, a step is named by its number and option, if there are
+            several steps.
         leaves: Whether the result becomes Hugging Face files.
-        settled: The number of first steps that run in the requested form, on 2,048 tokens unless they name a number.
-            For the later ones, the best form is chosen. The default is all steps.
+        settled: The first `settled` steps run in the requested form, and are fitted on 2,048 tokens unless they name a
+            number of tokens. For the later steps, the best form is chosen. The default is all steps.
 
     Raises:
         SwapRefused: A precondition of a step does not hold.
@@ -179,7 +181,7 @@ def chain(
     merged = any(result.against is not None for result in results)
     proved = weakest(result.guarantee for result in results) == "exact" and not leaves and not merged
     main = main_dtype(source.spec, source.shared_dtypes())
-    # float64 is for proofs. Otherwise the checkpoint's own dtype is used.
+    # Files in float64 can prove that a swap is exact. Otherwise the checkpoint's own dtype is used.
     dtype = stored or ("F64" if proved else source.dtype if main == "F64" else main)
     for after in models[1:]:
         assert isinstance(after, SwappedModel)
@@ -188,7 +190,7 @@ def chain(
 
 
 def _is_there(text: Callable[[], CalibrationText]) -> bool:
-    """Return whether there is a text. Errors in a text that was given are raised."""
+    """Return whether there is a text. Errors in a text that the user gave are raised."""
     try:
         text()
     except (NoText, MissingComponent):
@@ -200,16 +202,25 @@ def _is_there(text: Callable[[], CalibrationText]) -> bool:
 
 
 def _zero_in(model: Model) -> Zero:
-    """Return a function that returns whether every value of a bias is zero. It reads a bias only once."""
+    """Return a function that tells whether all values of a bias, given by name, are zero. It reads a bias only once."""
     return cache(lambda name: not np.any(model.wide(name)))
 
 
 def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
-    """Return the family for a model, and the last step into its form: biases of zeros that are added or removed.
+    """Return the Hugging Face family that can express a model, and the last step, which makes the model fit its config.
 
-    `origin` is the family that the checkpoint came from. `to` is "hf:auto", "hf" (the family that it came from, or else
-    any) or "hf:FAMILY". Raises CannotExpress with the obstacles and their remedies, UnknownFamily for FAMILY, and
-    UsageError for another format.
+    The step adds or removes biases of zeros. It is None if that is not needed.
+
+    Args:
+        model: The model after all swaps.
+        origin: The family that the checkpoint came from, if known.
+        to: "hf:auto" (any family), "hf" (the family `origin`, or any if that is None) or "hf:FAMILY".
+
+    Raises:
+        CannotExpress: The family, or every family, lacks something that the model has. The message lists this, and
+            swaps that would help.
+        UnknownFamily: There is no family FAMILY.
+        UsageError: `to` names another format.
     """
     family, zero = target(to, FOLDERS).family or origin, _zero_in(model)
     tried = families_of(family, origin)
@@ -221,7 +232,10 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
 
 
 def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:
-    """Return the step from a model to the form that a family has for it, or None if they are the same."""
+    """Return the step that turns a model into `spec`, the same model as a family's config describes it.
+
+    Return None if the two are the same.
+    """
     if spec == model.spec:
         return None
     old, new = ({parameter.name: parameter.shape for parameter in tree.parameters()} for tree in (model.spec, spec))
@@ -239,7 +253,7 @@ def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped 
 
 
 def _dtype_source(model: Model, name: str) -> str:
-    """Return the tensor whose dtype a new bias gets: its weight, or a tensor in the widest dtype."""
+    """Return the tensor whose dtype a new bias gets: the weight of the same linear, or else one in the widest dtype."""
     dtypes = {parameter.name: model.dtype(parameter.name) for parameter in model.spec.parameters()}
     weight = f"{name.removesuffix('bias')}weight"
     wide = widest(list(set(dtypes.values())))
@@ -254,7 +268,10 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """Return the family of the result, and the chain with the step into its form. Raises CannotExpress."""
+    """Return the Hugging Face family for the result of a chain, and the chain with the step of `leave` at its end.
+
+    Raises the errors of `leave`.
+    """
     model = done.models[-1]
     architecture, step = leave(model, source.origin.family, to)
     if step is None:

@@ -1,9 +1,9 @@
-"""The choice between forms of a step: the number of tokens to fit on, and cheaper forms that may be better.
+"""The choice between forms of a step: the number of tokens to fit on, and simpler forms that may be better.
 
 More text improves a fit, and takes longer. So a step is fitted on 2,048 tokens, then on four times as many, and so on.
-This stops if the gain is below 2 %, the text ends, or the model is too large. The cheaper forms of a swap
-(`Swap.cheaper`) are tried as well. All are compared by KL on a separate part of the text (`CalibrationText.choosing`),
-never on the part that measures the result.
+This stops if more text reduces the KL by less than 2 %, if the text ends, or if the model is too large. The simpler
+forms of a swap (`Swap.cheaper`) are tried as well. All are compared by the KL divergence from the model before the
+step, on a part of the text that is used for nothing else (`CalibrationText.choosing`).
 """
 
 import math
@@ -27,10 +27,10 @@ class Tried:
     """A form of a step that was run and measured."""
 
     step: Step  # the form, with the number of tokens that it was fitted on, if any
-    kl: float  # in nats per token, from the model before the step to the model after it, on the choosing part
+    kl: float  # the KL divergence of the model after the step from the one before it, in nats per token
 
     def named(self, asked: Step) -> str:
-        """Name the form in a sentence, in contrast to the requested step."""
+        """Name the form in a sentence, by what differs from the requested step `asked`."""
         if self.step.tokens is not None and self.step.value == asked.value:
             return f"fitted on {self.step.tokens:,} tokens"
         if self.step.value != asked.value:
@@ -39,7 +39,10 @@ class Tried:
 
 
 def sizes(step: Step, text: CalibrationText, parameters: int) -> list[int]:
-    """Return the numbers of tokens to fit on, the smallest first. A step with a number of its own has only that."""
+    """Return the numbers of tokens to fit a step on, the smallest first.
+
+    If the step itself gives a number of tokens, only that is returned. `parameters` is the size of the model.
+    """
     most = len(text.fitted)
     if step.tokens is not None:
         return [min(step.tokens, most)]
@@ -62,13 +65,13 @@ def choose(
 ) -> tuple[list[Tried], Swapped, SwappedModel]:
     """Try the forms of a step. Return the forms, the best first, and the result and model of the best.
 
+    A step that is exact, or that has only one form, is run but not measured.
+
     Args:
         before: The model before the step.
-        asked: The step.
+        asked: The requested step.
         text: The text to fit and to choose on, in the vocabulary of `before`.
-        make: A function that returns the result of one form, and whether it used the text.
-
-    An exact step is not measured, and neither is a step without a second form.
+        make: A function that runs one form. It returns the result, and whether it used the text.
     """
     first, *larger = sizes(asked, text, sum(parameter.count for parameter in before.spec.parameters()))
     judge, forms, best = (
@@ -78,7 +81,7 @@ def choose(
     )
 
     def try_out(step: Step, swapped: Swapped, drew: bool) -> None:
-        """Measure a form, and remember its result if it is the best so far."""
+        """Measure a form, and remember its result if it is the best so far. `drew`: whether it used the text."""
         model = SwappedModel(before, swapped)
         measured = judge.compare(model, swapped.promise) if choice else None
         kl = math.inf if measured is None or not math.isfinite(measured["kl_text"]) else measured["kl_text"]
@@ -107,7 +110,7 @@ def choose(
 
 
 def reasons(tried: Sequence[Tried], asked: Step) -> Iterator[str]:
-    """Yield one line about the choice and its reason, or nothing if there was no choice."""
+    """Yield one line about which form was chosen and why, or nothing if only one was tried."""
     best, *worse = tried
     if worse:
         rest = ", ".join(f"{form.named(asked)} {form.kl:.4f}" for form in worse)

@@ -2,8 +2,8 @@
 
 A swap decides the new model from the old one and a few facts: is this bias zero, are these heads equal? With weights,
 `base.Read` reads the answers. With shapes alone (`params --swap`), `Assumed` answers for typical trained weights: no
-value is zero, no two tensors are equal, nothing cancels. It notes that the answer is an assumption. An answer that
-follows from an earlier swap, which filled or copied the tensor, is certain and not noted.
+value is zero, no two tensors are equal, nothing cancels. It notes that the answer is an assumption. If an earlier swap
+filled or copied a tensor, answers about this tensor are certain.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 Value = float | object
-"""The known content of a tensor: the number that fills it, or an object that all copies of the tensor share."""
+"""The known content of a tensor: the number that fills it, or an object that stands for its unknown values.
+
+Copies of a tensor have the same object.
+"""
 
 
 class TextWanted(GptkitError):
-    """The error that a swap has to run the model on a text, and that there is no text or no weights."""
+    """The error that a swap has to run the model on a text, but there is no text, or there are no weights."""
 
 
 class WeightFacts(Protocol):
-    """The questions that a swap may ask about weights. Names that the model does not have count as zeros."""
+    """The questions that a swap may ask about weights. Tensors that the model does not have count as zeros."""
 
     def filled(self, value: float, *names: str) -> bool:
         """Return whether every element of these tensors is this number."""
@@ -41,19 +44,23 @@ class WeightFacts(Protocol):
         ...
 
     def ask(self, question: Callable[[Model], _T], trained: _T, zeros: _T) -> _T:
-        """Answer any other question: `trained` for typical weights, `zeros` for weights of zeros."""
+        """Answer another question about the weights.
+
+        Without weights, the answer is `trained`, the answer for typical trained weights, or `zeros`, the answer if all
+        weights are zero.
+        """
         ...
 
     def run(self, question: Callable[[Model], _T]) -> _T:
-        """Answer a question by running a text through the model. Raises TextWanted if there are no weights."""
+        """Answer a question for which a text has to run through the model. Raises TextWanted without weights."""
         ...
 
 
 class Assumed(WeightFacts):
-    """The answers without weights.
+    """Answers for a model whose weights are not known: those for typical trained weights.
 
-    `known` is the known content of tensors by name. With `zeros`, the answers are those for weights of zeros. `assumed`
-    is True once an answer was an assumption.
+    `known` has the contents of tensors that are known, by name. With `zeros`, the answers are those for a model whose
+    weights are all zero. The attribute `assumed` is True once an answer was an assumption.
     """
 
     def __init__(self, known: Mapping[str, Value] | None = None, zeros: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The values that a weight of few bits may have."""
+"""The grid of values to which a weight is rounded when it is quantised to few bits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from .base import Wide
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that the elements of a weight [out, in] may have: integer steps from a zero point."""
+    """The values that the elements of a weight [out, in] may have: zero + n · step for an integer n.
 
-    step: Wide  # (out, groups), for every group of neighbouring inputs in a row
-    zero: Wide  # (out, groups)
-    low: int  # the least number of steps
-    high: int  # the largest number of steps
+    Every group of neighbouring inputs in a row has its own step and zero point.
+    """
+
+    step: Wide  # the distance of two values, (out, groups)
+    zero: Wide  # the zero point, (out, groups)
+    low: int  # the smallest n
+    high: int  # the largest n
 
     def column(self, values: Wide, number: int, width: int) -> Wide:
-        """Return the nearest values of the grid to those of input `number` (out,), of a weight of `width` inputs."""
+        """Round one column of a weight, `values` (out,), to the grid.
+
+        `number` is the index of the column, and `width` the number of columns of the weight.
+        """
         group = number * self.step.shape[1] // width
         step, zero = self.step[:, group], self.zero[:, group]
         return np.asarray(np.clip(np.rint((values - zero) / step), self.low, self.high) * step + zero)
 
     def nearest(self, weight: Wide) -> Wide:
-        """Return the nearest weight [out, in] on the grid."""
+        """Round a weight [out, in] to the nearest values of the grid."""
         groups = weight.reshape(*self.step.shape, -1)
         step, zero = self.step[..., None], self.zero[..., None]
         rounded = np.clip(np.rint((groups - zero) / step), self.low, self.high) * step + zero

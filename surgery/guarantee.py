@@ -1,4 +1,4 @@
-"""The measurement of a swap's guarantee from the written files."""
+"""Measure from the written files whether a swap keeps its guarantee."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _REPORT = "Please report this. With --as local, gptkit writes the model in its o
 
 
 def require_transformers(folder: Path) -> None:
-    """Raise GptkitError if transformers computes different logits from the files than gptkit."""
+    """Raise GptkitError if transformers and gptkit compute different logits from the files in a folder."""
     checkpoint = open_checkpoint(folder)
     large = count(checkpoint.spec).total > SMALL
     verification = verify(folder, mutations=False, bisected=False, stream=large, dtype=HF_NAMES[checkpoint.dtype])
@@ -37,9 +37,9 @@ def require_transformers(folder: Path) -> None:
 def measured_from_files(
     source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None
 ) -> Measurement:
-    """Compare the logits of the written files with the original's, on the probe and on a text, if there is one.
+    """Compare the logits of the written files with the original's, on random tokens, and on a text if there is one.
 
-    Raises GptkitError if the chain is called exact and is not, and InvalidInput for logits that are not finite.
+    Raises GptkitError if the swaps should be exact and are not, and InvalidInput if logits are not finite.
     """
     written = StoredModel(open_checkpoint(folder))
     measurement = measure(done.against, written, promise=done.promise, text=text)
@@ -64,7 +64,7 @@ def measured_from_files(
 
 
 def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement, ...]:
-    """Measure the cost of every step alone, in fp64 and before rounding: the model after it against the one before."""
+    """Compare the model after every step with the model before the step, in fp64 and before rounding for storage."""
     measurements = []
     for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
         against = Exactly(before if swapped.against is None else swapped.against(before))
@@ -75,13 +75,14 @@ def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement,
 
 
 def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: bool) -> None:
-    """Raise GptkitError if an exact swap is not exact.
+    """Raise GptkitError if a swap that should be exact is not.
 
-    If the files store all computed values, they prove it. If storing them rounds, fp64 exactness is measured on the
-    tensors before rounding, and fp32 files must still be exact in fp32.
+    If the files store the computed tensors without rounding, exactness is measured from the files, in fp64 and fp32.
+    Otherwise (`rounds`), exactness in fp64 is measured from the tensors before rounding, and files in fp32 must still
+    be exact in fp32.
 
-    A model with a large mean in its residual stream, or with amplifying layers, may exceed the fp32 bound by its own
-    rounding. The bound applies all the same, and the message names fp32.
+    In a model with a large mean in its residual stream, or with layers that amplify errors, rounding alone may exceed
+    the fp32 bound. This is an error too, and the message names fp32.
     """
     errors = dict(measurement.relative)
     if stored != "F64" and rounds:
@@ -100,7 +101,10 @@ def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: b
 
 
 def plain_form(source: Checkpoint, done: Chain, text: CalibrationText | None) -> Measurement | None:
-    """Measure the cost in fp32 of the same steps with plain forms of the fitted ones. Return None if there are none."""
+    """Measure in fp32 how much the logits would change if no step were fitted on a text (`--approximate`).
+
+    Return None if no step was fitted, or if a step has no such form.
+    """
     if text is None or not done.calibration:
         return None
     steps = [

@@ -1,9 +1,9 @@
 """Queries about a model and its layers, and models with some layers changed.
 
-The roles of parameters tell which linears read the residual stream and which write into it. A reader is a linear map on
-a norm's output, with the weight [out, hidden]. A writer's output is added to the stream, with the weight [hidden,
-inputs]. The tables of tokens and positions also write, by rows [vocabulary, hidden]. The head reads the output of the
-last norm; a tied token table does both.
+The roles of parameters tell which linears read the residual stream and which write into it. A *reader* is a linear
+whose input is a norm's output; its weight is [out, hidden]. A *writer* is a linear whose output is added to the stream;
+its weight is [hidden, inputs]. The token and position embeddings [rows, hidden] also write into the stream. The head
+reads the output of the last norm. A token embedding that is tied to the head both writes and reads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +30,9 @@ from .base import Guarantee, Index, Model, Wide
 
 Dense = FeedForward | GatedFeedForward
 _FEW = 4
-"""A lossy change in up to one of 4 layers is approximate. A changed layer costs some hundredths of a nat, and its
-neighbours compensate for little of it. With more changed layers, the model has to be trained."""
+"""A lossy change is called approximate if it changes at most one in 4 layers. A changed layer costs some hundredths of
+a nat of KL divergence, and other layers compensate for little of it. With more changed layers, the model has to be
+trained."""
 
 
 def in_words(layers: Sequence[int]) -> str:
@@ -42,13 +43,16 @@ def in_words(layers: Sequence[int]) -> str:
 
 
 def one_or_all(numbers: Iterable[int]) -> int | list[int]:
-    """Return a number for a record if all layers have the same one, else all different ones in order."""
+    """Return the numbers of several layers for a JSON record: one number if they are equal, else the sorted list."""
     different = sorted(set(numbers))
     return different[0] if len(different) == 1 else different
 
 
 def guarantee_of(changed: int, layers: int) -> Guarantee:
-    """Return the guarantee of a lossy change in `changed` layers if one changed layer is harmless."""
+    """Return the guarantee of a lossy change in `changed` of `layers` layers.
+
+    The change must be of a kind that does little damage in one layer, such as parallel instead of serial blocks.
+    """
     return "exact" if not changed else "approximate" if changed <= max(1, layers // _FEW) else "retrained"
 
 
@@ -56,19 +60,19 @@ def guarantee_of(changed: int, layers: int) -> Guarantee:
 
 
 def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
-    """Return the names of the weight and bias of a component's parts ("q_proj"), or of all its parts."""
+    """Return the names of the weights and biases of a component: those of some parts, such as "q_proj", or all."""
     shapes = list(record.shapes())
     return [f"{path}.{name}" for part in parts or [""] for name in shapes if not part or name.startswith(f"{part}.")]
 
 
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
-    """Return the refusal of a component that a swap does not support, with the name of its class."""
+    """Return the error that a swap does not support a component, which the message names by its class."""
     problem = "is missing" if component is None else f"is of the kind {type(component).__name__}"
     return SwapRefused(f"{where} {problem}, but this swap needs {expected}")
 
 
 def unnormed(path: str, mixer: Component) -> None:
-    """Raise SwapRefused if a mixer has a norm or gate over all inputs of its output projection."""
+    """Raise SwapRefused if an attention or feed-forward has a norm or gate right before its output projection."""
     for name, words in (("mixed_norm", "a norm"), ("inner_norm", "a norm"), ("sparsity", "a threshold")):
         if getattr(mixer, name, None) is not None:
             raise SwapRefused(
@@ -79,7 +83,7 @@ def unnormed(path: str, mixer: Component) -> None:
 
 
 def unclipped(path: str, attention: Attention) -> None:
-    """Raise SwapRefused if an attention clips queries, keys and values, which scaling or moving would change."""
+    """Raise SwapRefused if an attention clips queries, keys and values. Scaled values would be clipped elsewhere."""
     if attention.clip is not None:
         raise SwapRefused(
             f"{path} clips queries, keys and values at {attention.clip:g}, which this swap does not support"
@@ -87,7 +91,10 @@ def unclipped(path: str, attention: Attention) -> None:
 
 
 def weighed(path: str, norm: Norm | None, *supported: str) -> None:
-    """Raise SwapRefused if a norm does not multiply by its plain weight. `supported` names other allowed gains."""
+    """Raise SwapRefused if a norm multiplies by something else than its weight, such as 1 + weight.
+
+    `supported` names other values of `Norm.gain` that are allowed.
+    """
     if norm is not None and norm.gain not in ("weight", *supported):
         raise SwapRefused(
             f"the norm {path} multiplies by {norm.gain}, but this swap supports only norms that multiply by "
@@ -96,16 +103,19 @@ def weighed(path: str, norm: Norm | None, *supported: str) -> None:
 
 
 def regained(norm: Norm, name: str, change: Callable[[Wide], Wide]) -> Callable[[Model], Wide]:
-    """Return a function that computes a norm's tensor after a change of its gain, or of its bias."""
+    """Return a function that computes a norm's weight or bias, the tensor `name`, after `change` was applied.
+
+    `change` gets the factor by which the norm multiplies, which may be 1 + weight, or the bias.
+    """
     if name.endswith(".bias"):
         return lambda model: change(model.wide(name))
     return lambda model: np.asarray(norm.weight_of(change(norm.factor(model.wide(name)))))
 
 
 def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:
-    """Return the attentions of these layers, each with key-value heads.
+    """Return the attentions of these layers. Raises SwapRefused if one is latent attention, without key-value heads.
 
-    Raises SwapRefused for latent attention: "layer 3 has latent attention", then the text `latent` and the hint.
+    The message is "layer 3 has latent attention" and the text `latent`, followed by the hint.
     """
     attentions_by_layer = {}
     for layer in layers:
@@ -121,35 +131,35 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
-    """Return the model with some blocks and other fields replaced."""
+    """Return the model with some blocks replaced, by layer number, and other fields of the model."""
     blocks = tuple(changed.get(layer, block) for layer, block in enumerate(spec.blocks))
     return replace(spec, blocks=blocks, **fields)
 
 
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
-    """Return the model with the attention or the feed-forward of some layers, and other fields, replaced."""
+    """Return the model with the attention or feed-forward of some layers replaced, and other fields of the model."""
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
 
 class _Linear(NamedTuple):
-    """A linear of a block."""
+    """A linear layer in a block."""
 
     path: str
-    weight: str  # the shared name of the weight
-    bias_name: str  # the shared name of the bias, even if there is none
-    bias: bool
-    may_have_bias: bool  # whether its record has a field for a bias
-    norm: str  # the path of the norm before a reader
-    slot: str  # the name of its mixer in the block
+    weight: str  # the name of the weight
+    bias_name: str  # the name of the bias, even if there is none
+    bias: bool  # whether it has a bias
+    may_have_bias: bool  # whether it could have a bias, which the linear of a router cannot
+    norm: str  # the path of the norm before its sub-layer
+    slot: str  # "attention" or "feed_forward"
 
     @property
     def names(self) -> list[str]:
-        """Return the shared names of its tensors."""
+        """Return the names of its weight and, if it has one, its bias."""
         return [self.weight, *([self.bias_name] if self.bias else [])]
 
 
 def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
-    """Yield the linears of a block with these roles, of any mixer, in the order of its sub-layers."""
+    """Yield the linear layers of a block whose weight has one of the roles, in the order of its sub-layers."""
     first = ""
     for sublayer in block.sublayers:
         slot = sublayer.mixer.slot
@@ -165,7 +175,7 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
 
 
 def _known_by_linears(block: Block, path: str) -> None:
-    """Raise SwapRefused for mixers that multiply columns of the residual stream themselves, without a linear."""
+    """Raise SwapRefused if a sub-layer reads the residual stream elementwise, by a vector and not by a linear."""
     for sublayer in block.sublayers:
         for name, weight in sublayer.mixer.weights().items():
             if weight.role == "columns":
@@ -176,20 +186,21 @@ def _known_by_linears(block: Block, path: str) -> None:
 
 
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:
-    """Return the linears of a block at `path` ("blocks.3") that read the residual stream, each after a norm."""
+    """Return the linears of a block at `path` ("blocks.3") that read the residual stream, most of them after a norm."""
     _known_by_linears(block, path)
     return tuple(linears(block, path, "reads", "router"))
 
 
 def writers(block: Block, path: str) -> tuple[_Linear, ...]:
-    """Return the linears of a block whose outputs are added to the residual stream. Outputs of experts are weighted
-    first.
-    """
+    """Return the linears of a block whose outputs are added to the residual stream, including those of experts."""
     return tuple(linears(block, path, "writes"))
 
 
 def written_biases(block: Block, path: str) -> list[str]:
-    """Return the biases of the norms after a block's mixers, which are added even to outputs of zeros."""
+    """Return the biases of the norms on the outputs of a block's attention and feed-forward.
+
+    These are added to the residual stream even if the outputs are zero.
+    """
     output_norms = (
         (f"{path}.{sublayer.mixer.slot}_output_norm.bias", sublayer.output_norm) for sublayer in block.sublayers
     )
@@ -197,23 +208,24 @@ def written_biases(block: Block, path: str) -> list[str]:
 
 
 class Inner(NamedTuple):
-    """A feed-forward or an expert."""
+    """A feed-forward, or one expert of a mixture. A unit is one element of its intermediate dimension."""
 
     path: str
     record: FeedForward | GatedFeedForward
     layer: int
-    inputs: list[str]  # the linears that read its input; the first one's output is activated
-    up: list[str]  # the tensors with one row per unit
-    down: str  # the tensor with one column per unit
+    inputs: list[str]  # the linears that read its input; the activation is applied to the output of the first
+    up: list[str]  # the tensors with one row (or element) per unit
+    down: str  # the weight of the output projection, with one column per unit
     down_bias: str  # the name of the output bias, even if there is none
-    units: int
+    units: int  # the intermediate size
 
 
 def experts(block: Block, layer: int) -> Iterator[Inner]:
     """Yield the feed-forwards of a block: one, or one per expert.
 
     Raises:
-        SwapRefused: There is a shared expert, or a gate has limits. Swaps of units do not support them.
+        SwapRefused: There is a shared expert, the feed-forward clamps its activations, or it adds a constant to
+            up_proj's output. Swaps that change units do not support these.
     """
     mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
     if getattr(mixer, "shared", None) is not None:
@@ -234,12 +246,12 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
 
 
 def largest(score: Wide, size: int) -> Index:
-    """Return the units with the largest scores, in order."""
+    """Return the indices of the `size` largest scores, in ascending order."""
     return np.sort(np.argsort(-score, kind="stable")[:size])
 
 
 def by_weights(model: Model, inner: Inner) -> Wide:
-    """Return by unit the product of the norms of its rows and its column."""
+    """Return for each unit of a feed-forward the product of the norms of its rows and its column of the weights."""
     score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
     for name in inner.inputs:
         score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
@@ -247,10 +259,11 @@ def by_weights(model: Model, inner: Inner) -> Wide:
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the tables [rows, hidden] whose rows start the residual stream.
+    """Return the token and position embeddings [rows, hidden], whose rows are the first residual stream.
 
     Raises:
-        SwapRefused: The tables have another width than the residual stream, or positions are not a table.
+        SwapRefused: The token embedding has another width than the residual stream, or positions are added that are no
+            learned embedding.
     """
     if spec.embedding.width is not None:
         raise SwapRefused(
@@ -262,7 +275,10 @@ def tables(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def head_weight(spec: ModelSpec) -> str:
-    """Return the tensor [vocabulary, hidden] that reads the last norm. Raises SwapRefused if it reads a projection."""
+    """Return the name of the head's matrix [vocabulary, hidden].
+
+    Raises SwapRefused if there is a projection between the last norm and the head.
+    """
     head = spec.has_head()
     if head.width is not None or head.transform is not None:
         problem = "a hidden layer before it" if head.width is None else f"width {head.width}"
@@ -271,7 +287,7 @@ def head_weight(spec: ModelSpec) -> str:
 
 
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
-    """Return the tensors that write into the residual stream, with the axis of the residual stream."""
+    """Return the tensors that write into the residual stream, each with its axis that has the size of the stream."""
     tensors = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
         _known_by_linears(block, f"blocks.{layer}")
@@ -280,7 +296,7 @@ def written(spec: ModelSpec) -> list[tuple[str, int]]:
 
 
 def read_weights(spec: ModelSpec) -> list[str]:
-    """Return the tensors that read the residual stream, [out, hidden], except a tied head, whose matrix is a table."""
+    """Return the weights [out, hidden] that read the residual stream, without a head that is tied to the embedding."""
     weights = [reader.weight for layer, block in enumerate(spec.blocks) for reader in readers(block, f"blocks.{layer}")]
     return weights + ([] if spec.tied else ["head.weight"])
 
@@ -298,26 +314,26 @@ class _HeadTensor:
     name: str
     size: int  # the number of elements of a head
     keys: bool = False  # whether these are key-value heads, not query heads
-    axis: int = 0
+    axis: int = 0  # the axis along which the heads are stored
 
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """The old heads that the new heads take their weights from."""
+    """For each head of the new attention, the old head whose weights it gets."""
 
     heads: Index  # the old query heads, in the order of the new ones
     keys: Index  # the old key-value heads, in the order of the new ones
-    silent: np.ndarray  # whether a query head outputs zeros
+    silent: np.ndarray  # for each new query head, whether its output is zero
 
 
 def key_heads(attention: Grouped) -> int:
-    """Return the number of key-value heads. A latent is expanded into one for every query head."""
+    """Return the number of key-value heads. Latent attention has one for every query head."""
     count: int = getattr(attention, "kv_heads", attention.heads)
     return count
 
 
 def parts(path: str, attention: Grouped) -> tuple[_HeadTensor, ...]:
-    """Return the tensors with heads of an attention at `path`. The weight of o_proj is the last."""
+    """Return the tensors of an attention that store heads. The weight of o_proj is the last."""
     shared = {"k_proj", "v_proj"}
     tensors = []
     for name, shape in attention.shapes().items():
@@ -332,7 +348,7 @@ def parts(path: str, attention: Grouped) -> tuple[_HeadTensor, ...]:
 
 
 def slopes(attention: Grouped, heads: int) -> list[float] | None:
-    """Return the slopes of `heads` heads, as they enter the scores, or None without ALiBi."""
+    """Return the ALiBi slopes that an attention would have with `heads` heads, or None if it has no ALiBi."""
     position: Any = attention.position
     if position is None or not position.biases:
         return None
@@ -345,7 +361,7 @@ def slopes(attention: Grouped, heads: int) -> list[float] | None:
 
 
 def choice_of(attention: Grouped, heads: Sequence[int]) -> HeadChoice:
-    """Return the choice of some old heads, in the order of their slopes."""
+    """Return the choice of these old heads. With ALiBi, a head moves to the place that has its slope."""
     old, keys = attention.heads, key_heads(attention)
     before, after = slopes(attention, old), slopes(attention, len(heads))
     if before is not None and after is not None:
@@ -362,9 +378,17 @@ def remaining(
     new_keys: int,
     costs: Callable[[list[int]], Callable[[Index], float]] | Wide,
 ) -> list[int]:
-    """Return the heads that stay if the cheapest unit goes until `new` heads are left. Groups stay equally large.
+    """Remove the unit of heads that costs least, until `new` heads are left, and return these heads.
 
-    `costs` is the cost of each head, or a function of the remaining heads that returns the cost of each unit.
+    Groups of query heads that share a key-value head stay equally large.
+
+    Args:
+        attention: The attention with all heads.
+        units: The sets of heads that may be removed together: single heads, or whole groups.
+        new: The number of query heads that stay.
+        new_keys: The number of key-value heads that stay.
+        costs: The cost of removing each head, or a function of the remaining heads that returns the function for the
+            cost of a unit.
     """
     old, keys, dropped = attention.heads, key_heads(attention), set[int]()
     group = old // keys

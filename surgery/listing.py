@@ -1,8 +1,8 @@
 """The swaps that are possible for a model: every swap is tried, and listed with its guarantee and costs.
 
 A swap decides its guarantee from the model's components, and sometimes from its weights (whether a bias is zero). No
-tensor is computed, so the list is ready in a second or two. A swap that has no exact form on these weights, and is
-fitted on a text, promises nothing without a text.
+tensor is computed, so the list is ready in a second or two. If a swap is not exact on these weights and is fitted on a
+text, the list gives no guarantee without a text.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _FITTED_ON = 256  # tokens of text, for swaps that need one to decide; enough fo
 
 @dataclass(frozen=True)
 class Listed:
-    """A swap as it would be on a model."""
+    """The result of trying a swap on a model."""
 
     swap: Swap
-    value: str
+    value: str  # the value of the option, such as "gqa:4"
     verdict: _Verdict
-    said: str = ""  # the reason of a refusal, or notes for the user
+    said: str = ""  # the reason for a refusal, or notes for the user
     hint: str = ""  # the alternative to a refused swap
-    limits: str = ""  # the part of the logits that the promise is about if not all
-    costs: Costs | None = None  # after the swap, at the model's present context; None if unknown
+    limits: str = ""  # the logits that the guarantee is limited to, such as "up to 1,024 tokens"
+    costs: Costs | None = None  # the costs after the swap, at the model's present context length; None if unknown
 
     @property
     def asked(self) -> str:
-        """Return the request as on the command line."""
+        """Return the option and value of the swap as on the command line."""
         return " ".join([spelled(self.swap.option), *([self.value] if self.value else [])])
 
     def as_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """All swaps tried on a model, in the order of the registry, and the model's present costs."""
+    """The results of trying all swaps on a model, in the order of the registry, and the model's present costs."""
 
     reference: str
     before: Costs
@@ -74,10 +74,10 @@ class Listing:
 
 
 def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
-    """Yield the values to try: a swap's examples for a model, or else its form if that is a complete value.
+    """Yield the values of a swap to try on a model: its examples for this model, or else its form.
 
-    A form such as "silu:2" is not tried. The form of a swap that does not know the model's components is tried, so that
-    it can give its reason.
+    The form is tried only if it is a complete value, such as "rmsnorm" but not "gqa:N". If the swap does not apply to
+    the model's components, it then gives the reason. Forms with a colon, such as "silu:2", are not tried.
     """
     try:
         examples = list(dict.fromkeys(swap.examples(spec)))
@@ -116,9 +116,10 @@ def listing(source: Checkpoint) -> Listing:
 def _tried(
     model: StoredModel, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
 ) -> Listed:
-    """Return the entry of a swap that is possible. Without a text for its fit, the entry has only the costs.
+    """Try a swap on a model. If it is fitted on a text and there is none, the entry says so instead of a guarantee.
 
-    Raises `unfit` if the swap needs a fit and `unfit` is given.
+    Raises the swap's errors if it is not possible, and `unfit`, the reason why no fit is possible on this model, if the
+    swap needs a fit.
     """
     from .shapes import without_text
 
@@ -138,7 +139,7 @@ def _tried(
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:
-    """Return the limits of a promise in words, or "" if it is about all logits."""
+    """Describe the logits that a guarantee is limited to, such as "up to 1,024 tokens". "" means all logits."""
     words = []
     if promise.length is not None and promise.length < usual_context(before):
         words.append(f"up to {promise.length:,} tokens")

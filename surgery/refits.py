@@ -1,4 +1,4 @@
-"""The refit of the projections after attention, for a swap of attention that has a text."""
+"""Fit the projections after attention again, if a swap of attention has a text."""
 
 import dataclasses
 from collections.abc import Collection
@@ -11,9 +11,9 @@ _FITTED = ("attention.o_proj", "feed_forward.down_proj")
 
 
 def with_refits(swapped: Swapped, asked: Asked, layers: Collection[int]) -> Swapped:
-    """Return a swap of attention with `o_proj` and `down_proj` of these layers fitted again on the text.
+    """Return the result of a swap of attention with `o_proj` and `down_proj` of these layers fitted again on the text.
 
-    The swap is unchanged if it is exact, if there is no text, and with --approximate.
+    The result is unchanged if it is exact, if there is no text, and with --approximate.
     """
     if swapped.guarantee == "exact" or asked.approximate or asked.calibration is None or not asked.has_text():
         return swapped

@@ -1,4 +1,4 @@
-"""A swap of a model with an encoder and a decoder: it runs on both of them as on two models."""
+"""Run a swap on a model with an encoder and a decoder, as if they were two models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INSIDE = "encoder."
 
 
 def of_both(spec: ModelSpec, weights: WeightFacts, change: Callable[[ModelSpec, WeightFacts], Swapped]) -> Swapped:
-    """Change the decoder and the encoder, whose tensors have names of their own, with `change`."""
+    """Run the swap `change` on the decoder and on the encoder, and return both results as one."""
     assert spec.encoder is not None
     decoder, encoder = change(spec, weights), change(spec.encoder, _Facts(weights, spec.encoder))
     assert decoder.spec.encoder == spec.encoder and not (
@@ -38,7 +38,7 @@ def of_both(spec: ModelSpec, weights: WeightFacts, change: Callable[[ModelSpec, 
 
 
 class _Encoder:
-    """The encoder of a model as a model of its own."""
+    """The encoder of a model as a model of its own. Its tensor names have no prefix "encoder."."""
 
     def __init__(self, whole: Model, spec: ModelSpec) -> None:
         self.whole, self.spec = whole, spec
@@ -75,7 +75,7 @@ class _Facts(WeightFacts):
 
 
 def _inside(how: Tensor, spec: ModelSpec) -> Tensor:
-    """Return the recipe of an encoder's tensor in terms of the whole model."""
+    """Return the recipe of an encoder's tensor with the tensor names of the whole model."""
     if isinstance(how, Computed):
         make = how.make
         return Computed(lambda model: make(_Encoder(model, spec)))
