@@ -2,15 +2,15 @@
 
 Korthikanti et al. (2205.05198, section 4.1) count them for one kind of layer: s·b·h·(34 + 5·a·s/h) bytes of 16-bit
 numbers. This file follows a tree's operations and counts the tensors that torch's autograd saves for each of them in
-gptkit's modules. A product saves its factors, softmax its result, an activation its input. A tensor that several
-operations save is counted once, and so are views of it. Weights are not counted. Tests compare all figures with torch,
-byte for byte. With "eager", transformers' own models save the same, except for BLOOM's gelu; with "sdpa" they are
-within a tenth.
+gptkit's modules. A matrix product saves its factors, softmax its result, an activation function its input. A tensor
+that several operations save is counted once, and so are views of it. Weights are not counted. Tests compare all figures
+with torch, byte for byte. With "eager", transformers' own models save the same bytes, except for BLOOM's gelu. With
+"sdpa", they save up to a tenth more or less.
 
-There are two attention kernels, as in `modules.attention`. With "sdpa", fused kernels save queries, keys, values, the
-output and one number a row instead of scores; "eager" saves scores. torch has no fused kernel where keys are broadcast
-to the query heads (Falcon with one key head) or where queries and values differ in width (latent attention). Then sdpa
-writes the scores out as well, in fp32 whatever the dtype.
+There are two attention kernels, as in `modules.attention`. "eager" saves the attention scores. With "sdpa", fused
+kernels save queries, keys, values, the output and one number per query instead. torch has no fused kernel if keys are
+broadcast to the query heads (Falcon with one key head), or if queries and values differ in width (latent attention).
+In these cases "sdpa" stores the scores as well, in fp32 for any dtype of the model.
 """
 
 import math
@@ -33,12 +33,12 @@ _LONG = 8
 
 
 class _ActivationCost(msgspec.Struct, frozen=True):
-    """The tensors of an activation function, each as large as its input."""
+    """The number of tensors that an activation function needs. They all have the size of its input."""
 
-    saved: int = 1  # for the backward pass: the input, if `input`, and steps; the next product saves the result
-    alive: int = 2  # at once while it is computed: its input, its result, and intermediate tensors
-    input: bool = True  # the input is saved
-    result: bool = False  # the result is saved
+    saved: int = 1  # tensors saved for the backward pass, with the input (if `input`) and without the result
+    alive: int = 2  # tensors that exist at once while it is computed: input, result and intermediate tensors
+    input: bool = True  # whether autograd saves the input
+    result: bool = False  # whether autograd saves the result
 
 
 _USUAL: tuple[Activation, ...] = ("gelu", "gelu_tanh", "silu", "mish", "hardswish", "relu6", "leaky_relu")
@@ -63,11 +63,11 @@ ACTIVATION_COSTS: dict[Activation, _ActivationCost] = {
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass over `batch` sequences of `tokens` tokens, in numbers of `size` bytes."""
+    """A forward pass over `batch` sequences of `tokens` tokens."""
 
     tokens: int
     batch: int
-    size: int
+    size: int  # the size in bytes of one number of the activations
     kernel: Kernel = "sdpa"
 
     @property
@@ -76,15 +76,15 @@ class Pass:
 
     @property
     def wide(self) -> int:
-        """Return the bytes of a number that is stored in fp32 or wider."""
+        """Return the size in bytes of one number that is computed in fp32, or in the model's dtype if that is wider."""
         return max(self.size, FLOAT)
 
 
 def saved_for_backward(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """Return the bytes that autograd saves for the backward pass of a model and its loss, by component.
 
-    "attention" includes rotary tables, and "scores" the masks that kernels read. "embedding" is the ids of the rows
-    that were read. "loss" is the logarithms of all probabilities in fp32, and the targets.
+    "attention" includes the rotary tables, and "scores" the attention masks. "embedding" is the token ids, and
+    "loss" the fp32 log-probabilities of the whole vocabulary with the target ids.
 
     Raises:
         MissingComponent: the tree has an encoder.
@@ -101,10 +101,10 @@ def saved_for_backward(spec: ModelSpec, run: Pass) -> dict[str, int]:
 
 
 def saved_with_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
-    """Return the bytes that are saved with checkpointing, by component (Chen et al. 1604.06174).
+    """Return the bytes that autograd saves with activation checkpointing (Chen et al. 1604.06174), by component.
 
-    A layer saves only its input, and is computed again in the backward pass. One layer at a time is computed again, so
-    "layer" is the bytes of the largest layer. Raises the same errors as `saved_for_backward`.
+    "inputs" has the inputs of all layers. The backward pass computes one layer at a time again, so "layer" has the
+    bytes that the largest layer saves. Raises the same errors as `saved_for_backward`.
     """
     spec.one_stack("estimating the memory of training")
     wide = sum(block.wide for block in spec.blocks[:-1])  # a block's result is the next block's input
@@ -118,12 +118,15 @@ _COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "rou
 
 
 def _in_order(by_row: Counter[str]) -> dict[str, int]:
-    """Return the rows that are not zero, in the order of the table."""
+    """Return the components whose bytes are not zero, in the order of `_COMPONENTS`."""
     return {row: by_row[row] for row in dict.fromkeys((*_COMPONENTS, *by_row)) if by_row[row]}
 
 
 def _ends(spec: ModelSpec, run: Pass, counted: bool) -> dict[str, int]:
-    """Return the bytes saved outside of the layers. `counted`: the first layer's input is counted with the layers."""
+    """Return the bytes that autograd saves outside of the layers, by component.
+
+    If `counted`, the first layer's input is already counted with the layers, and is left out here.
+    """
     program = spec.before_blocks()
     before = SavedForBackward(program, run)
     by_row = before.by_row + SavedForBackward(spec.after_blocks(), run).by_row
@@ -134,9 +137,9 @@ def _ends(spec: ModelSpec, run: Pass, counted: bool) -> dict[str, int]:
 
 
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
-    """Return the bytes of the rotary tables, which all layers share.
+    """Return the size in bytes of the rotary tables of these operations. Layers with equal RoPE share their tables.
 
-    A rotary embedding has a table of cosines and one of sines, or one table of complex numbers.
+    RoPE needs a table of cosines and one of sines, or one table of complex numbers.
     """
     rotaries = {operation.rotary for operation in operations if isinstance(operation, ops.Rotate)}
     sizes = {"input": 2 * run.size, "complex": run.wide}
@@ -149,7 +152,7 @@ def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
 
 
 class MixingActivations(msgspec.Struct, frozen=True):
-    """The operations that one attention kernel computes, from queries and keys to the weighted sum of values."""
+    """The operations of one attention that a kernel can fuse: from q·kᵀ to the weighted sum of values."""
 
     scores: ops.Scores
     alibi: ops.Alibi | None
@@ -164,8 +167,9 @@ class MixingActivations(msgspec.Struct, frozen=True):
     def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
         """Return the way in which scores are computed: "fused", "unfused" or "eager".
 
-        "fused" is a kernel that saves no scores, and "unfused" is torch's fallback, in fp32 or wider. "eager" is
-        gptkit's own code, also under "sdpa" for a cap, sinks, a bias outside the scale, and scores marked `written`.
+        "fused" is a kernel of torch that stores no scores. "unfused" is torch's fallback, which stores them in fp32 or
+        wider. "eager" is gptkit's own code. With `kernel` "sdpa", it is also used for soft-capped scores, attention
+        sinks, an ALiBi bias that is added to the scaled scores, and scores marked as `written`.
         """
         outside = self.alibi is not None and not self.alibi.alibi.fused
         if kernel == "eager" or self.cap is not None or self.softmax.weights or outside or self.scores.written:
@@ -174,14 +178,17 @@ class MixingActivations(msgspec.Struct, frozen=True):
         return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"
 
     def sizes(self, run: Pass) -> tuple[int, int, int]:
-        """Return the bytes of a number if scores are written out: of queries and keys, the softmax, and its weights."""
+        """Return the sizes in bytes of one number in attention that is not fused.
+
+        The three sizes are those of queries, keys and scores; of the softmax; and of the weights and values.
+        """
         if self.way(run.kernel) == "unfused":
             return run.wide, run.wide, run.wide
         scored = run.wide if self.scores.wide else run.size
         return scored, run.wide if self.softmax.wide else scored, run.size
 
     def is_masked(self, tokens: int) -> bool:
-        """Return whether a kernel reads a mask, and does not use its own causal one."""
+        """Return whether the kernel needs a mask tensor for `tokens` tokens, because its `is_causal` is not enough."""
         window = self.softmax.window
         return self.alibi is not None or (window is not None and tokens >= window)
 
@@ -194,7 +201,10 @@ class MixingActivations(msgspec.Struct, frozen=True):
         return (run.tokens**2 if self.alibi is None else self.pairs(run)) * run.size
 
     def key_heads(self, heads: int, run: Pass) -> int:
-        """Return the number of saved key or value heads: `heads`, or their copies for all query heads."""
+        """Return the number of key or value heads that autograd saves.
+
+        It is `heads`, or the number of query heads if keys and values are copied for every one of them.
+        """
         fused = self.way(run.kernel) == "fused"
         if heads == 1 and (fused or run.batch == 1):
             return 1  # a view repeats it for every query head
@@ -204,7 +214,7 @@ class MixingActivations(msgspec.Struct, frozen=True):
 
 
 def mixings(program: Iterable[ops.AnyOperation]) -> list[MixingActivations]:
-    """Return the attentions of a program."""
+    """Return the attentions among the operations of a program."""
     by_id = {operation.id: operation for operation in program}
     mixings = []
     for mix in (operation for operation in by_id.values() if isinstance(operation, ops.Mix)):
@@ -218,7 +228,7 @@ def mixings(program: Iterable[ops.AnyOperation]) -> list[MixingActivations]:
 
 
 def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[str]:
-    """Return the ways in which a program computes scores (see `MixingActivations.way`), none without attention."""
+    """Return the ways in which a program computes attention scores (see `MixingActivations.way`)."""
     return {mixing.way(kernel) for mixing in mixings(program)}
 
 
@@ -229,9 +239,9 @@ class _SavedStorage(msgspec.Struct, eq=False):
     """A block of memory. Several tensors may be views of it."""
 
     size: int  # in bytes
-    row: str
-    saved: dict[str, tuple[str, int]] = {}  # row and bytes of the views that are saved, by their ids
-    counted_elsewhere: bool = False  # the total of another block includes it
+    row: str  # the component for which it counts
+    saved: dict[str, tuple[str, int]] = {}  # component and bytes of the views that autograd saves, by their ids
+    counted_elsewhere: bool = False  # whether another layer's total already includes it
 
 
 class _View(msgspec.Struct, eq=False):
@@ -241,18 +251,18 @@ class _View(msgspec.Struct, eq=False):
     storage: _SavedStorage
     size: int  # in bytes
     heads: int = 1
-    heads_first: bool = False  # a head's rows are contiguous, instead of a token's heads
-    whole: int = 0  # bytes of the padded tensor that this is the end of, where a convolution is wider than the text
+    heads_first: bool = False  # whether it is stored head by head (B, H, T, d), and not token by token (B, T, H, d)
+    whole: int = 0  # of a convolution's result: bytes with the padding for a text shorter than the kernel
 
 
 class SavedForBackward:
-    """The bytes that autograd saves for the backward pass of one program, by row of the table of memory.
+    """The bytes that autograd saves for the backward pass of one program, such as a layer, by component (`by_row`).
 
-    A tensor counts in the row of the operation that computes it, except that a norm's input counts in "norms". Rotary
-    tables are not included, because all layers share them.
+    A tensor counts for the component whose operation computes it, except that a norm's input counts for "norms".
+    Rotary tables are not included, because all layers share them.
 
     Raises:
-        ConfigError: an operation that gptkit does not know.
+        ConfigError: the program has an operation that gptkit does not know.
     """
 
     def __init__(self, program: ops.Program, run: Pass) -> None:
@@ -273,7 +283,7 @@ class SavedForBackward:
                 self.by_row[storage.row] -= size
 
     def saves(self, operation: ops.AnyOperation) -> bool:
-        """Return whether autograd saves an operation's result."""
+        """Return whether autograd saves the result of this operation for the backward pass."""
         view = self.views[operation.id]
         return view.id in view.storage.saved
 
@@ -284,7 +294,11 @@ class SavedForBackward:
         return self._numbers(operation) * (self.run.wide if operation.kept_wide else self.run.size)
 
     def _input(self, operation: ops.AnyOperation, index: int = 0) -> _View:
-        """Return an input. One from outside the program has the size of its reader's result, or of a linear's rows."""
+        """Return an input of an operation.
+
+        The size of an input that the program does not compute is not known. It is taken to be that of the
+        operation's result, or for a linear follows from its input width.
+        """
         name = operation.inputs[index]
         if name not in self.views:
             size = self._bytes(operation)
@@ -301,7 +315,7 @@ class SavedForBackward:
         view.storage.saved.setdefault(view.id, (row or view.storage.row, view.size))
 
     def _follow(self, operation: ops.AnyOperation) -> _View:
-        """Count the tensors that an operation saves, and return its result."""
+        """Count the tensors that autograd saves for an operation, and return a view of the operation's result."""
         rule = _RULES.get(type(operation))
         if rule is None:
             raise ops.unknown(operation, "the memory of training")  # type: ignore[arg-type]
@@ -310,10 +324,10 @@ class SavedForBackward:
         return rule(self, operation, result) or result
 
     def _nothing(self, operation: ops.AnyOperation, result: _View) -> None:
-        """Save nothing."""
+        """Count nothing, because autograd saves no tensor for this operation."""
 
     def _inputs(self, operation: ops.AnyOperation, _: _View) -> None:
-        """Save all inputs."""
+        """Count all inputs of the operation as saved."""
         for index in range(len(operation.inputs)):
             self._save(self._input(operation, index))
 
@@ -334,7 +348,7 @@ class SavedForBackward:
             result.storage = self._joint_storage(operation)
 
     def _joint_storage(self, operation: ops.Linear | ops.ScaleOperation) -> _SavedStorage:
-        """Return the storage that this operation shares with the others of its fused product."""
+        """Return the storage of a fused product, in which several operations have their results."""
         whole = sum(map(self._bytes, operation.computed_together(self.program)))
         return self.products.setdefault(operation.together, _SavedStorage(whole, operation.row))
 
@@ -357,7 +371,7 @@ class SavedForBackward:
         self.by_row[operation.row] += self.run.tokens * size
 
     def _looked_up(self, operation: ops.Embed | ops.Positions, _: _View) -> None:
-        """Save the numbers of the rows that were read, only once if several tables read the same rows."""
+        """Count the int64 row indices of a table look-up, only once if several tables use the same indices."""
         if isinstance(operation, ops.Positions) and not operation.weights:
             return
         ids = [self.views[name].id for name in operation.inputs]
@@ -480,7 +494,7 @@ class SavedForBackward:
             self.by_row[chosen.storage.row] -= chosen.size // self.run.size * _LONG
 
     def _altup(self, operation: ops.AltUp, result: _View) -> _View | None:
-        """Count one step of AltUp's several streams. "pick" gives a view of one stream."""
+        """Count what autograd saves for one step of AltUp, Gemma 3n's update of several residual streams."""
         first = self._input(operation)
         match operation.step:
             case "pick":
@@ -499,7 +513,7 @@ class SavedForBackward:
         return None
 
     def _cache(self, operation: ops.CacheOperation, result: _View) -> _View:
-        """Return keys or values as a cache stores them, head by head, also when no cache is used."""
+        """Return keys or values in the layout of a KV cache, (B, H, T, d), which is used without a cache too."""
         before, repeats = self._input(operation), operation.repeats
         if operation.as_given:
             return before
@@ -513,7 +527,10 @@ class SavedForBackward:
         return result
 
     def _mix(self, operation: ops.Mix, result: _View) -> _View:
-        """Count attention, softmax(q·kᵀ)·v, and return its result, copied unless it is stored token by token."""
+        """Count what autograd saves for softmax(q·kᵀ)·v, and return the result.
+
+        A result that the kernel stores head by head is copied, so that it is contiguous by token.
+        """
         mixing, size = self.mixings[operation.id], result.size
         contiguous = _View(operation.id, _SavedStorage(size, operation.row), size)
         if mixing.way(self.run.kernel) != "fused":
@@ -530,14 +547,17 @@ class SavedForBackward:
         return contiguous if q.heads_first and heads > 1 else output
 
     def _operand(self, operation: ops.Mix, view: _View, heads: int, itemsize: int, copied: bool = False) -> None:
-        """Save queries, keys or values as attention reads them, with `heads` heads: a view, or a copy of it."""
+        """Count queries, keys or values in the form that attention reads.
+
+        This is `view` itself, or a copy of it if the number of heads or the size of one number differs.
+        """
         if copied or heads != view.heads or itemsize != self.run.size:
             self.by_row[operation.row] += view.size // view.heads * heads // self.run.size * itemsize
         else:
             self._save(view)
 
     def _written_out(self, operation: ops.Mix, mixing: MixingActivations) -> None:
-        """Count attention whose scores are tensors of their own, because no fused kernel computes it."""
+        """Count what autograd saves for attention that stores its scores, because no fused kernel computes it."""
         run, heads, unfused = self.run, mixing.scores.heads, mixing.way(self.run.kernel) == "unfused"
         scored, softmax, weights = mixing.sizes(run)
 

@@ -1,13 +1,14 @@
 """The memory that vLLM and llama.cpp allocate for a model's KV cache. This file needs no torch.
 
-vLLM allocates blocks of 16 tokens. A layer with a window frees blocks that no later token reads. Layers with equal
-caches form groups of one size, padded, which share one pool of blocks (v1/core/kv_cache_utils.py, get_kv_cache_groups;
-v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens; v1/kv_cache_interface.py).
+vLLM allocates blocks of 16 tokens. A layer with a sliding window frees blocks that no later token reads. Layers with
+the same kind of cache form groups with an equal number of layers (the last one is padded). All groups share one pool of
+blocks (v1/core/kv_cache_utils.py, get_kv_cache_groups; v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens;
+v1/kv_cache_interface.py).
 
-llama.cpp allocates the whole cache before the first token, in float16 by default. Every sequence has as many cells as
-its context padded to 256. Layers with a window have their own cache, with cells for the window and a batch of 512
-tokens, also padded. For latents it stores only keys (src/llama-context.cpp, src/llama-kv-cache.cpp and
-src/llama-kv-cache-iswa.cpp).
+llama.cpp allocates the whole cache before the first token, in float16 by default. A sequence has one cell per token of
+its context, rounded up to a multiple of 256. Layers with a sliding window have a cache of their own, with cells for the
+window and a batch of 512 tokens, also rounded up. For latent attention, it stores the latents as keys and no values
+(src/llama-context.cpp, src/llama-kv-cache.cpp and src/llama-kv-cache-iswa.cpp).
 """
 
 from collections import Counter
@@ -32,20 +33,20 @@ _MUCH = 1.5
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """The cache of one layer."""
+    """The size of one layer's cache."""
 
-    per_token: int  # numbers that the layer stores for a token
-    window: int | None = None  # only the last `window` tokens are stored
+    per_token: int  # the number of elements stored per token
+    window: int | None = None  # only the last `window` tokens are stored; None for all
     chunked: bool = False  # only the tokens of the current chunk of `window` tokens are stored
-    state: int = 0  # numbers that the layer stores once for a sequence
+    state: int = 0  # the number of elements stored once per sequence, such as a recurrent state
 
 
 Layers = Mapping[CachedLayer, int]
-"""The different caches of a model's layers, with the number of layers that have them."""
+"""The number of layers by kind of cache."""
 
 
 def layers_of(spec: ModelSpec) -> Layers:
-    """Return the layers of a tree that store anything."""
+    """Return the number of a model's layers by kind of cache, without layers that have no cache."""
     layers: Counter[CachedLayer] = Counter()
     for block, number in Counter(spec.blocks).items():
         works = [work_of(operation) for operation in spec.block_operations(block)]
@@ -59,9 +60,10 @@ def layers_of(spec: ModelSpec) -> Layers:
 
 
 def in_vllm(layers: Layers, context: int, itemsize: int, batch: int = 1) -> int | None:
-    """Return the bytes of the blocks for `batch` sequences of `context` tokens, with `itemsize` bytes per number.
+    """Return the bytes of the blocks that vLLM allocates for `batch` sequences of `context` tokens.
 
-    Return None for layers with a state, and for layers whose pages vLLM cannot pad to one size.
+    The cache has `itemsize` bytes per number. The result is None if a layer has a recurrent state, or if the sizes of
+    the layers' blocks do not divide the largest one.
     """
     if any(layer.state for layer in layers):
         return None
@@ -81,7 +83,13 @@ def in_vllm(layers: Layers, context: int, itemsize: int, batch: int = 1) -> int 
 
 
 def _blocks(layer: CachedLayer, context: int, block: int) -> int:
-    """Return the number of blocks that a sequence of `context` tokens uses, without those that no token reads again."""
+    """Return the number of blocks in use after `context` tokens. Blocks that have left the window are freed.
+
+    Args:
+        layer: the layer's cache.
+        context: the number of tokens.
+        block: tokens per block.
+    """
     skipped = 0
     if layer.window is not None:
         skipped = context // layer.window * layer.window if layer.chunked else max(0, context - layer.window + 1)
@@ -89,7 +97,10 @@ def _blocks(layer: CachedLayer, context: int, block: int) -> int:
 
 
 def in_llama_cpp(layers: Layers, context: int, batch: int = 1) -> int | None:
-    """Return the bytes of the cache for `batch` sequences of `context` tokens; None for layers with a state."""
+    """Return the bytes of the cache that llama.cpp allocates for `batch` sequences of `context` tokens.
+
+    The result is None if a layer has a recurrent state.
+    """
     if any(layer.state for layer in layers):
         return None
     most = _padded(context)
@@ -102,9 +113,9 @@ def _padded(tokens: int) -> int:
 
 
 def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
-    """Return a cache size with the bytes that vLLM and llama.cpp allocate.
+    """Return a copy of `size` in which `in_vllm` and `in_llama_cpp` are set.
 
-    llama.cpp's are None for families that gptkit cannot write as GGUF, or whose windows llama.cpp ignores.
+    `in_llama_cpp` is None for a family that gptkit cannot write as GGUF, or whose sliding windows llama.cpp ignores.
     """
     if spec.encoder is not None:  # vLLM does not run such a model, and gptkit knows no llama.cpp architecture for it
         return size
@@ -118,6 +129,9 @@ def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
 
 
 def cached_numbers(layers: Layers, context: int) -> int:
-    """Return the count of numbers in transformers' cache after `context` tokens. A window has one token less."""
+    """Return the number of elements in transformers' cache after `context` tokens.
+
+    For a layer with a window w, the cache has at most w - 1 tokens, because the next token is the last of its window.
+    """
     tokens = {layer: context if layer.window is None else min(context, layer.window - 1) for layer in layers}
     return sum(number * (layer.per_token * tokens[layer] + layer.state) for layer, number in layers.items())

@@ -1,8 +1,8 @@
-"""A description of a tree by aspects: in short words for a table, as data, or in whole words. No weights, no torch.
+"""A description of a model by aspects such as "attention" or "norm", without weights or torch.
 
-Components describe themselves (see `Component.words`), and layers that differ are described separately. Two trees with
-equal aspects compute the same function in exact arithmetic. Aspects say nothing about rounding, which
-`components.without_rounding` removes from a tree.
+An aspect has short words for a table ("GQA 32/8"), JSON values, and in `describe` a longer phrase. Components describe
+themselves (see `Component.words`), and layers that differ are described separately. Two models with equal aspects
+compute the same function in exact arithmetic. Fields that only change rounding are not part of any aspect.
 """
 
 import json
@@ -19,18 +19,18 @@ from ..components.words import NOT_THERE, Words
 
 @dataclass(frozen=True)
 class Aspect:
-    """One property of a tree, such as its attention."""
+    """One property of a model, such as its attention."""
 
     name: str
-    words: str  # "GQA 32/8"
+    words: str  # the short form for a table: "GQA 32/8"
     data: Any
     """Plain JSON values: {"kind": "GQA", "heads": 32, "kv_heads": 8}. If layers differ, they are
     {"layers_differ": [{"layers": [[first, last], …], "value": …}, …]}."""
-    detail: bool = False  # of little interest unless models are compared
+    detail: bool = False  # whether it is of little interest unless models are compared
 
 
-_MOST_RUNS = 3  # the words list at most this many runs of layers; data lists all
-_MOST_KINDS = 4  # and at most this many kinds of layers
+_MOST_RUNS = 3  # the words list at most this many runs of consecutive layers; the data list all
+_MOST_KINDS = 4  # the words list at most this many kinds of layers
 
 ORDER = (
     *("position", "rope pairs", "norm", "norm eps", "embedding norm", "final norm", "activation", "feed-forward"),
@@ -43,7 +43,10 @@ _DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 
 
 def aspects(spec: ModelSpec) -> list[Aspect]:
-    """Return the aspects of a tree: always the same ones in the same order, and then those of unusual components."""
+    """Return the aspects of a model.
+
+    Every model has the aspects in `ORDER`, in this order. Others follow if the model has unusual components.
+    """
     described = {name: _by_layer(layers) for name, layers in _components(spec, spec.blocks).items()}
     head, context, first = _head(spec), spec.context_length, next(iter(spec.blocks[0].norms().values()), None)
     alike = without_rounding(spec.final_norm) == without_rounding(first)
@@ -66,14 +69,14 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
 
 
 def _head(spec: ModelSpec) -> Words:
-    """Return the words for the head. A tree without one returns hidden states."""
+    """Return the words for the head, or for its absence: such a model returns hidden states."""
     return Words("none", None, "none: it gives hidden states") if spec.head is None else spec.head.named()
 
 
 def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
-    """Return a few words for each aspect of a tree, or of a tree that has only `blocks`.
+    """Return a phrase for every aspect of a model. If `blocks` are given, they replace all layers of the model.
 
-    The words for an aspect in which layers differ start with "layers differ: " and name the layers.
+    If layers differ in an aspect, its phrase starts with "layers differ: " and names the layers.
     """
     blocks = blocks or spec.blocks
     layers = _components(spec, blocks)
@@ -103,7 +106,10 @@ def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
 
 
 def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Words]]:
-    """Return the words of every layer by aspect, and those of unusual components outside of the layers."""
+    """Return, by aspect, a list with the words of every layer.
+
+    An aspect of an unusual component outside of the layers, such as a pooler, has a list of one.
+    """
     by_block = {block: block.aspects() for block in dict.fromkeys(blocks)}
     names = dict.fromkeys(name for described in by_block.values() for name in described)
     by_layer = {name: [by_block[block].get(name, NOT_THERE) for block in blocks] for name in names}
@@ -115,7 +121,7 @@ def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Word
 
 
 def _encoder(spec: ModelSpec) -> Words:
-    """Return the words for an encoder-decoder's encoder, with its aspects as data."""
+    """Return the words for the encoder of an encoder-decoder model. Their data are the encoder's aspects."""
     described, encoder_aspects = describe(spec), aspects(spec)
     words = {aspect.name: aspect.words for aspect in encoder_aspects}
     short = f"{words['layers']} layers, {words['attention']}, {words['feed-forward']}"
@@ -156,7 +162,7 @@ def _in_words(by_layer: Sequence[str]) -> str:
 
 
 def _which(layers: Sequence[int]) -> str:
-    """Return a few words for a list of layers: 0–13; 0–3, 8; every 6th from 5; 20 layers."""
+    """Return a short form of a list of layers: "0–13", "0–3, 8", "every 6th from 5" or "20 layers"."""
     if len(number_runs(layers)) <= _MOST_RUNS:
         return number_ranges(layers)
     first, *other_steps = {after - before for before, after in pairwise(layers)}
@@ -165,7 +171,10 @@ def _which(layers: Sequence[int]) -> str:
 
 
 def _positions(spec: ModelSpec, words: str, data: Any) -> tuple[str, Any]:
-    """Return words and data for the positions that the embedding adds, and those of the attention."""
+    """Return words and data for a model's positions: its position embedding, and RoPE or ALiBi in the attention.
+
+    `words` and `data` describe the attention's positions.
+    """
     if spec.positions is None:
         return words, {"learned": None, "in_attention": data}
     learned = spec.positions.named()
@@ -174,7 +183,10 @@ def _positions(spec: ModelSpec, words: str, data: Any) -> tuple[str, Any]:
 
 
 def _end_norm(norm: Norm | None, first: Norm | None) -> tuple[str, Any]:
-    """Return words and data for a norm outside of the layers, with its eps if it differs from the first layer's."""
+    """Return words and data for a norm outside of the layers.
+
+    They include its eps if this differs from that of `first`, the first norm in the layers.
+    """
     if norm is None:
         return "none", None
     words = norm.named()

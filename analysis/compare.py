@@ -26,7 +26,7 @@ class ComparedModel:
     """One of the models of a comparison."""
 
     name: str  # as the user gave it
-    family: str  # "" for a tree without a family
+    family: str  # the model family, such as "llama", or "" if the model is of none
     spec: ModelSpec
     costs: Costs
     weights: int  # bytes
@@ -35,7 +35,7 @@ class ComparedModel:
 
     @property
     def sees(self) -> bool:
-        """Return whether its table of positions is long enough for the context of its costs."""
+        """Return whether the model can read the whole context, because its position table is long enough."""
         return self.spec.positions is None or self.costs.context <= self.spec.positions.length
 
 
@@ -74,11 +74,15 @@ class Comparison(Shown):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """Return the notes on the table and on all models, in sentences."""
+        """Return the notes on the comparison, and then the notes on every model."""
         return (*self.notes, *(f"{model.name}: {note}" for model in self.models for note in model.notes))
 
     def shown(self, *, everything: bool = False, only_differences: bool = False) -> tuple[AspectRow, ...]:
-        """Return the rows to print: all without details that are equal, or with `everything`, or only differences."""
+        """Return the rows to print.
+
+        By default, these are all rows except details in which the models are equal. `everything` also returns these
+        details, and `only_differences` returns only the rows in which models differ.
+        """
         if only_differences:
             return tuple(row for row in self.rows if row.differs)
         return tuple(row for row in self.rows if everything or row.differs or not row.detail)
@@ -86,9 +90,9 @@ class Comparison(Shown):
     def costs(self) -> dict[str, tuple[int | None, ...]]:
         """Return the costs by name, with one figure per model.
 
-        A figure is None if the model's table of positions is shorter than the context. The active parameters, which one
-        token uses, are left out if they are all parameters of every model. Weights and cache are in bytes. FLOPs are of
-        the forward pass of one token after the context.
+        A figure is None if the model's position table is shorter than the context. Active parameters are those that
+        one token uses. They are left out if this is all parameters in every model. Weights and cache are in bytes.
+        FLOPs are those of the forward pass of one token that attends to `context` tokens.
         """
         names = {
             "parameters": "parameters",
@@ -163,7 +167,7 @@ def compare(
 
 
 def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
-    """Return the comparison of counted models, in the dtype and at the context of `asked`."""
+    """Compare models whose parameters are counted already, in the dtype and at the context of `asked`."""
     length = common_context([model.spec for model in models]) if asked.context is None else asked.context
     dtype = asked.dtype or "bfloat16"
     compared = []
@@ -186,7 +190,10 @@ def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
 
 
 def _row(cells: Sequence[Aspect]) -> AspectRow:
-    """Return one aspect of all models. Different values with the same words get numbers."""
+    """Return the row for one aspect, from the aspects of all models.
+
+    If models have the same words for different data, their words get numbers, so that the row shows a difference.
+    """
     data = [json.dumps(cell.data, sort_keys=True) for cell in cells]
     words = []
     for cell, value in zip(cells, data, strict=True):

@@ -40,11 +40,15 @@ _PROJECTION = re.compile(r"(?!.*(?:vision|visual|audio)).*layers\.(?P<layer>\d{1
 
 
 def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shape]] = ()) -> Layers:
-    """Return the different caches of the layers.
+    """Return the number of layers by kind of cache.
 
-    `shapes` are the names and shapes of tensors. The key and value projections among them must have the config's
-    width, because some classes use another one in some layers without a field. Raises UnknownFamily for a field that
-    gptkit does not understand.
+    Args:
+        config: the content of config.json.
+        shapes: the names and shapes of the model's tensors, if known. They are used to check that all key and value
+            projections have the width that the config states. In some model classes, layers differ without a field.
+
+    Raises:
+        UnknownFamily: gptkit does not understand a field, or a projection has another width.
     """
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     types = text.get("layer_types") or text.get("layers_block_type")
@@ -81,7 +85,10 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
 
 
 def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """Return the cache after `context` tokens, as `costs.cache_bytes` does for a tree. States have its dtype."""
+    """Return the size of the KV cache after `context` tokens. Recurrent states count in `dtype`, too.
+
+    It is computed like that of `costs.cache_bytes`, which needs a model of a known family.
+    """
     check_number("tokens", context)
     size = itemsize(dtype)
     needed = size * batch * cached_numbers(layers, context)
@@ -111,7 +118,10 @@ def _refusal(name: str, why: str) -> UnknownFamily:
 
 
 def _integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the whole number in the first of these fields that the config has."""
+    """Return the value of the first of these fields that the config has, or `default` if it has none.
+
+    Raises UnknownFamily unless the value is a whole number above zero.
+    """
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 0 < value < 2**31:
         raise _refusal(names[0], "must be a whole number above zero")
@@ -119,7 +129,7 @@ def _integer(config: Mapping[str, Any], *names: str, default: int | None = None)
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the count of numbers in the keys of a token, and in its values, over all heads."""
+    """Return the sizes of a token's key and of its value, over all key-value heads."""
     heads = _integer(config, *_NAMES["heads"])
     usual = _integer(config, *_NAMES["hidden"]) // heads if type(config.get("head_dim")) is not int else 0
     head_dim = _integer(config, "head_dim", "kv_channels", default=usual)
@@ -134,7 +144,7 @@ def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bo
 
 
 def _linear(config: Mapping[str, Any]) -> CachedLayer:
-    """Return a layer whose state is one matrix per head and the last inputs of its convolutions."""
+    """Return the cache of a linear-attention layer: one matrix per head, and the last inputs of its convolutions."""
     names = next((names for names in _LINEAR if all(config.get(name) is not None for name in names)), None)
     if names is None:
         raise _refusal(

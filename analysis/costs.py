@@ -1,15 +1,18 @@
-"""The costs of running a tree: parameters, FLOPs and cache, computed from its shapes alone. No torch, no weights.
+"""The costs of running a model: parameters, FLOPs and cache, computed from shapes alone, without torch or weights.
 
 FLOPs are those of matrix products, two for a multiplication with its addition, as Kaplan et al. (2001.08361, table 1)
-and PaLM (2204.02311, appendix B) count them. A token needs 2 for every weight that it uses. In attention, it needs 2
-for every element of the keys and values of the tokens that it attends to. Norms, activations, softmax, rotations and
-biases grow with the width and not with its square, so they are not counted. Table look-ups are not counted either.
+and PaLM (2204.02311, appendix B) count them. A token needs 2 FLOPs for every weight that it uses. In attention, it
+needs 2 FLOPs for every element of the keys and values of the tokens that it attends to. Norms, activations, softmax,
+rotations and biases grow with the width and not with its square, so they are not counted. Table look-ups are not
+counted either.
 
-If many tokens are read at once, scores have two counts. The dense count has every query with every key, like torch's
-FlopCounterMode, whatever the kernel skips. The causal count has only the pairs that the mask and windows need.
+If many tokens are read at once, there are two counts for attention scores. The dense count includes every pair of a
+query and a key, like torch's FlopCounterMode, even if the kernel skips some. The causal count includes only the pairs
+that the causal mask and the windows need.
 
-A layer with a window w stores w - 1 tokens between two steps, like transformers' DynamicSlidingWindowLayer: with the
-step's own token they are w. A rolling buffer (Mistral 2310.06825, section 2) has room for w.
+A layer with a sliding window of w tokens stores w - 1 tokens between two steps, like transformers'
+DynamicSlidingWindowLayer, because the token of the next step is the last of the window. A rolling buffer (Mistral
+2310.06825, section 2) has room for w.
 """
 
 import math
@@ -34,35 +37,35 @@ CONTEXT = 2048  # the number of tokens for a tree that states no context
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The multiplications of one operation in matrix products, and the numbers that it caches."""
+    """The multiplications of one operation in matrix products, and the elements that it stores in the cache."""
 
     per_token: int = 0  # multiplications per token
-    per_pair: int = 0  # multiplications per pair of a token and one that it attends to
+    per_pair: int = 0  # multiplications per pair of a token and a token that it attends to
     window: int | None = None  # the number of tokens that a token attends to; None for all
-    chunked: bool = False  # a token attends to its chunk of `window` tokens instead
-    causal: bool = True  # a token does not attend to later ones
-    cached_per_token: int = 0  # cached numbers per token within the window
-    state: int = 0  # cached numbers for a sequence of any length
-    repeats: int | None = 1  # how many times transformers caches them; None if it has no such cache
-    wide: bool = False  # the cache is in fp32 or wider
+    chunked: bool = False  # whether a token attends to its chunk of `window` tokens instead of a sliding window
+    causal: bool = True  # whether a token attends to no later tokens
+    cached_per_token: int = 0  # cached elements per token within the window
+    state: int = 0  # cached elements per sequence, for any number of tokens
+    repeats: int | None = 1  # the number of copies in transformers' cache; None if transformers cannot cache it
+    wide: bool = False  # whether the cache is in fp32 for narrower dtypes of the model
     chunk: int = 0  # tokens per chunk, if a prefill computes in chunks
-    per_chunk: int = 0  # multiplications per chunk, in place of `per_token`; a partial chunk counts as one
-    spared: int = 0  # multiplications that the first chunk saves
-    between: int = 0  # multiplications per pair of chunk states, the initial one included
-    beyond: int = 0  # tokens computed after the end of a sequence, which is padded to be longer than this
-    once: bool = False  # it depends only on an encoder's source, so that further tokens cost nothing
-    again: bool = False  # the backward pass computes it again
+    per_chunk: int = 0  # multiplications per chunk, in place of `per_token`; a partial chunk counts as a whole one
+    spared: int = 0  # multiplications that the first chunk does not need
+    between: int = 0  # multiplications per pair of two chunks' states, including the initial state
+    beyond: int = 0  # outputs of a convolution after the end of the text, which is padded to more tokens than this
+    once: bool = False  # whether it depends only on an encoder's source, so that further tokens cost nothing
+    again: bool = False  # whether the backward pass computes it again
 
     def numbers_after(self, context: int) -> int:
-        """Return the cached numbers after `context` tokens. A window has one token less, for the next token."""
+        """Return the number of cached elements after `context` tokens, of which a window w keeps at most w - 1."""
         return self.cached_per_token * (context if self.window is None else min(context, self.window - 1)) + self.state
 
     def bytes_after(self, context: int, size: int) -> int:
-        """Return the cached bytes after `context` tokens, with `size` bytes per number."""
+        """Return the bytes in the cache after `context` tokens, in a model with `size` bytes per number."""
         return self.numbers_after(context) * (max(size, FLOAT) if self.wide else size)
 
     def of_many(self, tokens: int) -> int:
-        """Return the multiplications for `tokens` tokens that are read at once, without pairs."""
+        """Return the multiplications for `tokens` tokens that are read at once, without those in `per_pair`."""
         if self.chunk:
             chunks = -(-tokens // self.chunk)
             return chunks * self.per_chunk - self.spared + (chunks + 1) ** 2 * self.between
@@ -70,7 +73,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(operation: ops.AnyOperation) -> Work:
-    """Return the work of an operation. Raises ConfigError for a kind that gptkit does not know."""
+    """Return the multiplications and the cache of an operation. Raises ConfigError for an unknown kind of operation."""
     match operation:
         case ops.Linear():
             once = "U" in operation.shape
@@ -115,9 +118,9 @@ _Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, with their work
 
 
 def works(spec: ModelSpec) -> _Works:
-    """Return the work of a tree without its encoder.
+    """Return all operations of a model without its encoder, as (operation, its work, number of equal operations).
 
-    Equal layers are computed once, because there may be thousands. Before the first layer, only linears have a cost.
+    Equal layers are listed once, because there may be thousands. Before the first layer, only linears are listed.
     """
     before = tuple(operation for operation in spec.before_blocks() if isinstance(operation, ops.Linear))
     programs = [
@@ -132,7 +135,7 @@ def works(spec: ModelSpec) -> _Works:
 
 
 def _works_of_both(spec: ModelSpec) -> _Works:
-    """Return the work of a tree and its encoder, whose rows start with "encoder"."""
+    """Return the same list as `works`, with the encoder's operations, whose component names start with "encoder"."""
     if spec.encoder is None:
         return works(spec)
     encoder = works(spec.encoder)
@@ -141,7 +144,7 @@ def _works_of_both(spec: ModelSpec) -> _Works:
 
 
 def _products(all_works: _Works) -> Counter[str]:
-    """Return the FLOPs of one token's products by component, without scores."""
+    """Return the FLOPs of one token in products with weights, by component."""
     flops: Counter[str] = Counter()
     for operation, work, number in all_works:
         flops[operation.row] += 0 if work.once else 2 * number * work.per_token
@@ -149,11 +152,11 @@ def _products(all_works: _Works) -> Counter[str]:
 
 
 def _score_products(operation: ops.AnyOperation, work: Work, context: int) -> int:
-    """Return the multiplications of one token with the `context` tokens that it attends to, including itself.
+    """Return the multiplications in the attention of one token to `context` tokens, including itself.
 
-    The other tokens are cached. Latent attention can get keys and values in two ways, and this counts the cheaper one:
-    either it computes them again from the cached latents, as gptkit's modules do, or it applies the up projection to
-    the query or the output, and multiplies this by latents (DeepSeek-V2 2405.04434, section 2.1.2).
+    The keys and values of the other tokens are cached. Latent attention can use its cached latents in two ways, and
+    the cheaper one is counted. Either it computes keys and values again, as gptkit's modules do. Or it applies the up
+    projection to the query and the output, and multiplies these by latents (DeepSeek-V2 2405.04434, section 2.1.2).
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
         return work.per_pair * _in_sight(context, work.window, work.chunked, work.causal)
@@ -168,7 +171,10 @@ def windows(spec: ModelSpec) -> set[int]:
 
 
 def _in_sight(context: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
-    """Return the number of tokens, of `context`, that the last token attends to (without a causal mask, the middle)."""
+    """Return the number of tokens that the last of `context` tokens attends to.
+
+    Without a causal mask, it is that of a token in the middle.
+    """
     if window is not None and not causal:
         return min(context, 2 * window - 1)
     if window is not None and chunked:
@@ -177,7 +183,7 @@ def _in_sight(context: int, window: int | None, chunked: bool = False, causal: b
 
 
 def _in_order(flops: Mapping[str, int]) -> dict[str, int]:
-    """Return the components that are not zero, in the order of `_COMPONENTS`."""
+    """Return the components whose FLOPs are not zero, in the order of `_COMPONENTS`."""
     return {name: flops[name] for name in dict.fromkeys((*_COMPONENTS, *flops)) if flops.get(name)}
 
 
@@ -186,9 +192,9 @@ def _in_order(flops: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Costs(Record):
-    """The costs of a tree for one token after a context.
+    """The size of a model, and the costs of computing one token that attends to `context` tokens.
 
-    For a tree with an encoder, it is a token of the decoder, and the source has `context` tokens too.
+    In an encoder-decoder model, it is a token of the decoder, and the encoder's source has `context` tokens too.
     """
 
     JSON = (
@@ -198,17 +204,18 @@ class Costs(Record):
 
     parameters: int
     active: int
-    """The parameters that one token uses: only top_k experts of a mixture."""
+    """The parameters that one token uses. In a mixture of experts, only the top_k chosen experts count."""
     embedding: int
     """The parameters of token and position embeddings and, unless tied, of the head."""
     context: int
-    """The number of tokens that the token attends to."""
+    """The number of tokens that the token attends to, including itself."""
     flops: Mapping[str, int]
     """The FLOPs of the token's forward pass, by component. "scores" includes the weighted sum of values."""
     cached: int
-    """The numbers that one token adds to the KV cache, over all layers."""
+    """The number of elements that one token adds to the KV cache, over all layers."""
     cached_at_context: int
-    """The numbers in the cache after `context` tokens, within windows, including recurrent states."""
+    """The number of elements in the cache after `context` tokens, without tokens outside of windows. Recurrent states
+    are included."""
     wide: int = 0
     """The part of `cached_at_context` that is in fp32 or wider."""
 
@@ -226,7 +233,7 @@ class Costs(Record):
 
     @property
     def figures(self) -> dict[str, int]:
-        """Return the figures for comparisons, with the bytes of a bf16 cache."""
+        """Return the figures that reports compare: parameters, FLOPs, and the bytes of a bf16 cache."""
         cache = {"cache_bytes_a_token": self.cache_bytes(), "cache_bytes_at_context": self.cache_bytes_at_context()}
         return {"parameters": self.parameters, **cache, "flops_a_token": self.total_flops}
 
@@ -235,7 +242,7 @@ class Costs(Record):
         return self.cached * itemsize
 
     def cache_bytes_at_context(self, itemsize: int = 2) -> int:
-        """Return the bytes of the cache after `context` tokens."""
+        """Return the bytes of the cache after `context` tokens, with `itemsize` bytes per number."""
         return (self.cached_at_context - self.wide) * itemsize + self.wide * max(itemsize, FLOAT)
 
     def as_json(self) -> dict[str, Any]:
@@ -253,25 +260,25 @@ _COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
 
 
 def usual_context(spec: ModelSpec) -> int:
-    """Return the context that a tree states, or `CONTEXT`."""
+    """Return the context length of a model, or `CONTEXT` if its config states none."""
     stated = stated_context(spec)
     return CONTEXT if stated is None else stated
 
 
 def stated_context(spec: ModelSpec) -> int | None:
-    """Return the context that a tree states, or the length of its table of positions, or None."""
+    """Return the context length that a model's config states, or else the length of its position table, or None."""
     if spec.context_length is not None:
         return spec.context_length
     return None if spec.positions is None else spec.positions.length
 
 
 def costs(spec: ModelSpec, context: int | None = None) -> Costs:
-    """Return the costs of a tree at a context, by default its own.
+    """Return the costs of a model for one token that attends to `context` tokens; by default the model's context.
 
-    The context may be longer than the table of positions, because trees are compared at one context.
+    The context may be longer than the model's position table, so that models can be compared at one context.
 
     Raises:
-        UsageError: the context is below 1, or absurdly long.
+        UsageError: the context is below 1 or above `sizes.MOST`.
     """
     length = usual_context(spec) if context is None else context
     check_number("tokens", length)
@@ -299,7 +306,7 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
 class Flops(Record):
     """The FLOPs of a forward pass over `batch` sequences of `tokens` tokens, without a cache.
 
-    A triangular system counts as the product with its inverse.
+    Solving a triangular system, as in Gated DeltaNet, counts as a product with the inverse matrix.
     """
 
     JSON = (
@@ -312,20 +319,20 @@ class Flops(Record):
     products: Mapping[str, int]
     """The FLOPs of products with weights, by component. "head" computes the logits of all tokens."""
     scores: int
-    """The FLOPs of dense attention kernels for all pairs of tokens, as torch's FlopCounterMode counts them."""
+    """The FLOPs of attention for all pairs of tokens, also masked ones, as torch's FlopCounterMode counts them."""
     needed_scores: int
     """The FLOPs of attention for the pairs that the causal mask and windows need."""
     recomputed: int = 0
-    """The FLOPs of recurrences that the backward pass computes again, in chunks of tokens."""
+    """The FLOPs of those recurrences, computed in chunks of tokens, that the backward pass computes again."""
 
     @property
     def dense(self) -> int:
-        """Return all FLOPs, with the scores of dense kernels."""
+        """Return all FLOPs, with attention between all pairs of tokens."""
         return sum(self.products.values()) + self.scores
 
     @property
     def causal(self) -> int:
-        """Return all FLOPs, with only the needed scores."""
+        """Return all FLOPs, with attention only between the pairs of tokens that are not masked."""
         return sum(self.products.values()) + self.needed_scores
 
     @property
@@ -355,15 +362,16 @@ class TrainingFlops(Record):
 
     @property
     def flash_extra(self) -> int:
-        """Return the extra FLOPs of fused kernels, which compute all scores again in the backward pass.
+        """Return the extra FLOPs of fused attention kernels, which compute all scores again in the backward pass.
 
-        This is one dense product more than the four of the backward pass, as torch's FlopCounterMode counts it.
+        This is one product of queries and keys more than the four products of the usual backward pass. torch's
+        FlopCounterMode counts it in the same way.
         """
         return self.forward.scores // 2
 
     @property
     def checkpointing_extra(self) -> int:
-        """Return the extra FLOPs of computing every layer again (Chen et al. 1604.06174), with dense scores."""
+        """Return the extra FLOPs of activation checkpointing (Chen et al. 1604.06174), which computes layers twice."""
         return self.forward.dense - self.forward.products["head"]
 
     @property
@@ -378,7 +386,7 @@ class TrainingFlops(Record):
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     """Return the FLOPs of a forward pass over `batch` sequences of `tokens` tokens, as in a prefill or in training.
 
-    For a tree with an encoder, they include the encoder's, for a source of as many tokens.
+    For an encoder-decoder model, they include the encoder's FLOPs for a source of `tokens` tokens.
 
     Raises:
         UsageError: there are no tokens or sequences, or more tokens than positions.
@@ -402,9 +410,9 @@ def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlop
 
 
 def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
-    """Return the number of pairs of a query and a key within the causal mask and a window.
+    """Return the number of pairs of a query and a key that the causal mask and the window allow, of `tokens` tokens.
 
-    It is Σ min(t, window) for t = 1 … tokens. Without a causal mask, pairs of different tokens count twice.
+    It is Σ min(t, window) for t = 1 … tokens. Without a causal mask, two different tokens count as two pairs.
     """
     if not causal:
         return 2 * pairs_in_sight(tokens, window) - tokens
@@ -432,28 +440,29 @@ class CacheSize(Record):
     batch: int
     dtype: str
     bytes_per_token: int
-    """The bytes that one more token of one sequence adds, over all layers and without windows."""
+    """The bytes that one more token of one sequence adds, over all layers, while no window is full."""
     nbytes: int
-    """The bytes between the last token and the next."""
+    """The size of the cache between two steps, when a full window w has w - 1 tokens."""
     buffer: int
-    """The bytes of a preallocated cache with rolling windows, which have one token more than in `nbytes`."""
+    """The size of a preallocated cache with rolling buffers, in which a full window w has w tokens."""
     in_transformers: int | None
     """The bytes of transformers' DynamicCache; None if transformers has no cache for a layer.
 
-    They differ from `nbytes` if keys and values are first repeated for query heads (Falcon's new decoder architecture).
+    They differ from `nbytes` in models that repeat keys and values for all query heads before they cache them (Falcon's
+    new decoder architecture).
     """
     in_vllm: int | None = None
-    """The bytes that vLLM allocates (`allocators`), if known."""
+    """The bytes that vLLM allocates (see `allocators`); None if unknown."""
     in_llama_cpp: int | None = None
-    """The bytes that llama.cpp allocates in float16 (`allocators`), if known."""
+    """The bytes that llama.cpp allocates in float16 (see `allocators`); None if unknown."""
     states: int = 0
     """The bytes of recurrences and convolutions, which do not grow with the context. Some are always in fp32."""
     of_source: int = 0
-    """The bytes for an encoder's source of `context` tokens."""
+    """The bytes of cross-attention's keys and values, for an encoder's source of `context` tokens."""
 
 
 def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """Return the bytes of the KV cache after `context` tokens. Latent attention caches latents and rotated keys.
+    """Return the size of the KV cache after `context` tokens. Latent attention caches latents and rotated keys.
 
     `allocators.allocated` adds the bytes that vLLM and llama.cpp allocate.
 

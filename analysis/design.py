@@ -1,11 +1,11 @@
-"""Build a model from components and a number of parameters, with a shape that follows a rule. No torch.
+"""Build the architecture of a model from a choice of components and a number of parameters. No torch.
 
-The rule sets the hidden size divided by the number of layers: 64 up to 125M parameters, 128 from 6.7B on, and in
-between a logarithmic interpolation. GPT-3's models (Brown et al. 2005.14165, table 2.1) and LLaMA's have such shapes.
-Quality depends on the shape only weakly (Kaplan et al. 2001.08361). The head dimension is 64 below a hidden size of
-2,048, and 128 from there on, since widths that are multiples of these are fast on tensor cores. From 24 heads on, the
-number of heads is a multiple of eight, so that it is divisible by eight key-value heads or eight devices. Below 10M
-parameters, widths between multiples of 64 are tried too, with heads of 32 or 16.
+The hidden size divided by the number of layers follows a rule: it is 64 up to 125M parameters, 128 from 6.7B on, and
+interpolated logarithmically in between. GPT-3's models (Brown et al. 2005.14165, table 2.1) and LLaMA's have such
+shapes. Quality depends on the shape only weakly (Kaplan et al. 2001.08361). The head dimension is 64 below a hidden
+size of 2,048, and 128 from there on, since multiples of these are fast on tensor cores. From 24 heads on, the number of
+heads is a multiple of eight, so that it is divisible by eight key-value heads or eight devices. Below 10M parameters,
+hidden sizes between multiples of 64 are tried too, with head dimensions of 32 or 16.
 """
 
 import math
@@ -37,7 +37,7 @@ SMALL = 10**7  # models with fewer parameters are for experiments, and may have 
 
 @dataclass(frozen=True)
 class Design:
-    """The components of a model, with norms before attention and feed-forward."""
+    """The choice of components for a decoder, which has its norms before attention and feed-forward (pre-norm)."""
 
     positions: _Positions = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -55,7 +55,7 @@ BASELINE = Design()
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, by the rule of this module."""
+    """The hidden size and the number of layers of a model. The other sizes follow from them."""
 
     hidden: int
     layers: int
@@ -72,22 +72,28 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """Return the number of key-value heads of GQA: eight, or the most that have at least three query heads."""
+        """Return the number of key-value heads for GQA.
+
+        It is the largest divisor of the number of query heads that is at most eight and leaves three or more query
+        heads per key-value head.
+        """
         return next(n for n in range(_KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
 
     @property
     def gated_width(self) -> int:
-        """Return 8/3 of the hidden size, rounded up like LLaMA's widths.
+        """Return the width of a gated feed-forward: 8/3 of the hidden size, rounded up to a multiple as in LLaMA.
 
-        Three matrices of this width have as many parameters as two of four times the hidden size (Shazeer 2002.05202,
-        section 2).
+        Its three matrices then have as many parameters as the two of a plain feed-forward with four times the hidden
+        size (Shazeer 2002.05202, section 2).
         """
         multiple = 16 if self.hidden % 64 else 64 if self.hidden < 1_024 else 256
         return math.ceil(8 * self.hidden / (3 * multiple)) * multiple
 
 
 def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
-    """Return the tree of a design in a shape, with `vocab` tokens in its vocabulary and `context` positions.
+    """Return a model with the components of a design and the sizes of a shape.
+
+    `vocab` is the size of its vocabulary, and `context` its context length.
 
     Raises:
         ConfigError: the sizes are invalid.
@@ -110,7 +116,7 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Baseline:
-    """GPT-2 in a given shape. Its methods exchange some of its components."""
+    """GPT-2 in a given shape. Its methods take changes of its design, such as `norm="rmsnorm"`."""
 
     shape: Shape
     vocab: int
@@ -145,7 +151,10 @@ def _attention(design: Design, shape: Shape, context: int) -> parts.Attention | 
 
 
 def _position(design: Design, dim: int, context: int) -> parts.Rotary | parts.ALiBi | None:
-    """Return the attention's positions. ALiBi is multiplied by the scale of the scores, so that Falcon has it."""
+    """Return RoPE or ALiBi for the attention of a design, or None for learned positions.
+
+    The ALiBi bias is multiplied by the scale of the scores, as in Falcon, so that a transformers family has the design.
+    """
     if design.positions == "learned":
         return None
     if design.positions == "alibi":
@@ -161,8 +170,8 @@ def _position(design: Design, dim: int, context: int) -> parts.Rotary | parts.AL
 def rotary_base(context: int) -> float:
     """Return the rotary base for a model that is trained on `context` tokens.
 
-    It is the base of LLaMA-2 or Llama 3, or the lower bound for long contexts if that is larger, rounded up to two
-    digits.
+    It is the base of LLaMA-2 up to `LOW_UP_TO` tokens. For longer contexts it is the base of Llama 3, or the lower
+    bound for this context (`_BOUND`) if that is larger, rounded up to two digits.
     """
     if context <= LOW_UP_TO:
         return _LOW_BASE
@@ -180,23 +189,23 @@ def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.Gat
 
 
 def aspect_ratio(budget: int) -> float:
-    """Return hidden size divided by layers for a number of parameters."""
+    """Return the hidden size divided by the number of layers that the rule gives for `budget` parameters."""
     small, large = 125e6, 6.7e9
     along = math.log(budget / small) / math.log(large / small)
     return float(64 * 2 ** min(max(along, 0.0), 1.0))
 
 
 def usual_vocabulary(budget: int) -> int:
-    """Return the default vocabulary size: 32,000 as in LLaMA, and a power of two below 10M parameters.
+    """Return the default vocabulary size for a model of `budget` parameters: 32,000 as in LLaMA from 10M parameters on.
 
-    A small vocabulary leaves most parameters to the layers. The least is 320: a multiple of 64 that has room for 256
-    bytes and an end-of-text token.
+    Smaller models have a power of two that leaves most parameters to the layers. The least is 320, a multiple of 64
+    with room for 256 bytes and an end-of-text token.
     """
     return 32_000 if budget >= SMALL else max(2 ** int(math.log2(budget / 1_024)), 320)
 
 
 def _widths(budget: int) -> Iterator[int]:
-    """Yield hidden sizes whose number of heads is divisible by many numbers."""
+    """Yield the hidden sizes to try for `budget` parameters. Their numbers of heads have many divisors."""
     if budget < SMALL:
         yield from (32, 48, 96, 160)
     yield from (64 * heads for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24))
@@ -204,10 +213,13 @@ def _widths(budget: int) -> Iterator[int]:
 
 
 def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
-    """Return the shape nearest to the rule within 3 % of `budget` parameters, or else nearest to the budget.
+    """Return a shape with about `budget` parameters.
+
+    Of the shapes within 3 % of the budget, it is the one whose hidden size divided by layers is nearest to the rule.
+    If there are none, it is the shape nearest to the budget.
 
     Raises:
-        UsageError: no shape is within 10 %, because the vocabulary is too large.
+        UsageError: no shape is within 10 % of the budget, because the vocabulary is too large.
     """
     scores: list[tuple[float, Shape]] = []
     smallest, wanted = [], aspect_ratio(budget)

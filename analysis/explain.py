@@ -1,9 +1,9 @@
-"""The formula for a model's total, such as V·d + T·d + L(12d² + 13d) + 2d. No torch, no weights.
+"""The formula for a model's number of parameters, such as V·d + T·d + L(12d² + 13d) + 2d. No torch, no weights.
 
-The formula depends only on the shapes of the parameters, so that it exists for any tree. Components assign a letter to
-each size of a shape (`Component.letters`, `Component.rows`). A shape is a product of letters, and the formula is the
-sum of all products. A width that is a small multiple of d is written as 4d, not f. If layers differ in a size, each
-value has its own letter (f1, f2). Layers with the same formula are counted together (L1, L2).
+The formula is derived from the shapes of the parameters, so that it exists for any model. Components assign a letter to
+every dimension of a shape (`Component.letters`, `Component.rows`). A parameter's size is a product of letters, and the
+formula is the sum of all products. A width that is a small multiple of d is written as 4d, not f. If layers differ in a
+size, every value has its own letter (f1, f2). Layers with the same formula are counted together (L1, L2).
 """
 
 import math
@@ -58,18 +58,18 @@ class _Symbol(Record):
 
 @dataclass(frozen=True)
 class _Term:
-    """A component's share of the total: its label in a table of parameters, its formula and its parameters."""
+    """The part of the formula that belongs to one component."""
 
-    label: str
+    label: str  # the component's name in a table of parameters
     formula: str
-    value: int
+    value: int  # the number of parameters
 
 
 @dataclass(frozen=True)
 class Explained(Record):
-    """A total as a formula, and its terms by component, in the order of computation.
+    """A model's number of parameters as a formula, and the terms of its components in the order of computation.
 
-    In formulas a product is 2d·k or d². The factor of a sum is written before its brackets.
+    Formulas are text. A product is written as 2d·k or d², and a factor of a sum stands before brackets: L(12d² + 13d).
     """
 
     JSON = "formula symbols=by_letter components=by_component"
@@ -89,7 +89,7 @@ class Explained(Record):
 
 
 def explain(spec: ModelSpec) -> Explained:
-    """Return the formula for a tree's parameters, with a tied head once.
+    """Return the formula for a model's number of parameters. A tied head is not counted again.
 
     Raises:
         MissingComponent: the tree has an encoder.
@@ -113,7 +113,7 @@ def explain(spec: ModelSpec) -> Explained:
     names = [f"L{index + 1}" if len(kinds) > 1 else "L" for index in range(len(kinds))]
 
     def term(label: str | None) -> _Term:
-        """Return the term of a component, or of all components."""
+        """Return the term of the component with this label, or of all components if it is None."""
         first, *layers, last = (
             _merged(part.values()) if label is None else part.get(label, _Sum()) for part in (before, *kinds, after)
         )
@@ -139,7 +139,10 @@ def explain(spec: ModelSpec) -> Explained:
 
 
 def _layer(spec: ModelSpec, block: Block) -> dict[str, _Sum]:
-    """Return the products of one layer by component. The first expert represents all experts."""
+    """Return the products of letters that are the sizes of one layer's parameters, by component.
+
+    Experts have equal sizes, so only the first one is read, and its products have the factor E.
+    """
     by_component: dict[str, _Sum] = {}
     nodes = {path: node for path, node in walk(block, "blocks.0") if node.label is not None}
     choice = choice_of(spec, block)
@@ -154,7 +157,15 @@ def _layer(spec: ModelSpec, block: Block) -> dict[str, _Sum]:
 def _shapes(
     path: str, node: Component, spec: ModelSpec, above: Component | None = None, experts: int | None = None
 ) -> _Sum:
-    """Return the products of a component. The component above it may name its sizes."""
+    """Return the products of letters that are the sizes of a component's parameters.
+
+    Args:
+        path: the component's name in the model.
+        node: the component.
+        spec: the model.
+        above: the component that contains `node`. Its letters for `node` take precedence.
+        experts: the number of equal experts, if the component is part of one.
+    """
     products = _Sum()
     from_above = {} if above is None else above.letters(path.rpartition(".")[2])
     widths = from_above or {"d": spec.hidden_size, **node.letters()}
@@ -175,7 +186,7 @@ def _shapes(
 
 
 def _letters(parts: Iterable[Mapping[str, _Sum]]) -> dict[_Letter, str]:
-    """Return names for the letters, in a fixed order. They contain a number if a letter has several sizes."""
+    """Return names for the letters, in a fixed order. A letter with several sizes gets numbered names: f1, f2."""
     used = dict.fromkeys(letter for part in parts for sums in part.values() for product in sums for letter in product)
     sizes: dict[str, list[_Letter]] = {}
     for letter in used:
@@ -196,7 +207,7 @@ def _value(products: _Sum) -> int:
 
 
 def _written(products: _Sum, letters: Mapping[_Letter, str], by_degree: bool = False) -> str:
-    """Return products as text: 12d² + 13d."""
+    """Return a sum of products as text: 12d² + 13d. If `by_degree`, products with the most factors come first."""
     terms = []
     for product in sorted(products, key=len, reverse=True) if by_degree else products:
         powers = Counter(letters[letter] for letter in product)

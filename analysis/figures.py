@@ -1,4 +1,4 @@
-"""The optional figures of `params` besides the count: bytes, the KV cache, FLOPs and memory. No torch."""
+"""The figures of `params` that a user can ask for: bytes, the KV cache, FLOPs and memory. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SERVED = 8192
 
 @dataclass(frozen=True)
 class Scenario:
-    """The figures that a user wants besides the count, and the sizes that they depend on."""
+    """The figures that a user wants besides the number of parameters, and the sizes that they depend on."""
 
     dtype: str | None = None
     """The dtype of the weights, also "int4" and GGUF's formats."""
@@ -68,7 +68,7 @@ class Scenario:
 
     @property
     def computed(self) -> str:
-        """Return the dtype of activations, and by default of the cache: bf16 if the weights are narrower."""
+        """Return the dtype of activations: that of the weights, or bf16 if the weights are narrower."""
         if self.dtype not in DTYPES or itemsize(self.dtype) == 1:
             return "bfloat16"
         return self.dtype
@@ -83,29 +83,32 @@ class Scenario:
 
     @property
     def at_context(self) -> bool:
-        """Return whether a figure is wanted that depends on one context."""
+        """Return whether the user wants a figure that depends on `context`."""
         return self.flops or self.memory or self.gpu is not None or self.spread
 
     @property
     def more(self) -> bool:
-        """Return whether a figure is wanted that is not in the table of components."""
+        """Return whether the user wants a figure that is not a column of the table of components."""
         return bool(self.kv) or self.at_context or self.explain
 
 
 @dataclass(frozen=True)
 class CostFigures:
-    """The figures of one tree at `context` tokens. A figure is None if the table of positions is too short."""
+    """The figures of one model at `context` tokens.
+
+    A figure is None if the user did not ask for it, or if the model's position table is shorter than the context.
+    """
 
     asked: Scenario
     context: int
     weights: Mapping[str, int] | None = None
-    """The bytes by component. A sum of 4-bit weights is rounded up."""
+    """The bytes of the weights by component. A sum of 4-bit weights is rounded up to whole bytes."""
     cache: tuple[CacheSize | None, ...] = ()
-    """The cache at the contexts of `Scenario.kv`, or for `memory` at this one."""
+    """The cache at every context of `Scenario.kv`, or at `context` if the user only asked for memory."""
     bytes_per_token: int | None = None
-    """The bytes that one token adds to the cache, whatever the table of positions."""
+    """The bytes that one token adds to the cache, also if the position table is too short for the context."""
     token: Costs | None = None
-    """The FLOPs of the next token after a cached context."""
+    """The FLOPs of one token that attends to `context` tokens."""
     prefill: Flops | None = None
     """The FLOPs of the whole context in one forward pass."""
     training: TrainingFlops | None = None
@@ -122,7 +125,7 @@ class CostFigures:
     """The memory per GPU on several GPUs."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values under the names of the figures that the user wants. Figures are integers."""
+        """Return the figures that the user wants as plain JSON values, by name. Numbers are integers."""
         asked, context = self.asked, self.context
         figures: dict[str, Any] = {}
         if self.weights is not None:
@@ -150,23 +153,26 @@ class CostFigures:
 
 
 def _json_of(figure: Record | None, context: int) -> Any:
-    """Return a figure's JSON values, or why the context makes it impossible."""
+    """Return a figure's JSON values. If it is None, they say that the position table is too short for the context."""
     impossible = {"context": context, "impossible": "the context is longer than the model's table of positions"}
     return impossible if figure is None else figure.as_json()
 
 
 def common_context(specs: Sequence[ModelSpec]) -> int:
-    """Return the shortest of the trees' usual contexts, at which they are compared."""
+    """Return the context at which models are compared: the shortest of their own contexts."""
     return min(map(counting.usual_context, specs), default=counting.CONTEXT)
 
 
 def fits(spec: ModelSpec, tokens: int) -> bool:
-    """Return whether a tree can read `tokens` tokens. Only a table of positions limits them."""
+    """Return whether a model can read `tokens` tokens. Only a position table sets a limit."""
     return spec.positions is None or tokens <= spec.positions.length
 
 
 def figures_of(spec: ModelSpec, asked: Scenario, context: int, family: str = "") -> CostFigures:
-    """Return the wanted figures of a tree, FLOPs and memory at `context` tokens. Raises the errors of `weighed`."""
+    """Return the figures of a model that `asked` wants, with FLOPs and memory at `context` tokens.
+
+    Raises the errors of `weighed`.
+    """
     batch, dtype, cached = asked.batch, asked.dtype or "bfloat16", asked.cached
     figures: dict[str, Any] = {}
     if asked.dtype is not None:

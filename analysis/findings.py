@@ -1,4 +1,4 @@
-"""Sentences for `recommend` that compare the usual advice with counted costs."""
+"""Remarks for `recommend`: sentences that compare the usual advice on components with their counted costs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,20 +22,22 @@ class Remark(Record):
 
     JSON = "about words figures against_advice=against"
 
-    about: str
-    words: str
-    figures: dict[str, float]
-    against: bool = False  # the sentence contradicts the usual advice
+    about: str  # the component, such as "norm"
+    words: str  # the sentence
+    figures: dict[str, float]  # the figures in the sentence, by name
+    against: bool = False  # whether the sentence contradicts the usual advice
 
 
 def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tuple[Remark, ...]:
-    """Return remarks on the whole design, and on its components, which are exchanged one by one in the baseline.
+    """Return remarks on the components of a design, and on the whole design.
+
+    The costs of a component are measured by exchanging it alone in the baseline.
 
     Args:
-        goal: the goal of the design.
+        goal: the goal of the design, such as "speed".
         design: the recommended design.
-        spec: the tree of the design.
-        base: GPT-2 of the same size.
+        spec: the model of this design.
+        base: the baseline, GPT-2 with about as many parameters.
     """
     usual, shape = base.costs(), base.shape
     remarks: list[Remark] = []
@@ -126,7 +128,13 @@ def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Remark:
 
 
 def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Remark:
-    """Return the remark on the attention with the smallest cache per token. `family` has the design with MLA."""
+    """Return the remark on which kind of attention has the smallest cache per token.
+
+    Args:
+        kind: the attention of the recommended design.
+        rivals: the costs of the baseline with every kind of attention.
+        family: the transformers family that has the design with MLA, or None.
+    """
     times = {name: rival.cached / rivals[kind].cached for name, rival in rivals.items()}
     others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
     where = "no transformers family that gptkit supports has it" if family is None else f"{family} has it"
@@ -166,7 +174,7 @@ def _whole(costs: Costs, usual: Costs, context: int) -> Iterator[Remark]:
 
 
 def _share(part: float) -> str:
-    """Return a share in per cent. A share that is not 0 is never shown as 0."""
+    """Return a share from 0 to 1 in per cent, as text. A share that is not 0 is never shown as 0."""
     value = 100 * part
     if 0 < abs(value) < 0.01:
         return "less than 0.01%"

@@ -1,7 +1,7 @@
-"""The weight formats, contexts and batches of a model that fit in a given memory. From shapes alone, no torch.
+"""The weight formats, contexts and batches with which a model fits in a given memory, from shapes alone. No torch.
 
-Weights, the cache and the largest activations of a prefill are counted as in `memory`. The memory of a runtime and its
-allocator, half a gigabyte to two, is not included.
+Weights, the KV cache and the peak of activations in a prefill are counted as in `memory`. The memory of a runtime and
+its allocator, half a gigabyte to two, is not included.
 """
 
 from bisect import bisect_left
@@ -23,13 +23,13 @@ _SPREAD = ("bfloat16", "int8", "int4")
 
 @dataclass(frozen=True)
 class Fit(Record):
-    """The longest context and the largest batch that fit with weights of one dtype. They are 0 if nothing fits."""
+    """The longest context and the largest batch that fit with weights in one dtype. They are 0 if none fits."""
 
     JSON = "weights longest_context=context most_sequences=batch bytes_left=free"
 
     dtype: str
     weights: int
-    """The bytes of the weights on the fullest GPU."""
+    """The bytes of the weights on the GPU that has most of them."""
     context: int
     """The longest context for `Fits.batch` sequences, in tokens."""
     batch: int
@@ -40,14 +40,14 @@ class Fit(Record):
 
 @dataclass(frozen=True)
 class Fits(Record):
-    """The contexts and batches that fit in a memory, by dtype of the weights."""
+    """The contexts and batches that fit in a given memory, by dtype of the weights."""
 
     JSON = "bytes=nbytes batch context dtypes"
 
-    nbytes: int  # the memory of one GPU
-    batch: int  # the number of sequences for `Fit.context`
-    context: int  # the number of tokens for `Fit.batch`
-    own: int | None  # the context that the model states; `Fit.context` is never longer
+    nbytes: int  # the memory of one GPU in bytes
+    batch: int  # the number of sequences for which `Fit.context` is computed
+    context: int  # the number of tokens for which `Fit.batch` is computed
+    own: int | None  # the context length that the model's config states; `Fit.context` is never longer
     rows: tuple[Fit, ...]  # one per dtype
 
     @property
@@ -68,19 +68,19 @@ def fit(
     tp: int = 1,
     pp: int = 1,
 ) -> Fits:
-    """Return the contexts and batches that fit in `nbytes`, or on the fullest of tp x pp GPUs with `nbytes`.
+    """Return the contexts and batches with which a model fits on tp x pp GPUs that have `nbytes` of memory each.
 
     Args:
-        spec: the tree.
-        nbytes: the memory of one GPU.
-        family: the family of the tree, which GGUF formats depend on.
+        spec: the model.
+        nbytes: the memory of one GPU in bytes.
+        family: the model's family, such as "llama", on which GGUF formats depend.
         dtype: the dtype of the weights; by default bfloat16 and all usual quantised formats.
         computed: the dtype of activations.
         cache_dtype: the dtype of the cache; by default that of activations.
         context: the number of tokens per sequence for which to report the largest batch.
         batch: the number of sequences for which to report the longest context.
-        tp: the number of GPUs that share every layer; see `parallel`.
-        pp: the number of stages of layers.
+        tp: the number of GPUs that share every layer (tensor parallelism); see `parallel`.
+        pp: the number of pipeline stages.
 
     Raises:
         UsageError: the same as in `parallel.split`.
@@ -88,7 +88,7 @@ def fit(
 
     @cache
     def besides_weights(tokens: int, sequences: int) -> tuple[int, ...]:
-        """Return the bytes of cache and activations by stage."""
+        """Return the bytes of cache and activations on a GPU, for every pipeline stage."""
         stages = split(spec, tp, pp, computed=computed, cache_dtype=cache_dtype, context=tokens, batch=sequences).stages
         return tuple(stage.cache + stage.activations for stage in stages)
 
@@ -118,5 +118,5 @@ def _most_bytes(weights: tuple[int, ...], others: tuple[int, ...]) -> int:
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to `limit` that fits, or 0. All smaller numbers must fit too."""
+    """Return the largest number up to `limit` for which `fits` is true, or 0. It must be true for all smaller ones."""
     return limit if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))

@@ -1,6 +1,6 @@
-"""The bytes of weights in a dtype or a quantised format, which depend on the use of each tensor. No torch.
+"""The size of a model's weights in a dtype or a quantised format. No torch.
 
-A format is more than a number of bits per weight: its blocks have scales, and not every tensor is quantised. GGUF's
+The size of a quantised tensor includes the scales of its blocks, and a format does not quantise every tensor. GGUF's
 types are those of llama-quantize (`architectures.gguf_types`). nf4 is the format that transformers loads with
 bitsandbytes and double quantisation (QLoRA 2305.14314, section 3). Linear modules except the head have 4 bits per
 weight, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales, together 4.127 bits per weight.
@@ -30,7 +30,10 @@ _BLOCK, _OUTER = 64, 256  # nf4 has one scale for 64 weights, and one outer scal
 
 
 def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
-    """Return the bytes of a tree's parameters, counted like `count`, with a tied head once; see `sizer`."""
+    """Return the size of a model's weights in bytes, by component and layer. A tied head is not counted again.
+
+    The arguments and errors are those of `sizer`.
+    """
     if dtype in FORMATS:
         return count(spec, sizer(spec, dtype, family))
     counted = count(spec)
@@ -46,12 +49,12 @@ def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
 
 
 def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter], int]:
-    """Return a function that returns the bytes of a parameter of the tree.
+    """Return a function that returns the size in bytes of one of the model's tensors in a dtype or format.
 
     Args:
-        spec: the tree.
-        dtype: a result of `weight_dtype`.
-        family: the family of the tree, which GGUF formats depend on.
+        spec: the model.
+        dtype: a name that `weight_dtype` returned.
+        family: the model's family, such as "llama", on which GGUF formats depend.
 
     Raises:
         CannotExpress: the dtype is a GGUF format, and llama.cpp has no type for one of the tensors.
@@ -67,7 +70,10 @@ def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter]
 
 
 def in_formats(spec: ModelSpec, family: str = "") -> dict[str, int | None]:
-    """Return the bytes of a tree's weights in bf16 and `FORMATS`, or None for a format that cannot express the tree."""
+    """Return the size of a model's weights in bytes, in bf16 and every format of `FORMATS`.
+
+    The size is None for a format that has no type for one of the tensors.
+    """
     totals: dict[str, int | None] = {}
     for name in ("bfloat16", *FORMATS):
         try:
@@ -78,9 +84,9 @@ def in_formats(spec: ModelSpec, family: str = "") -> dict[str, int | None]:
 
 
 def _nf4_bytes(parameter: Parameter) -> int:
-    """Return the bytes of a tensor.
+    """Return the size of a tensor in bytes, in nf4 if it is quantised and otherwise in bf16.
 
-    transformers 5 stores experts in tensors of three dimensions. They are no linear modules, and are not quantised.
+    Experts are not quantised, because transformers 5 stores them in tensors of three dimensions, not in linear modules.
     """
     linear = len(parameter.shape) == 2 and parameter.component in ("attention", "feed-forward", "shared block")
     if not linear or ".experts." in parameter.name:
@@ -90,10 +96,10 @@ def _nf4_bytes(parameter: Parameter) -> int:
 
 
 def weight_dtype(name: str) -> str:
-    """Return the name of a weight dtype: torch's spelling, "int4" (which torch does not have), or one of `FORMATS`.
+    """Return the standard name of a weight dtype: torch's name, or "int4" or one of `FORMATS`, which torch lacks.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: the name is unknown.
     """
     name = NAMES.get(name.lower(), name)
     if name.lower() in ("int4", *FORMATS):
@@ -105,5 +111,5 @@ def weight_dtype(name: str) -> str:
 
 
 def weight_bytes(parameters: int, dtype: str) -> int:
-    """Return the bytes of some parameters in a dtype, without the scales that quantised weights need."""
+    """Return the bytes of this number of parameters in a dtype, without the scales that quantised weights need."""
     return (parameters + 1) // 2 if dtype == "int4" else parameters * itemsize(dtype)

@@ -1,9 +1,9 @@
-"""The memory that a tree needs for inference and training, computed from its shapes alone. No torch, no weights.
+"""The memory that a model needs for inference and training, computed from shapes alone. No torch, no weights.
 
 Only tensors are counted. Memory inside of kernels, gaps of the allocator, and the runtime (hundreds of megabytes for
 CUDA) come on top. Tests compare the saved activations with torch, and the peak with a run of gptkit's modules. These
-have the same operations as transformers, except that gptkit computes a gated product in place without gradients.
-transformers then needs one more tensor of the feed-forward width, a tenth to a fifth of activations and cache.
+have the same operations as transformers, with one exception: without gradients, gptkit multiplies gate and up in place.
+transformers therefore needs one more tensor of the feed-forward width, a tenth to a fifth of activations and cache.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _WINDOWED = (
 
 @dataclass(frozen=True)
 class Memory(Record):
-    """The bytes for running a model on `batch` sequences of `context` tokens."""
+    """The memory in bytes for running a model on `batch` sequences of `context` tokens."""
 
     JSON = "context batch dtype weights cache activations total assumed"
 
@@ -38,9 +38,9 @@ class Memory(Record):
     cache: int
     """The keys and values after `context` tokens."""
     activations: int
-    """The largest sum of other tensors during a prefill, including logits, and keys and values beyond windows."""
+    """The peak of all other tensors during a prefill, including logits, and keys and values outside of windows."""
     assumed: tuple[str, ...]
-    """The assumptions, in sentences."""
+    """The assumptions of these figures, in sentences."""
 
     @property
     def total(self) -> int:
@@ -49,10 +49,11 @@ class Memory(Record):
 
 @dataclass(frozen=True)
 class TrainingMemory(Record):
-    """The bytes for training a model with Adam on `batch` sequences of `context` tokens per step.
+    """The memory in bytes for training a model with Adam on `batch` sequences of `context` tokens per step.
 
-    With several `ranks` (FSDP2, ZeRO-3), they are the bytes of one process: its share of the states, and the
-    activations for its own `batch`. The total includes gradients that exist before the step, as when they accumulate.
+    With several `ranks` (FSDP2, ZeRO-3), it is the memory of one process: its share of weights, gradients and moments,
+    and the activations for its own `batch`. All gradients are assumed to exist during the forward pass, as they do with
+    gradient accumulation.
     """
 
     JSON = (
@@ -71,15 +72,17 @@ class TrainingMemory(Record):
     master: int
     """The optimiser's fp32 weights, if `dtype` is narrower; otherwise 0."""
     by_component: Mapping[str, int]
-    """The activations that autograd saves (`analysis.activations`). "logits" also has their gradient, twice in fp32."""
+    """The activations that autograd saves (see `analysis.activations`). "logits" also includes their gradient, of which
+    two fp32 copies exist."""
     checkpointed_by_component: Mapping[str, int]
-    """The most activations with checkpointing: layers save only their inputs, and are computed again one at a time."""
+    """The peak of activations with activation checkpointing. Layers save only their inputs, and are computed again one
+    at a time."""
     assumed: tuple[str, ...]
     """The assumptions, in sentences."""
     ranks: int = 1
     """The number of processes that shard weights, gradients and moments."""
     gathered: int = 0
-    """The most unsharded weights and gradients that a process has at once, besides its share."""
+    """The peak of unsharded weights and gradients in a process, in addition to its share."""
 
     @property
     def total(self) -> int:
@@ -91,7 +94,7 @@ class TrainingMemory(Record):
 
     @property
     def states(self) -> int:
-        """Return the bytes that do not depend on the batch."""
+        """Return the bytes of weights, gradients and optimiser, which do not depend on the batch."""
         return self.weights + self.gradients + self.moments + self.master + self.gathered
 
     @property
@@ -112,12 +115,12 @@ def memory(
     cache_dtype: str | None = None,
     logits: Logits = "last",
 ) -> Memory:
-    """Return the memory for running a tree, by default at its own context.
+    """Return the memory for running a model.
 
     Args:
-        spec: the tree.
-        dtype: the dtype of the weights, and of activations. These are in bf16 if it has only one byte.
-        context: the number of tokens per sequence, all read in one forward pass.
+        spec: the model.
+        dtype: the dtype of the weights and activations. If it has only one byte, activations are in bf16.
+        context: the number of tokens per sequence, all read in one forward pass; by default the model's context.
         batch: the number of sequences.
         cache_dtype: the dtype of the cache; by default that of activations.
         logits: "last" for the last token's logits, as generation needs, or "all".
@@ -148,7 +151,10 @@ def cache_and_activations(
     logits: Logits = "last",
     ends: bool = True,
 ) -> tuple[int, int]:
-    """Return the bytes of the cache and of activations; see `memory`, and `prefill.peak` for `ends`."""
+    """Return the bytes of the cache, and the peak bytes of activations during a prefill.
+
+    The arguments are those of `memory`, except `computed`, the dtype of activations, and `ends` (see `prefill.peak`).
+    """
     computed_cache = cache_bytes(spec, context, computed, batch).nbytes  # before the conversion to the cache's dtype
     most = peak(spec, Pass(context, batch, itemsize(computed)), logits, ends)
     return cache_bytes(spec, context, cache_dtype or computed, batch).nbytes, most - computed_cache
@@ -163,13 +169,14 @@ def training_memory(
     attention: Kernel = "sdpa",
     ranks: int = 1,
 ) -> TrainingMemory:
-    """Return the memory for training a tree with Adam, by default at its own context.
+    """Return the memory for training a model with Adam.
 
     Args:
-        spec: the tree.
-        dtype: the dtype of weights, gradients and activations. Below fp32, the optimiser has fp32 weights too (mixed
-            precision, Micikevicius et al. 1710.03740; 16 bytes per parameter in ZeRO, 1910.02054, section 3.1).
-        context: the number of tokens per sequence.
+        spec: the model.
+        dtype: the dtype of weights, gradients and activations. If it is narrower than fp32, the optimiser has fp32
+            weights too (mixed precision, Micikevicius et al. 1710.03740; 16 bytes per parameter in ZeRO, 1910.02054,
+            section 3.1).
+        context: the number of tokens per sequence; by default the model's context.
         batch: the number of sequences per step and process.
         attention: "sdpa" for fused kernels, which save no scores (2205.14135), or "eager".
         ranks: the number of processes that shard weights, gradients and moments.
@@ -214,9 +221,10 @@ def training_memory(
 
 
 def _gathered(spec: ModelSpec) -> int:
-    """Return the count of unsharded weights and gradients of one process in the backward pass.
+    """Return the number of unsharded weights and gradients that a process has at once in the backward pass.
 
-    They are the weights of the current and the next layer, one layer's gradients, and both for all other parameters.
+    These are the weights of the current and the next layer, the gradients of one layer, and the weights and gradients
+    of all parameters outside of layers.
     """
     counted = count(spec)
     layers = [layer.total for layer in counted.by_layer]
@@ -224,7 +232,7 @@ def _gathered(spec: ModelSpec) -> int:
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
-    """Return words for the attention. If it stores scores, memory grows with the square of the context."""
+    """Return words that say which layers store attention scores, whose memory grows with the square of the context."""
     by_block = {block: ways(spec.block_operations(block), kernel) for block in set(spec.blocks)}
     by_layer = [by_block[block] for block in spec.blocks]
     unfused = sum(bool(kinds - {"fused"}) for kinds in by_layer)

@@ -35,14 +35,14 @@ class Named(Record):
         " by_layer=count.numbered_layers"
     )
 
-    model_type: str  # config.json's, or "" without one
-    source: str  # the origin of the names, in words
-    parameters: tuple[Parameter, ...]  # with components and layers from their names; layers count through all stacks
-    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    model_type: str  # the field of config.json, or "" without one
+    source: str  # where the names come from, in words
+    parameters: tuple[Parameter, ...]  # the tensors, with the component and the layer that `by_names` infers
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the content of config.json
     cache: tuple[CacheSize, ...] = ()  # the KV cache at the wanted contexts, from config.json (`config_cache`)
 
     unknown: ClassVar[None] = None
-    """The value of figures that names do not determine."""
+    """The value of all figures that names and shapes do not determine."""
 
     @cached_property
     def count(self) -> TensorCount:
@@ -56,13 +56,13 @@ class Named(Record):
         return TensorCount(by_component.total(), dict(by_component), layers, outside)
 
     def refusal(self, model: str) -> UsageError:
-        """Return the error for a request that needs the use of the tensors. The caller raises it."""
+        """Return the error for a request that names and shapes cannot answer. The caller raises it."""
         kind = f" {shown(self.model_type)}" if self.model_type else ""
         message = f"gptkit does not support the model family{kind} of {model}, so it can only count tensors by name"
         return UsageError(message, f"To draft a definition of the family: gptkit draft {model} --out definition.py")
 
     def groups(self) -> list[TensorGroup]:
-        """Return the tensors in groups of names that differ only by numbers."""
+        """Return the tensors in groups. Names in a group differ only in numbers, such as those of layers."""
         numbers_of: dict[tuple[str, Shape, str], list[list[int]]] = {}
         for parameter in self.parameters:
             parts = parameter.name.split(".")
@@ -78,10 +78,11 @@ class Named(Record):
 
 
 def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
-    """Return tensors with the components and layers that follow from their names.
+    """Return tensors, with the component and the layer that follow from their names.
 
-    A layer has all names up to the same first number, such as `decoder.layers.3`. Layers count through all stacks. The
-    component is the first part of the name within the layer that is no number and has no number after it: `mlp` of
+    Tensors whose names start with the same prefix and number, such as `decoder.layers.3`, form a layer. If a model has
+    several stacks of layers (encoder and decoder), the layers of the second are numbered after those of the first. The
+    component is the first part of the rest of the name that is no number and has no number after it: `mlp` for
     `mlp.experts.7.up_proj.weight`. Outside of layers, it is the first part after the common prefix of all stacks.
     """
     listed = list(shapes)
@@ -111,10 +112,11 @@ def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
 
 
 def by_class(config: Mapping[str, object], unknown: UnknownFamily) -> tuple[str, tuple[Parameter, ...]]:
-    """Return the name and the parameters of transformers' class for a config.json, shared parameters once.
+    """Return the name and the parameters of transformers' class for a config.json. Tied parameters are listed once.
 
     Raises:
-        UnknownFamily: transformers cannot build the model either, or takes too long.
+        UnknownFamily: transformers cannot build the model either, or takes too long. Its message starts with that of
+            `unknown`, the error that gptkit already has for the model.
     """
     for name, value in config.items():
         if "layers" in name and type(value) is int and value > MAX_LAYERS:

@@ -1,4 +1,4 @@
-"""The papers on components, with the authors and the arXiv number by which they are cited."""
+"""The papers that `recommend` cites, with their authors and arXiv numbers."""
 
 from dataclasses import dataclass
 

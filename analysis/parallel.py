@@ -1,14 +1,16 @@
-"""The memory per GPU for a model that is split over several, computed from shapes alone. No torch, no weights.
+"""The memory per GPU for a model that is split over several GPUs, computed from shapes alone. No torch, no weights.
 
-Tensor parallelism is that of Megatron-LM (Shoeybi et al. 1909.08053, section 3). One of `tp` GPUs has a share of every
-layer's heads and feed-forward units: q, k, v, gate and up are split by rows, o and down by columns. Embedding and head
-are split by the vocabulary, which is padded. Norms, routers, learned positions, and the biases of o and down are on all
-GPUs. Key-value heads are split; if there are fewer than GPUs, several GPUs have the same head.
+Tensor parallelism is that of Megatron-LM (Shoeybi et al. 1909.08053, section 3). Each of `tp` GPUs has a share of every
+layer's heads and of its feed-forward's intermediate size: q, k, v, gate and up are split by rows, o and down by
+columns. Embedding and head are split by the vocabulary, which is padded. Norms, routers, learned positions, and the
+biases of o and down are on all GPUs. Key-value heads are split. If there are fewer of them than GPUs, several GPUs have
+the same head.
 
 Pipeline parallelism puts an equal number of layers into each of `pp` stages. The embedding is in the first stage. The
 final norm and the head are in the last, with a copy of a tied embedding.
 
-The share of one GPU is a tree with fewer heads and units, so that its memory is counted like that of any tree.
+The share of one GPU is a model with fewer heads and narrower feed-forwards. Its memory is counted like that of any
+other model.
 """
 
 from collections import Counter
@@ -28,14 +30,14 @@ from .memory import cache_and_activations
 
 @dataclass(frozen=True)
 class Stage(Record):
-    """The bytes per GPU of one pipeline stage."""
+    """The memory in bytes on every GPU of one pipeline stage."""
 
     JSON = "layers weights=weight weights_by_component=weights cache activations total"
 
     layers: tuple[int, int]  # the first and the last
     weights: Mapping[str, int]  # by component
     cache: int
-    activations: int  # the most during a prefill of all sequences, without buffers for communication
+    activations: int  # the peak during a prefill of all sequences, without buffers for communication
 
     @property
     def weight(self) -> int:
@@ -58,11 +60,11 @@ class Split(Record):
     batch: int
     dtype: str
     stages: tuple[Stage, ...]
-    notes: tuple[str, ...]  # padded or repeated parts, in sentences
+    notes: tuple[str, ...]  # sentences about parts that are padded, or copied to several GPUs
 
     @property
     def together(self) -> int:
-        """Return the bytes of the weights on all GPUs, including copies."""
+        """Return the bytes of the weights on all GPUs together. Copied parts count on every GPU."""
         return self.tp * sum(stage.weight for stage in self.stages)
 
     @property
@@ -71,10 +73,10 @@ class Split(Record):
 
 
 def shard(spec: ModelSpec, tp: int) -> ModelSpec:
-    """Return the tree that one of `tp` GPUs computes.
+    """Return the share of a model that one of `tp` GPUs computes, as a model with fewer heads.
 
     Raises:
-        UsageError: the heads or units are not divisible by `tp`.
+        UsageError: the number of heads or the intermediate size is not divisible by `tp`.
     """
     vocabulary = -(-spec.vocab_size // tp)
     blocks = {block: block.share(tp) for block in dict.fromkeys(spec.blocks)}
@@ -97,21 +99,21 @@ def split(
     context: int,
     batch: int = 1,
 ) -> Split:
-    """Return the memory per GPU for running a tree on `batch` sequences of `context` tokens.
+    """Return the memory per GPU for running a model on `batch` sequences of `context` tokens.
 
     Args:
-        spec: the tree.
-        tp: the number of GPUs that share every layer.
-        pp: the number of stages of layers.
-        dtype: the dtype of the weights, which `formats.sizer` must support for any tree.
+        spec: the model.
+        tp: the number of GPUs that share every layer (tensor parallelism).
+        pp: the number of pipeline stages.
+        dtype: the dtype of the weights, but no GGUF format.
         computed: the dtype of activations.
         cache_dtype: the dtype of the cache; by default that of activations.
         context: the number of tokens per sequence, all read in one forward pass.
         batch: the number of sequences.
 
     Raises:
-        UsageError: heads, units or layers are not divisible, layers of several stages share a block, or the context is
-            below 1 or longer than the positions.
+        UsageError: the heads or the intermediate size are not divisible by `tp`, or the layers by `pp`; layers of
+            several stages share weights; or the context is below 1 or longer than the position table.
     """
     spec.one_stack("splitting over GPUs")
     layers = len(spec.blocks)

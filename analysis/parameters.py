@@ -1,4 +1,4 @@
-"""The number of a tree's parameters by component and layer, from shapes alone. No weights, no torch."""
+"""The number of a model's parameters by component and layer, from shapes alone. No weights, no torch."""
 
 import re
 from collections import Counter
@@ -34,7 +34,7 @@ class LayerCount(Record):
 
 @dataclass(frozen=True)
 class TensorCount(Record):
-    """The number of parameters, by place."""
+    """The number of a model's parameters, in total, by component and by layer."""
 
     total: int
     by_component: Mapping[str, int]
@@ -58,7 +58,7 @@ class TensorCount(Record):
 
 @dataclass(frozen=True, repr=False)
 class ParameterCount(TensorCount, Shown):
-    """The number of a tree's parameters. A tied head is not counted again."""
+    """The number of a model's parameters. A tied head is not counted again."""
 
     JSON = (
         "total active embedding_positions_head=embedding non_embedding tied layers=number_of_layers"
@@ -68,23 +68,27 @@ class ParameterCount(TensorCount, Shown):
     tied: bool
     """Whether the head shares the embedding's weight."""
     active: int
-    """The parameters that one token uses: all, except experts of a mixture that its router does not choose."""
+    """The number of parameters that one token uses: all except those of experts that the router does not choose."""
 
     @property
     def embedding(self) -> int:
-        """Return the parameters of token embedding, learned positions and, unless tied, the head."""
+        """Return the number of parameters in the token embedding, learned positions and, unless tied, the head."""
         return sum(self.outside.get(component, 0) for component in _VOCABULARY_SIDE)
 
     @property
     def non_embedding(self) -> int:
-        """Return the other parameters: layers and norms, as Kaplan et al. (2001.08361) and Qwen's model cards count."""
+        """Return the number of parameters without embeddings and head.
+
+        Kaplan et al. (2001.08361) and Qwen's model cards count in this way.
+        """
         return self.total - self.embedding
 
 
 def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> ParameterCount:
-    """Count the parameters of a tree, or sum another quantity that `size` returns for a parameter, such as bytes.
+    """Count the parameters of a model, by component and layer.
 
-    Equal layers may differ in `size`. Without it, they are counted once and multiplied.
+    If `size` is given, sum its result over all tensors instead, such as the size of a tensor in bytes. It may differ
+    between equal layers.
     """
     kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
     layers = range(len(spec.blocks)) if size is not None else [kinds[block] for block in spec.blocks]
@@ -118,9 +122,10 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
 
 
 def buffers(spec: ModelSpec, architecture: "Architecture | None") -> int:
-    """Return the count of a tree's numbers that transformers stores as buffers, and does not count as parameters.
+    """Return the number of a model's parameters that transformers stores as buffers and does not count.
 
-    It is 0 without an architecture, because only a family's tensors describe transformers' modules.
+    An example are the router biases of DeepSeek-V3. The result is 0 if `architecture` is None, because the definition
+    of a model family says which tensors are buffers.
     """
     names = {name for leaf in (architecture.leaves if architecture else ()) if leaf.buffer for name in leaf.names}
     if not names:

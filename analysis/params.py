@@ -1,7 +1,7 @@
 """The `params` command: count a model's parameters from its name or config, without weights or torch.
 
-Presets need no network. Stored dtypes and bytes come from the headers of the weight files, a few kilobytes per
-repository.
+Presets, the well-known models that gptkit knows by name, need no network. To report the dtypes and bytes of stored
+tensors, gptkit reads the headers of the weight files, a few kilobytes per repository.
 """
 
 import math
@@ -74,13 +74,14 @@ class StoredTensors(Record):
 
 @dataclass(frozen=True)
 class ModelCount(Shown):
-    """A model with its tree and counts. A model of an unknown family has no tree, only `named`."""
+    """A model with its architecture and counts. If its family is unknown, it only has names and shapes (`named`)."""
 
     name: str
     """The name that the user gave."""
     family: str
-    """The family, or "" for a tree without one."""
+    """The model family, such as "llama", or "" if the model is of none."""
     tree: ModelSpec | None
+    """The architecture; None if the family is unknown."""
     revision: str | None = None
     """The commit on the hub, if the model comes from there."""
     notes: tuple[str, ...] = ()
@@ -89,7 +90,7 @@ class ModelCount(Shown):
     figures: CostFigures | None = None
     """The costs, if the user asked for them."""
     swap: Mapping[str, Any] | None = None
-    """The swaps that lead to this tree, as JSON values, if no checkpoint has it yet."""
+    """The swaps of components that gave this architecture, as JSON values, if the user asked for swaps."""
     folder: Path | None = None
     """The local folder, if the user gave one."""
     named: Named | None = None
@@ -97,7 +98,7 @@ class ModelCount(Shown):
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the tree. Raises UsageError if the family is unknown."""
+        """Return the architecture. Raises UsageError if the family is unknown."""
         if self.tree is None:
             assert self.named is not None
             raise self.named.refusal(self.name)
@@ -105,7 +106,7 @@ class ModelCount(Shown):
 
     @property
     def parameters(self) -> Iterable[Parameter]:
-        """Return all tensors by shared name, or by checkpoint name if the family is unknown."""
+        """Return all tensors, with gptkit's names, or with the checkpoint's names if the family is unknown."""
         return self.spec.parameters() if self.named is None else self.named.parameters
 
     @cached_property
@@ -115,9 +116,9 @@ class ModelCount(Shown):
 
     @cached_property
     def buffers(self) -> int:
-        """Return the number of these parameters that transformers stores as buffers and does not count.
+        """Return the number of parameters that transformers stores as buffers and does not count as parameters.
 
-        An example are the router biases of DeepSeek-V3. It is 0 for a model without a family.
+        An example are the router biases of DeepSeek-V3. The number is 0 for a model without a family.
         """
         return 0 if self.tree is None else buffers(self.tree, ARCHITECTURES.get(self.family))
 
@@ -125,20 +126,21 @@ class ModelCount(Shown):
         return f"<{self.name}: {repr(self.count if self.named is None else self.named.count)[1:]}"
 
     def as_json(self, tensors: bool = False) -> dict[str, Any]:
-        """Return plain JSON values. Figures are integers: parameters, unless the name says bytes or FLOPs.
+        """Return plain JSON values. Figures are integers: numbers of parameters, unless the key says bytes or FLOPs.
 
-        Always: model, family ("" for none), total, active (the parameters that one token uses),
+        These keys always exist: model, family ("" for none), total, active (the parameters that one token uses),
         embedding_positions_head (these three components, with a tied head once), non_embedding (all others), tied,
         layers, components, by_layer, buffers (parameters that transformers does not count), revision, notes.
 
-        With `tensors`, for every tensor: name (the shared one), component, layer (null outside), shape, parameters.
+        With `tensors`, there is a list of all tensors, with the keys name (gptkit's), component, layer (null outside
+        of layers), shape and parameters.
 
-        If the user asked for them: stored (dtypes and bytes in the files); swap (of, steps, guarantee, notes); weights
-        (dtype, bytes by component and in total); kv_cache (a list of `CacheSize`); flops (next_token by component,
-        prefill as `Flops`, training_step as `TrainingFlops`); memory (inference as `Memory`, training as
+        Other keys exist if the user asked for them: stored (dtypes and bytes in the files); swap (of, steps, guarantee,
+        notes); weights (dtype, bytes by component and in total); kv_cache (a list of `CacheSize`); flops (next_token by
+        component, prefill as `Flops`, training_step as `TrainingFlops`); memory (inference as `Memory`, training as
         `TrainingMemory`, formats with the bytes of the weights by format); explained (as `Explained`), gpu (as `Fits`),
-        parallel (as `Split`). If the table of positions is too short for a figure, it is {"context": …, "impossible":
-        the reason}.
+        parallel (as `Split`). A figure for which the position table is too short is {"context": …, "impossible": the
+        reason}.
         """
         counted = self.count if self.named is None else self.named
         data = {"model": self.name, "family": self.family, **counted.as_json()}
@@ -158,7 +160,7 @@ class ModelCount(Shown):
 
 
 class Counts(list[ModelCount], Shown):
-    """The list of models that `params` returns. A notebook shows them as one table."""
+    """The list of models that `params` returns. A notebook shows it as one table."""
 
 
 def params(
@@ -168,14 +170,14 @@ def params(
     asked: Scenario | None = None,
     allow_pickle: bool = False,
 ) -> Counts:
-    """Count the parameters of models, with tied weights once.
+    """Count the parameters of models. Tied weights count once.
 
-    The tensors of a model of an unknown family are counted by name.
+    If gptkit does not know a model's family, it counts the tensors that the weight files or transformers name.
 
     Args:
         models: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
         offline: use only local files and the hub's cache.
-        stored: also report the contents of the weight files, from their headers. They must match the config, unless it
+        stored: also report the tensors in the weight files, from their headers. They must match the config, unless it
             declares them quantised. For a preset, the files are those of its repository. No weights are downloaded.
         asked: also report the models' costs, all at one context.
         allow_pickle: read a pickle without a config file (nanoGPT's ckpt.pt), with its weights.
@@ -183,7 +185,7 @@ def params(
     Raises:
         InvalidInput: no model has this name, or its config is broken; with `stored` also the errors of
             `open_checkpoint`.
-        UsageError: the context is longer than the positions of all models.
+        UsageError: the context is longer than the position tables of all models.
         Offline: there is no network, and the repository's config is not in the cache.
     """
     counts = Counts()
@@ -216,7 +218,11 @@ def _naming(model: str, one_of_several: bool) -> Iterator[None]:
 
 
 def _named(reference: Reference, error: UnknownFamily, offline: bool, allow_pickle: bool, stored: bool) -> ModelCount:
-    """Return a model of an unknown family, from the headers of its weights or else from transformers' class."""
+    """Return a model of an unknown family, with the names and shapes of its tensors.
+
+    They come from the headers of its weight files, or else from transformers' class for its config.json. If there is
+    neither, `error` is raised.
+    """
     from ..converter.checkpoint import weight_headers_of  # here, because it imports numpy
 
     if reference.kind == "hub file":
@@ -247,8 +253,8 @@ def with_figures(counts: Sequence[ModelCount], asked: Scenario) -> list[ModelCou
     """Return models with their costs, all at one context.
 
     Raises:
-        UsageError: the context is longer than the positions of all models, or GPUs cannot share a model's heads or
-            layers.
+        UsageError: the context is longer than the position tables of all models; or the heads or layers of a model
+            cannot be split over the number of GPUs in `asked`.
         CannotExpress: the dtype is a GGUF format, and llama.cpp has no type for a tensor of one model.
     """
     if any(model.named for model in counts) and not (asked.at_context or asked.explain or asked.dtype):
@@ -266,7 +272,7 @@ def with_figures(counts: Sequence[ModelCount], asked: Scenario) -> list[ModelCou
 
 
 def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Outline, StoredTensors]:
-    """Return the tree and the contents of the weight files, from their headers alone."""
+    """Return a model's architecture, and the names, dtypes and shapes in its weight files, from their headers alone."""
     from ..converter.checkpoint import open_checkpoint, weight_headers_of  # here, because it imports numpy
 
     options = {"offline": offline, "allow_pickle": allow_pickle}
@@ -297,7 +303,7 @@ def _with_cache(model: ModelCount, asked: Scenario) -> ModelCount:
 
 
 def _stored_files(files: "WeightFiles") -> StoredTensors:
-    """Return the contents of the weight files, with the tensors' own names."""
+    """Return the names, dtypes and shapes of the tensors in weight files, with the names in the files."""
     headers = files.tensors.items()
     tensors = (StoredTensor(name, header.dtype, header.shape, header.nbytes) for name, header in headers)
     return StoredTensors(tuple(path.name for path in files.files), tuple(tensors))

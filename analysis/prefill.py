@@ -1,9 +1,9 @@
-"""The largest memory of reading a whole context in one forward pass, without gradients, computed from shapes alone.
+"""The peak memory of a prefill, which reads a whole context in one forward pass, computed from shapes alone.
 
-This file follows a tree's operations as gptkit's modules run them. A tensor exists as long as a Python name refers to
-it: a layer's input until the layer ends, the projections until the attention ends. Memory inside of kernels and unused
-memory of the allocator are not included. Tests find this within 6 % of a real run. For experts it is within 10 %,
-because their share of the tokens is random.
+This file follows a model's operations in the order in which gptkit's modules run them, without gradients. A tensor
+exists as long as a Python name refers to it: a layer's input until the layer ends, the projections until the attention
+ends. Memory inside of kernels and unused memory of the allocator are not included. In tests, the result is within 6 %
+of a real run. For mixtures of experts it is within 10 %, because an expert's share of the tokens is random.
 """
 
 import math
@@ -21,10 +21,11 @@ Logits = Literal["last", "all"]
 
 
 def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True) -> int:
-    """Return the most bytes that a forward pass needs besides the weights, including the cache that it fills.
+    """Return the peak memory of a forward pass in bytes, without the weights but with the KV cache that it fills.
 
-    A layer's keys and values all exist until the next step, whatever its window, because the cache returns views of
-    them. Without `ends`, only the layers count: the logits are computed elsewhere.
+    All keys and values of a layer exist until the next step, also those outside of its window, because the cache
+    returns views of them. If `ends` is false, the final norm and the logits do not count, because another GPU computes
+    them.
 
     Raises:
         MissingComponent: the tree has an encoder.
@@ -49,13 +50,16 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
 
 
 def _given(program: ops.Program, run: Pass) -> int:
-    """Return the count of numbers that are computed for a layer before the first one runs, and exist until the end."""
+    """Return the number of elements that a layer gets as additional input.
+
+    Such inputs are computed before the first layer runs, and exist until the last one ends.
+    """
     inputs = (operation for operation in program if isinstance(operation, ops.Given) and not operation.again)
     return sum(operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) for operation in inputs)
 
 
 def _shared(programs: Collection[ops.Program], run: Pass) -> int:
-    """Return the bytes that all layers share: rotary tables, ALiBi biases, and masks that no kernel makes itself."""
+    """Return the bytes of the tensors that all layers share: rotary tables, ALiBi biases and attention masks."""
     attentions = [mixing for program in programs for mixing in mixings(program)]
     biases = {(mixing.alibi.alibi, mixing.scores.heads) for mixing in attentions if mixing.alibi is not None}
     causal = (mixing for mixing in attentions if mixing.softmax.causal)
@@ -67,24 +71,30 @@ def _shared(programs: Collection[ops.Program], run: Pass) -> int:
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """The bytes of one operation."""
+    """The memory of one operation, in bytes."""
 
     result: int = 0
-    temporary: int = 0  # besides the result, when the operation needs the most
-    cached: int = 0  # stored for later tokens
-    onto: str = ""  # the id of the input that the result overwrites
+    temporary: int = 0  # the most that the operation needs at once besides its inputs and its result
+    cached: int = 0  # stored in the cache for later tokens
+    onto: str = ""  # the id of the input that the result overwrites, if the operation is in place
 
 
 class PrefillMemory:
-    """The memory of one program, whose inputs have `inputs` bytes."""
+    """The memory of one program, such as a layer.
+
+    Args:
+        program: its operations.
+        run: the forward pass.
+        inputs: the size of its inputs in bytes.
+    """
 
     def __init__(self, program: ops.Program, run: Pass, inputs: int = 0) -> None:
         self.program, self.run = _in_order_of_making(program), run
         self.mixings = {mixing.mix.id: mixing for mixing in mixings(program)}
         self.operations = {operation.id: operation for operation in program}
-        self.tensors = {"": inputs}  # the bytes of all tensors that exist, by id
-        self.most = 0  # the most bytes at once, including those cached until then
-        self.cached = 0  # the bytes stored for later tokens
+        self.tensors = {"": inputs}  # the size in bytes of all tensors that exist, by id
+        self.most = 0  # the peak memory in bytes, including the cache so far
+        self.cached = 0  # the bytes in the cache
         until = {"": 0, **_lifetimes(self.program)}
         for index, operation in enumerate(self.program):
             step = self._step(operation)
@@ -99,12 +109,15 @@ class PrefillMemory:
         return operation.numbers(B=self.run.batch, T=self.run.tokens, S=self.run.tokens)
 
     def _bytes(self, operation: ops.AnyOperation) -> int:
-        """Return the bytes of a result. Copies that run one after the other count once."""
+        """Return the size in bytes of an operation's result.
+
+        If experts run one after the other, this is the size of one expert's result, for its share of the tokens.
+        """
         size = self.run.wide if operation.kept_wide else self.run.size
         return -(-self._numbers(operation) // operation.apart) * size
 
     def _step(self, operation: ops.AnyOperation) -> _Step:
-        """Return the bytes of one operation; raise ConfigError for a kind that gptkit does not know."""
+        """Return the memory of one operation. Raises ConfigError for a kind that gptkit does not know."""
         rule = _RULES.get(type(operation))
         if rule is None:
             raise ops.unknown(operation, "the memory of a prefill")  # type: ignore[arg-type]
@@ -211,7 +224,7 @@ class PrefillMemory:
         return _Step(size, moved + size // run.size * weighted - size)
 
     def _mix(self, operation: ops.Mix, size: int) -> _Step:
-        """Return the bytes of attention, without its queries, keys and values."""
+        """Return the memory of attention scores and of the output, besides queries, keys and values."""
         mixing = self.mixings[operation.id]
         run, heads, query_dim, pairs = self.run, mixing.scores.heads, mixing.scores.query_dim, mixing.pairs(self.run)
         q = run.rows * heads * query_dim * run.size
@@ -274,7 +287,7 @@ _RULES: dict[type, _Rule] = {
 
 
 def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
-    """Return the program in the order in which its results are computed: fused linears with the first of them."""
+    """Return the operations in the order in which they run: linears of one fused product all run with its first."""
     ordered: dict[str, ops.AnyOperation] = {}
     for operation in program:
         together = operation.computed_together(program) if isinstance(operation, ops.Linear) else [operation]
@@ -283,10 +296,10 @@ def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
 
 
 def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
-    """Return by id of a result the index of the last operation during which the result exists.
+    """Return, for the id of every result, the index of the last operation during which the result exists.
 
-    It is the last one that reads the result, or the one until which a module's variable refers to it. The first of
-    several results in one fused product exists as long as any of them.
+    This is the last operation that reads the result, or a later one if a variable of the module still refers to the
+    result. The first result of a fused product exists as long as any other result of that product.
     """
     places = {operation.id: index for index, operation in enumerate(program)}
     until = dict(places)

@@ -1,8 +1,8 @@
 """The `recommend` command: components for a goal and a size, with their costs and a paper. No torch, no weights.
 
-The components follow the usual advice. Costs are counted by exchanging one component in a GPT-2 of the same size
-(`design.BASELINE`). If they contradict the advice, a remark says so, and the reader decides. Costs say nothing about
-quality; the papers do.
+The components follow the usual advice. The costs of a component are those of GPT-2 at the same size
+(`design.BASELINE`) with this component exchanged. If the costs contradict the advice, a remark says so, and the reader
+decides. Costs say nothing about quality; the papers do.
 """
 
 import re
@@ -42,12 +42,12 @@ _LARGE_HEAD = 0.1  # a head with a larger share of the budget is tied
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal, with the design for it."""
+    """A goal such as "speed", with the components that `recommend` chooses for it."""
 
-    what: str  # the model that has this design, or the idea of the design
+    what: str  # whose design it is ("LLaMA-2's design"), or its idea in words
     design: Design
-    tied: bool | None  # None: the head is tied if it would need more than `_LARGE_HEAD` of the budget
-    considered: tuple[dict[str, Any], ...] = ()  # alternatives, as changes of the design
+    tied: bool | None  # whether the head is tied; None ties it if it would have more than `_LARGE_HEAD` of the budget
+    considered: tuple[dict[str, Any], ...] = ()  # alternatives: changed fields of the design
 
 
 _LLAMA = Design("rope", "rmsnorm", "swiglu", "gqa", "serial", bias=False)
@@ -128,29 +128,29 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class _Delta:
-    """The change of parameters, bf16 cache bytes at the context, and FLOPs per token by an exchange in the baseline."""
+    """The change of costs when one component is exchanged in the baseline."""
 
     parameters: int
-    cache: int
-    flops: int
+    cache: int  # bytes of a bf16 cache at the context
+    flops: int  # FLOPs per token
 
 
 @dataclass(frozen=True)
 class ComponentChoice(Record):
-    """A recommended component."""
+    """A component that is recommended, or considered as an alternative."""
 
     JSON = (
         "kind words why paper exchanged_alone.words=alone exchanged_alone.parameters=cost.parameters"
         " exchanged_alone.cache_bytes_at_context=cost.cache exchanged_alone.flops_a_token=cost.flops in_baseline=usual"
     )
 
-    kind: str
-    words: str  # the component in this model
+    kind: str  # the kind of component, such as "norm" or "attention"
+    words: str  # the component as the recommended model has it
     why: str
     paper: Paper | None  # the source of `why`
-    alone: str  # the component in the baseline, which may have other heads and widths
-    cost: _Delta  # the costs of exchanging it in the baseline
-    usual: bool = False  # the baseline has it too
+    alone: str  # the component as it replaces that of the baseline, perhaps with other heads and widths
+    cost: _Delta  # how this replacement changes the baseline's costs
+    usual: bool = False  # whether the baseline has this component itself
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ class Recommendation(Record, Shown):
     context: int
     shape: Shape
     spec: ModelSpec
-    """The tree, with the arithmetic of `family`."""
+    """The recommended model, which rounds as the code of `family` does."""
     family: str | None
-    """The transformers family that has this tree, or None if only gptkit's own format can store it."""
+    """The transformers family that can load this model, or None if only gptkit's own format can store it."""
     costs: Costs
     baseline: ModelSpec
-    """GPT-2 of the same size, plus a position embedding, which is large for long contexts."""
+    """GPT-2 with about as many parameters, not counting its position embedding, which is large for long contexts."""
     baseline_costs: Costs
     choices: tuple[ComponentChoice, ...]
     considered: tuple[ComponentChoice, ...]
@@ -188,11 +188,11 @@ class Recommendation(Record, Shown):
 
     @property
     def way(self) -> str:
-        """Return the model that has this design, or its idea: "Falcon's design"."""
+        """Return whose design it is, such as "Falcon's design", or the idea of the design in words."""
         return GOALS[self.goal].what
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values. Figures are integers. `gptkit params FILE.json` reads the value of `spec`."""
+        """Return plain JSON values. Figures are integers. `gptkit params FILE.json` reads the value of the key spec."""
         words = {aspect.name: {"words": aspect.words, "value": aspect.data} for aspect in aspects(self.spec)}
         return {"schema_version": 1, **super().as_json(), "aspects": words, "spec": to_json(self.spec)}
 
@@ -210,8 +210,8 @@ def recommend(
         loadable: if no transformers family has all components, exchange one so that a family has them.
 
     Raises:
-        UsageError: the goal is unknown, the size is invalid, or no shape has this size; with `loadable`, no exchange of
-            one component is enough.
+        UsageError: the goal is unknown, the size is invalid, or no shape has this size. With `loadable`, also if no
+            family has the components after the exchange of any one of them.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"Choose one of {', '.join(GOALS)}.")
@@ -284,7 +284,10 @@ _NUMBER = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d{1,15})(\.\d{1,12})?(?:[eE]\+?(\
 
 
 def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
-    """Return the goal's design for a size: whether its head is tied, and a window only if the context is longer."""
+    """Return the design of a goal, adapted to a size.
+
+    The head is tied if the goal or the size asks for it. A window or YaRN is left out if the context does not need it.
+    """
     design = goal.design
     if design.window is not None and context <= design.window:
         design = replace(design, window=None)
@@ -298,16 +301,16 @@ def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
 
 @dataclass(frozen=True)
 class _Near:
-    """A design with one component exchanged, and the family that has its tree."""
+    """A design with one component exchanged, so that a transformers family has it."""
 
-    kind: str
+    kind: str  # the kind of component that was exchanged
     design: Design
     spec: ModelSpec
     family: str
 
 
 def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | None:
-    """Return the first exchange after which a family has the design in this shape, or None if there is none."""
+    """Return the design with the first exchange of `_EXCHANGES` that makes a transformers family have it, or None."""
     for kind, value in _EXCHANGES:
         other = replace(design, **{kind: value})
         family, spec = expressed(build(other, shape, vocab, context))
@@ -317,9 +320,13 @@ def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | 
 
 
 def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None = None) -> ComponentChoice:
-    """Return the component of the first change, with its costs in a baseline that has the other changes.
+    """Return the component of the first change, with the costs of exchanging it in the baseline.
 
-    `spec` is the tree that has the component; None for an alternative.
+    Args:
+        changes: changed fields of the baseline's design. The first is the component. The others are made on both sides
+            of the comparison.
+        base: the baseline.
+        spec: the recommended model, if it has the component; None for an alternative.
     """
     kind, value = next(iter(changes.items()))
     exchanged = {} if kind == "placement" else changes
@@ -353,7 +360,7 @@ def _named(kind: str, value: Any, spec: ModelSpec) -> str:
 
 
 def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, own_costs: Costs) -> tuple[str, ...]:
-    """Return notes on loading the model, training tokens, and possible problems."""
+    """Return notes on loading and training the model, and on possible problems."""
     vocab, notes = spec.vocab_size, []
     if family is None:
         notes.append(_only_here(design, _nearest(design, shape, vocab, own_costs.context), spec, own_costs))
@@ -387,7 +394,10 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, ow
 
 
 def _only_here(design: Design, near: _Near | None, spec: ModelSpec, own_costs: Costs) -> str:
-    """Return the note on a tree that no family has: the exchange that a family needs, and its costs."""
+    """Return the note on a model that no transformers family has.
+
+    It names the exchange of one component that would make a family have it (`near`), and what this costs.
+    """
     note = (
         "No transformers family has this combination of components. gptkit can store it in its own format, load it and"
         " generate with it, but `convert --to hf:auto` refuses it."

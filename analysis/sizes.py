@@ -38,25 +38,22 @@ def full_dtype(dtype: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of a number. Raises the same errors as `full_dtype`."""
+    """Return the size in bytes of one number in this dtype. Raises the same errors as `full_dtype`."""
     return DTYPES[full_dtype(dtype)]
 
 
 def check_number(what: str, number: int) -> None:
-    """Refuse an invalid number of tokens or sequences.
-
-    Raises:
-        UsageError: the number is below 1 or above `MOST`.
-    """
+    """Raise UsageError if a number of tokens or sequences (`what`) is below 1 or above `MOST`."""
     if not 1 <= number <= MOST:
         raise UsageError(f"the number of {what} must be from 1 to {MOST:,}, not {number}")
 
 
 def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
-    """Refuse a batch that no forward pass can read.
+    """Check that a model can read a batch of `batch` sequences of `tokens` tokens.
 
     Raises:
-        UsageError: tokens or sequences are below 1 or above `MOST`, or there are more tokens than positions.
+        UsageError: `tokens` or `batch` is below 1 or above `MOST`, or there are more tokens than positions in the
+            model's position table.
     """
     check_number("tokens", tokens)
     check_number("sequences", batch)

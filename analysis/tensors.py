@@ -1,4 +1,7 @@
-"""The tensors of a tree by shared name, with equal tensors of several layers grouped. This file needs no torch."""
+"""The tensors of a model in groups: equal tensors of several layers or experts are one group. No torch.
+
+A tensor has its *shared name*, the name that gptkit gives it in models of all families.
+"""
 
 import math
 from collections import Counter
@@ -16,9 +19,9 @@ _MOST_RANGES = 4
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The tensors that have the same place and shape in several layers and experts."""
+    """The tensors that have the same name and shape in several layers and experts."""
 
-    name: str  # with layers and experts in braces: "blocks.{0–31}.attention.q_proj.weight"
+    name: str  # the name with the numbers of layers and experts in braces: "blocks.{0–31}.attention.q_proj.weight"
     shape: Shape  # of one tensor
     component: str
     number: int  # the number of tensors
@@ -26,14 +29,14 @@ class TensorGroup:
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of all tensors."""
+        """Return the number of parameters of all tensors together."""
         return self.number * math.prod(self.shape)
 
 
 def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> list[TensorGroup]:
-    """Return the tree's tensors in groups, in order. Every tensor is in one group.
+    """Return a model's tensors in groups, in the order of the model. Every tensor is in one group.
 
-    `size` returns the bytes of a tensor. Tensors of one group may differ in bytes.
+    `size` returns the size of a tensor in bytes, which may differ within a group.
     """
     nbytes: Counter[tuple[int | None, str, Shape]] = Counter()
     for tensor in spec.parameters() if size is not None else ():
@@ -59,7 +62,10 @@ def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = Non
 
 
 def _place(parameter: Parameter) -> tuple[str, bool]:
-    """Return a tensor's name within its layer, with a star for an expert's number, and whether it is an expert's."""
+    """Return a tensor's name within its layer, and whether it belongs to an expert.
+
+    The number of the expert is replaced by a star in the name.
+    """
     place = parameter.name if parameter.layer is None else parameter.name.split(".", 2)[2]
     before, is_expert, after = place.partition(".experts.")
     return (f"{before}.experts.*.{after.partition('.')[2]}", True) if is_expert else (place, False)
