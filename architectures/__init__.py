@@ -89,7 +89,8 @@ def register(family: Architecture) -> None:
 _NEAR = 0.75  # the similarity to a known model_type above which gptkit assumes a typo. mamba and llama have 0.6.
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
-"""transformers' files with its model types: in releases from 5 on, and in older ones."""
+"""The files in which transformers lists its model types: the first since transformers 5, the second in older
+releases."""
 
 
 def named(name: str) -> Architecture:
@@ -103,7 +104,7 @@ def named(name: str) -> Architecture:
 
 
 def expressed(spec: ModelSpec) -> tuple[str | None, ModelSpec]:
-    """Return the name of the first family that can express a tree, and the tree with the rounding of this family.
+    """Return the name of the first family that can express a tree, and the tree with this family's rounding fields.
 
     If no family can, the name is None and the tree is unchanged.
     """
@@ -145,7 +146,7 @@ def _hint(config: Mapping[str, Any], known: str) -> str:
 
 
 def _in_transformers(kind: str) -> bool:
-    """Return whether transformers has this model_type, so that it is not a typo.
+    """Return whether transformers has this model_type. If it does, the model_type is not a typo.
 
     gptkit searches the text of transformers' list, since importing transformers takes a second.
     """
@@ -154,7 +155,10 @@ def _in_transformers(kind: str) -> bool:
 
 @functools.cache
 def transformers_lists(*names: str) -> str:
-    """Return the source of those files in transformers' models/auto that exist, joined. It may be empty."""
+    """Return the source text of these files in transformers' models/auto, joined.
+
+    Files that do not exist are left out.
+    """
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return ""

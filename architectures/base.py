@@ -1,9 +1,10 @@
 """The record with which a file in `families/` declares a family, and the code that makes a weight map of it.
 
-An `Architecture` converts a family's config.json to a ModelSpec and back. Its `leaves` list every tensor that the
-family's checkpoints may contain, with the shared tensors that it stands for and the layout between the two. A leaf is
-used if its shared tensors exist in the tree, so optional biases and norms need no code. `bind` checks for a tree that
-every shared tensor comes from exactly one leaf, and that the shapes agree.
+An `Architecture` converts a family's config.json to a ModelSpec and back. *Shared tensors* are the parameters of a
+ModelSpec, with the same names and shapes for all families. `leaves` lists every tensor that the family's checkpoints
+may contain, the shared tensors that it contains, and the layout that converts between them. A leaf is used if its
+shared tensors exist in the tree, so optional biases and norms need no code. `bind` checks for a tree that every shared
+tensor comes from exactly one leaf, and that the shapes agree.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Leaf:
     """A tensor of a checkpoint, and the shared tensors that it contains. It is used if the tree has these tensors."""
 
     checkpoint: str
-    """The template of its name: `{layer}` is the index of a block, `{expert}` of an expert, `{head}` of a head. A leaf
-    with `{use}` belongs to a layer that runs a shared block: `{layer}` is then the layer that stores the block's
-    weights, and `{use}` counts the earlier layers that run any."""
+    """The template of the tensor's name: `{layer}` is the index of a block, `{expert}` of an expert, `{head}` of a
+    head. A leaf with `{use}` belongs to a layer that runs a shared block (Zamba2): `{layer}` is then the layer that
+    stores the block's weights, and `{use}` counts the earlier layers that run a shared block."""
     shared: tuple[str, ...] | str
-    """The templates of the shared names. If the tensor holds all experts, only these have `{expert}`. `{layer}` is the
-    layer that runs the block."""
+    """The templates of the shared names. If the tensor holds all experts, only these templates have `{expert}`. For a
+    shared block, `{layer}` is the layer that runs it."""
     layout: Layout = IDENTITY
     """How the shared tensors are arranged in the tensor; `Layout.stack` names the axis of experts."""
     when: Callable[[Block], bool] | None = None
@@ -68,9 +69,14 @@ def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None =
 
 
 def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Leaf, ...]:
-    """Return the leaves in the order in which transformers writes models with `stacked` parameters.
+    """Return the leaves sorted by the names that their tensors have in transformers' modules.
 
-    They are sorted by the names of the modules' parameters. A tensor of all experts comes before the next tensor.
+    transformers writes models with `stacked` parameters in this order. The names of experts' tensors are sorted without
+    the expert's index.
+
+    Args:
+        leaves: the leaves.
+        stacked: the parameters that transformers' modules store under other names.
     """
     parameters = {name: parameter.parameter for parameter in stacked for name in parameter.checkpoint}
     return tuple(
@@ -79,7 +85,7 @@ def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Le
 
 
 def only_eager(why: str = "transformers has no sdpa path for this family") -> dict[str, Any]:
-    """Return the fields of an `Architecture` for which only transformers' eager path is correct, with the reason."""
+    """Return the fields of an `Architecture` whose reference is only transformers' eager path. `why` is the reason."""
     return {"reference": lambda _: ("eager",), "reference_quirk": why}
 
 
@@ -91,7 +97,7 @@ def qkv(suffix: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class BoundLeaf:
-    """A leaf for one tree, with names instead of templates, with shapes, and with the sizes of its layout."""
+    """A leaf for one tree: with the names, shapes and axis sizes of this tree instead of templates."""
 
     checkpoint: str
     shape: Shape
@@ -101,7 +107,8 @@ class BoundLeaf:
     sizes: Mapping[str, int]
     buffer: bool = False
     module: str = ""
-    """The name of the parameter in transformers' modules that uses the tensor, if it belongs to another layer."""
+    """The name of the parameter in transformers' modules that uses the tensor, if that module is in another layer than
+    the one in `checkpoint`. Otherwise empty."""
     value: int = 0
 
     def to_shared(self, tensor: Any) -> list[Any]:
@@ -118,7 +125,7 @@ class BoundLeaf:
         return self.layout.stack is not None and len(self.shape) == 3
 
     def of_expert(self, expert: int) -> BoundLeaf:
-        """Return the matrix of one expert of a `stacked` tensor as a leaf of its own."""
+        """Return a leaf for the matrix of one expert in a `stacked` tensor."""
         own = slice(expert * len(self.layout.parts), (expert + 1) * len(self.layout.parts))
         return replace(
             self,
@@ -138,13 +145,13 @@ class Stacked:
     """
 
     parameter: str
-    """The template of its name."""
+    """The template of the parameter's name."""
     checkpoint: tuple[str, ...]
-    """The templates of the names of its parts, which follow one another along the first dimension. If they name an
-    `{expert}`, the parts of all experts are stacked along a new first dimension."""
+    """The templates of the names of the checkpoint tensors. They are concatenated along the first dimension. If the
+    templates contain `{expert}`, the results for all experts are then stacked along a new first dimension."""
 
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
-        """Yield the name of the parameter in every layer that has it, and the names of its parts, grouped by expert."""
+        """Yield the parameter's name in every layer, and the names of its checkpoint tensors, grouped by expert."""
         for layer, block in enumerate(spec.blocks):
             count = getattr(block.mixer("feed_forward"), "experts", None) if self.of_experts else 1
             if count is not None:
@@ -160,7 +167,10 @@ class Stacked:
         return "{expert}" in self.checkpoint[0]
 
     def leaf(self, name: str, parts: Sequence[Sequence[BoundLeaf]]) -> BoundLeaf:
-        """Return the parameter as a leaf. `parts` are the leaves of its parts, grouped as the names in `bound`."""
+        """Return the leaf of the parameter `name`.
+
+        `parts` are the leaves of its checkpoint tensors, grouped by expert.
+        """
         if not self.of_experts:
             return replace(parts[0][0], checkpoint=name)
         (rows, columns), count = parts[0][0].shape, len(parts[0])
@@ -186,22 +196,24 @@ CARRIED = {
 }
 """Groups of carried tensors, which conversions keep and no layer reads. The text completes "tensors that …"."""
 _SCALES = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
-"""The ends of names of scales that transformers' fp8 quantizers add to weights, which keep their names and shapes."""
+"""The ends of the names of scales. transformers' fp8 quantizers add such tensors. The quantised weights themselves keep
+their names and shapes."""
 OUTSIDE = ("vision", "audio")
-"""The groups that make a model composite: no class of the language model alone has a place for their tensors."""
+"""The groups of carried tensors that only composite (multimodal) models have. The class of the language model alone has
+no parameters for them."""
 
 _OTHER_HEADS = re.compile(
     r"Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|Reward|Score|ValueHead|DoubleHeads"
 )
-"""Parts of the names of transformers' classes that have another head than that of a language model."""
+"""Parts of the names of transformers classes whose head is not a language model head."""
 _NO_HEAD = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)Model")
-"""The names of transformers' classes without a head."""
+"""The names of transformers classes without a head."""
 
 DRAFT_LAYER = {"mtp": ("model.layers.{next}.",)}
 """`Architecture.carried` of most families in which an extra layer after the last one drafts tokens."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Config fields that describe the vocabulary, and so stay the same when the weights are written for another family."""
+"""Config fields that describe the vocabulary. They stay the same when the weights are written for another family."""
 
 
 def _not_drawn(_chosen: Random) -> Config:
@@ -230,10 +242,10 @@ class Architecture:
     leaves: tuple[Leaf, ...]
     """Every tensor that the family's checkpoints may have."""
     draw: Callable[[Random], Config] = _not_drawn
-    """Returns a random legal config, without `model_type`. See `drawn`. A plugin may do without."""
+    """Returns a random legal config, without `model_type`; see `drawn`. A plugin need not define it."""
     released: str = ""
-    """The month or year of the first published weights ("2023-02"). Of several families for a tree, the oldest
-    counts."""
+    """The month or year of the first published weights ("2023-02"). If several families can express a tree, gptkit
+    chooses the oldest."""
     base_class: str = ""
     """The transformers class of trees without a head, or "" if there is none. Tensor names in its files lack
     `prefix`."""
@@ -253,57 +265,59 @@ class Architecture:
     """The field of composite configs that contains the language model's config ("text_config"). `irrelevant` and
     `refused` also list the fields next to it."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Pairs of prefixes of names: in files of composite models, and here."""
+    """Pairs of name prefixes: the one in files of composite models, and the one in `leaves`."""
     modules: tuple[str, str] = ("", "")
-    """The prefix of names in files and the one in transformers' modules, where these differ."""
+    """Two prefixes: the one of names in files, and the one that replaces it in transformers' modules, if they
+    differ."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """Pairs of name templates: in older files, and here."""
+    """Pairs of name templates: the one in older files, and the one in `leaves`."""
     dropped: tuple[str, ...] = ()
     """Name templates of buffers that files may contain. They are not weights, so gptkit ignores them."""
     unwritten: Callable[[ModelSpec], int] = lambda spec: 0
-    """Returns how many numbers of a tree are parameters of transformers' modules, but are in no file."""
+    """Returns the number of elements of a tree's parameters in transformers' modules that no file contains."""
     repeated: Mapping[str, str] = field(default_factory=dict)
-    """Parameters of transformers' modules that are the same as another one, with its checkpoint name. If files contain
-    both, the values must be equal, since transformers would otherwise untie them."""
+    """Parameters of transformers' modules that are always equal to another parameter -> the checkpoint name of that
+    one. If files contain both, the values must be equal, since transformers would otherwise untie them."""
     computed: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
     """Tensors that transformers computes from the config unless files contain them. The functions return their values
     for a tree, as numpy arrays."""
     lent: str = ""
-    """The prefix of the names of shared blocks. transformers has a module in every layer that runs such a block, and
-    checkpoints have the parameters of the first one."""
+    """The prefix of the names of a shared block's parameters. In transformers, every layer that runs a shared block has
+    its own module for it. Checkpoints contain only the parameters of the first such layer."""
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The prefixes of carried tensors, by group (`CARRIED`). `{layer}` is the number of a layer, and `{next}` is the
     number after that of the last layer."""
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Model types of language models in composite models that compute the same as this family if all tokens are text,
-    with the defaults of their config class that differ from this family's."""
+    """Model types of language models inside composite models. They compute the same as this family if all tokens are
+    text. The values are the defaults of their config class that differ from this family's defaults."""
     stacked: tuple[Stacked, ...] = ()
     """Parameters that transformers' modules store in another form than checkpoints."""
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     """The config class's defaults for `TOKEN_IDS`. A missing one is None."""
     stated: Mapping[str, Any] = field(default_factory=dict)
-    """Config fields without which there is no tree, with their usual values."""
+    """The config fields that every config.json must have, with usual values."""
     irrelevant: Mapping[str, str | None] = field(default_factory=dict)
-    """Config fields that change nothing, with the reason, besides the common ones. None: this family reads a field that
-    is commonly irrelevant."""
+    """Config fields that change nothing, with the reason, in addition to `COMMON_IRRELEVANT`. None as the reason: this
+    family reads the field, although it is in `COMMON_IRRELEVANT`."""
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
-    """Config fields with their harmless values, and the reason for refusing other values. "inner.name" is the field
-    `name` of the object `inner`. None: this family accepts a field that is commonly refused."""
+    """Config fields, with their harmless values and the reason for refusing all other values. "inner.name" is the field
+    `name` of the object `inner`. None: this family accepts the field, although it is in `COMMON_REFUSED`."""
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     """Returns the attention paths of transformers that compute a tree correctly. By default, these are all paths."""
     reference_quirk: str = ""
     """Why `reference` leaves out a path."""
     wrong_batches: tuple[Literal["padding", "steps"], ...] = ()
-    """The kinds of batch for which transformers' class computes wrong logits, so that gptkit does not compare them:
-    "padding" before some texts, which the class reads as tokens, or "steps" of one token per text."""
+    """The kinds of batch for which transformers' class computes wrong logits. gptkit does not compare these batches.
+    "padding": texts with padding before them, which the class reads as tokens. "steps": one new token per text."""
     bounded: bool = False
-    """Whether transformers' class accepts no more tokens than the context length, although the tree could compute
-    more."""
+    """Whether transformers' class refuses texts that are longer than the context length, although the tree could
+    compute them."""
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
-    """Returns the tensors of a tree that transformers' class multiplies before it computes, with the factors."""
+    """Returns the tensors of a tree that transformers' class multiplies by a number before it computes, with these
+    numbers."""
     prepare: Callable[[Any], None] = lambda model: None
-    """Prepares transformers' model before a comparison: changes its weights now if transformers would change them
-    later, and makes its modules forget earlier passes. It may be called several times."""
+    """Prepares transformers' model before a comparison. If transformers would change weights later, it changes them
+    now. It also makes the modules forget earlier passes. It may be called several times."""
     model: str = ""
     """The function that makes the reference model if transformers has no class for it ("package.module:function"). It
     takes a config.json and an attention path, and returns a torch module. The module's parameters have checkpoint
@@ -382,7 +396,7 @@ class Architecture:
         return self.hf_class if spec.head is not None or not self.base_class else self.base_class
 
     def other_class(self, config: Mapping[str, Any] | None) -> str | None:
-        """Return the class that config.json names, if it has no head or not the head of a language model; else None."""
+        """Return the class that config.json names if it lacks a language model's head. Otherwise return None."""
         named = (config or {}).get("architectures")
         name = named[0] if isinstance(named, list) and named else None
         if self.base_class or not isinstance(name, str) or not name.isidentifier() or len(name) > 80:
@@ -394,19 +408,23 @@ class Architecture:
         return self._completed(self.spec(self._config(spec)), spec)
 
     def _completed(self, tree: ModelSpec, spec: ModelSpec) -> ModelSpec:
-        """Return the tree of a config, with those parts taken from `spec` that only the files decide.
+        """Return `tree` without the optional parts that `spec` lacks, and with a separate head if `spec` has one.
 
-        These are the `optional` parts that `spec` lacks, and its separate head.
+        config.json does not say which of these parts the files contain, so gptkit takes this information from `spec`.
+
+        Args:
+            tree: the tree of a config.json.
+            spec: the tree of the model that the config.json was written for.
         """
         lacking = {name: None for name in self.optional if getattr(spec, name) is None}
         tree = structs.replace(tree, **lacking) if lacking else tree
         return tree if spec.tied or not self.own_head(tree) else _with_own_head(tree)
 
     def in_files(self, spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
-        """Return the tree of a config as files with these tensor names have it.
+        """Return the tree for files that have tensors of these names. `spec` is the tree of their config.json.
 
-        It has only those `optional` parts of which the files have tensors, and a separate head if the files have one
-        (`own_head`).
+        The result has only those `optional` parts of which the files have tensors. It has a separate head if the files
+        have one (`own_head`).
         """
         stored = {spelling for name in names for spelling in self.spellings(name)} if self.optional else {*names}
         if self.head in stored and self.own_head(spec):
@@ -426,7 +444,7 @@ class Architecture:
         return spec.context_length if self.bounded else None
 
     def module(self, name: str) -> str:
-        """Return the name in transformers of a module or parameter, given its name in files."""
+        """Return transformers' name of a module or parameter, given its name in files."""
         in_files, built = self.modules
         return built + name.removeprefix(in_files) if name.startswith(in_files) else name
 
@@ -437,7 +455,7 @@ class Architecture:
 
     @cached_property
     def usual(self) -> ModelSpec:
-        """Return the tree of a config.json that has only the fields that every file states."""
+        """Return the tree of a config.json that has only the fields of `stated`."""
         return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(
@@ -448,17 +466,18 @@ class Architecture:
         quantised: bool = False,
         standard: bool = False,
     ) -> dict[str, Any] | None:
-        """Return the config.json to write for a tree that came with `original`, or None to keep `original` unchanged.
+        """Return the config.json to write for a tree, or None to keep the file `original` unchanged.
 
         Fields of `original` that do not describe the tree (token ids, labels) are kept.
 
         Args:
             spec: the tree.
             original: the config.json that the tree was read from.
-            whole: all tensors of a composite model are written, so the config has to describe the whole model.
-            quantised: the weights are written as they were stored, with their scales.
-            standard: transformers' class of this family must be able to read the config. An original with another
-                model_type of the family, or with field names that transformers ignores, is then rewritten.
+            whole: whether all tensors of a composite model are written, so that the config has to describe the whole
+                model.
+            quantised: whether the weights are written as they were stored, with their scales.
+            standard: whether transformers' class of this family must be able to read the config. An original with
+                another model_type of the family, or with field names that transformers ignores, is then rewritten.
 
         Raises:
             CannotExpress: this family has no config for the tree.
@@ -487,16 +506,17 @@ class Architecture:
     # --- checkpoint names <-> shared names ---
 
     def parameters(self, spec: ModelSpec) -> dict[str, tuple[Stacked, list[list[str]]]]:
-        """Return the parameters that transformers' modules store in another form than checkpoints, see `Stacked`.
+        """Return the parameters that transformers' modules store in another form than checkpoints; see `Stacked`.
 
-        The values are the declaration and the names of the checkpoint tensors, grouped as in `Stacked.bound`.
+        The values are the `Stacked` record and the names of the checkpoint tensors, grouped as in `Stacked.bound`.
         """
         return {name: (parameter, parts) for parameter in self.stacked for name, parts in parameter.bound(spec)}
 
     def borrowed(self, spec: ModelSpec) -> dict[str, str]:
-        """Return the names of parameters of shared blocks in layers that do not store the block -> their stored names.
+        """Return the names of shared blocks' parameters in layers that do not store the block -> their stored names.
 
-        transformers has a module in every layer that runs a shared block. Files store the parameters of the first.
+        In transformers, every layer that runs a shared block has its own module for it. Files contain only the
+        parameters of the first such layer.
         """
         stored_names: dict[str, str] = {}
         for layer, places in _uses(spec).items() if self.lent else ():
@@ -507,7 +527,7 @@ class Architecture:
         return stored_names
 
     def repeats(self, spec: ModelSpec) -> dict[str, str]:
-        """Return all parameters of transformers' modules that are the same as another parameter."""
+        """Return the parameters of transformers' modules that always equal another one -> the name of that one."""
         own = {leaf.checkpoint for leaf in self.bind(spec)} if self.repeated else set()
         repeated = {name: other for name, other in self.repeated.items() if name not in own}
         return {**repeated, **self.borrowed(spec)}
@@ -524,7 +544,7 @@ class Architecture:
         return bound
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
-        """Return the weight map of files that have tensors of these names."""
+        """Return the weight map of files that have tensors of these names, in the form of checkpoints or of modules."""
         spellings = {spelling for name in names for spelling in self.spellings(name)} if self.stacked else set()
         return self.bind(spec) if spellings.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
@@ -583,9 +603,14 @@ class Architecture:
         ]
 
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
-        """Return the declared name of a tensor in a file, which may lack the prefix or have an older name.
+        """Return the name in `leaves` of a tensor in a file, which may lack the prefix or have an older name.
 
         The result is None for a buffer that is dropped. An unknown name is returned unchanged.
+
+        Args:
+            name: the tensor's name in the file.
+            known: a mapping whose keys are the names of the weight map.
+            layers: the number of layers of the model.
         """
         candidates = self.spellings(name)
         for candidate in candidates:
@@ -615,7 +640,7 @@ def _layer(name: str) -> str | None:
 
 
 def _kind(attention: Any) -> str | None:
-    """Return transformers' name for a layer with this attention, as in `layer_types`."""
+    """Return the layer type that transformers uses for this attention in `layer_types`, or None without attention."""
     if attention is None:
         return None
     if getattr(attention, "window", None) is None:
@@ -680,12 +705,15 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
 
 
 def _repeats(template: str, sizes: Mapping[str, int]) -> int:
-    """Return the number of tensors in a layer that a name template may stand for."""
+    """Return the number of tensors per layer with this name template: the number of experts or of heads, or 1."""
     return next((sizes.get(f"{kind}s", 0) for kind in ("expert", "head") if f"{{{kind}}}" in template), 1)
 
 
 def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
-    """Return the uses of shared blocks, by the layer that stores the block. The values fill templates (see `Leaf`)."""
+    """Return the uses of shared blocks, grouped by the layer that stores the block.
+
+    Every use has the values for name templates: `layer` stores the block, `runs` runs it, and `use` counts the uses.
+    """
     places: dict[int, list[dict[str, int]]] = {}
     for use, (layer, stored) in enumerate(spec.shared_block_sources.items()):
         places.setdefault(stored, []).append({"layer": stored, "runs": layer, "use": use})
@@ -693,14 +721,19 @@ def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
 
 
 def _places(run: Sequence[Leaf], layer: int, uses: Mapping[int, list[dict[str, int]]]) -> list[dict[str, int]]:
-    """Return the values with which consecutive leaves fill their name templates in a layer."""
+    """Return the values for the name templates of consecutive leaves in a layer.
+
+    The leaves are bound once per mapping. If they belong to a shared block, there is a mapping per use (see `_uses`) in
+    the layer that stores the block, and none in other layers.
+    """
     return uses.get(layer, []) if "{use}" in run[0].checkpoint else [{"layer": layer}]
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
     """Return the sizes of the axes that layouts may name in a block.
 
-    They are the integers among the fields and `axes` of the mixers; `half` is half the width of a head.
+    These are the fields of the mixers, and the properties in their `axes`, whose values are integers. `half` is half
+    the width of a head.
     """
     sizes = {"experts": 0, "one": 1, "two": 2}
     for sublayer in block.sublayers:
@@ -738,10 +771,11 @@ def _bind_one(
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:
-    """Return the first layer, its attention and its feed-forward, for the `write` of a family with the usual kinds.
+    """Return the first layer, its attention and its feed-forward, if these are of the usual kinds.
 
     Raises:
-        CannotExpress: the attention or the feed-forward is of another kind.
+        CannotExpress: the attention is not an `Attention`, or the feed-forward is neither a `FeedForward` nor a
+            `GatedFeedForward`.
     """
     first = spec.blocks[0]
     return first, of_kind(first.attention, Attention), of_kind(first.feed_forward, FeedForward, GatedFeedForward)

@@ -21,9 +21,8 @@ _PLACES = (
     ("text_model.", ""),
     ("", ""),
 )
-"""Prefixes of the language model's tensors: in multimodal checkpoints, and in a checkpoint of the language model only.
-The first pair that gives a known name is used.
-"""
+"""Pairs of prefixes of the language model's tensors: in multimodal checkpoints, and in a checkpoint of the language
+model alone. The first pair that gives a known name is used."""
 _ROPES = ("rope_parameters", "rope_scaling")
 _OUTER = (
     *("architectures", "auto_map", "transformers_version", "_name_or_path", "processor_class", "vision_token_id"),
@@ -63,7 +62,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
 
 
 def _inner_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the language model. Older multimodal models have its fields next to those of the towers."""
+    """Return the config of the language model. In older multimodal configs, its fields are at the top level."""
     text = config.get(_PART)
     if isinstance(text, dict):
         return text
@@ -77,7 +76,7 @@ def _inner_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_of(text: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
-    """Return the family of a language model, and the defaults of its config class that differ from the family's."""
+    """Return the family of a language model, and those defaults of its config class that differ from the family's."""
     for family in ARCHITECTURES.values():
         if text.get("model_type") in family.texts:
             return family, dict(family.texts[text["model_type"]])

@@ -19,8 +19,8 @@ from ..errors import ConfigError, shown
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_CONFIG_VALUES = 500_000
-"""The largest number of objects and lists, and of keys. They are counted by their brackets and colons before parsing,
-since one costs about a hundred bytes of memory, however short its text is."""
+"""The largest number of objects and lists, and the largest number of keys. gptkit counts brackets and colons before it
+parses the text, because every value costs about a hundred bytes of memory, however short its text is."""
 
 SUMMARIES = dict.fromkeys(
     (
@@ -95,7 +95,7 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 QUANTISED = ("quantization_config", "quantization")
-"""The fields of quantised checkpoints: that of transformers, and that of MLX."""
+"""The fields that only quantised checkpoints have: that of transformers, and that of MLX."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 _CONVERT = "gptkit convert --dtype bfloat16"
@@ -203,8 +203,8 @@ def _are_names(value: Any) -> bool:
 class ConfigReader:
     """Typed access to a config.json, or to an object in it, that remembers which fields were read.
 
-    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). `outer` is the reader of the config
-    that contains this object. Its `used` has the fields of the object under dotted names: `text_config.hidden_size`.
+    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). For an object, `outer` is the reader
+    of the config that contains it. The `used` of `outer` also has the object's fields, as `text_config.hidden_size`.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class ConfigReader:
         Args:
             name: the field.
             aliases: other spellings of the object's fields.
-            more: values that replace those of the object.
+            more: fields that are added to the object, or replace its own.
 
         Raises:
             ConfigError: the value of the field is not an object.
@@ -349,9 +349,10 @@ class ConfigReader:
                 raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")
 
     def refuse_other_windows(self, types: Sequence[str | None]) -> None:
-        """Raise ConfigError for fields with which transformers' cache would not store the tokens that layers attend to.
+        """Raise ConfigError if the config gives transformers' cache other windows than those of the layers.
 
-        The cache (`get_layer_types_and_kwargs`) reads these fields in every family. The families' own code may not.
+        The cache (`get_layer_types_and_kwargs`) reads the fields of windows in every family, also if the family's own
+        code does not.
 
         Args:
             types: the type of every layer. None is a layer without attention, whose type the family has already read.
@@ -383,7 +384,7 @@ class ConfigReader:
 
         Args:
             usual: the kinds of all layers if the field is null or absent.
-            near: the second kind.
+            near: the name of the other kind, which does not attend to all tokens.
         """
         types = self.kinds_of_layers()
         if types is None:

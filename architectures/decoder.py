@@ -3,8 +3,8 @@
 Every field of the table has a *role*, which names its place in the tree. Plain roles are sizes that the tree is built
 from (`hidden`, `heads`, `eps`). A dotted role is a field of one kind of component, in every layer or at one end of the
 model (`attention.cap`, `feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`, `branch.multiplier`).
-A family that has more than such fields passes further values to `DecoderFamily.read`, and adds fields to the result of
-`DecoderFamily.write`.
+If the table is not enough for a family, it passes further values to `DecoderFamily.read`, and adds fields to the result
+of `DecoderFamily.write`.
 """
 
 import re
@@ -70,39 +70,41 @@ class DecoderFamily:
     inner: type[Any] = GatedFeedForward
     """The kind of the feed-forwards."""
     norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
-    """The names of a block's norms, or a function that returns them for the values of roles. A recurrence has the norms
-    of attention."""
+    """The names of a block's norms, or a function that returns them, given the values of all roles. A recurrence has
+    the norms of attention."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of roles that no field states, or functions that compute them from the values of other roles."""
     rotary: RotaryKind | None = USUAL_ROTARY
-    """The assumptions of the config class about RoPE. None: `layers` returns the positions, or there are none."""
+    """The assumptions of the config class about RoPE. None: `layers` returns the position encodings, or there is no
+    RoPE."""
     learned: bool = False
-    """Whether there is a table of positions."""
+    """Whether the model has a table of position embeddings."""
     table: type[Any] = LearnedPositions
-    """The kind of the table of positions."""
+    """The kind of component for the table of position embeddings."""
     head_norms: Literal["", "same", "own", "apart", "whole"] = ""
     """The norms of queries and keys. "same": all heads share the weights. "own": every head has its own weights.
-    "apart": the same, stored as one tensor per head, without biases. "whole": one norm over all heads. If a config
+    "apart": as "own", but the norm has one tensor per head and no biases. "whole": one norm over all heads. If a config
     field has the role "head_norms", it switches these norms on."""
     embedding_norm: bool = False
-    """Whether the embedding has a norm."""
+    """Whether there is a norm after the embedding."""
     layers: Lens | None = None
-    """The fields of attention that differ by layer."""
+    """The lens that reads and writes the fields of attention that differ by layer."""
     recurrent: Lens | None = None
-    """The mixers of the layers without attention."""
+    """The lens that reads and writes the mixers of layers without attention."""
     mixtures: Mixtures | None = None
     """The mixtures of experts, if the family has any."""
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
-    """Returns further config fields of a tree."""
+    """Returns config fields of a tree that are neither in `fields` nor in a lens."""
     sized: Callable[[Random, Config], Config] = lambda _chosen, _sizes: {}
-    """Returns drawn sizes, by role, that replace those of `draw_sizes`."""
+    """Returns random sizes, by role, that replace those of `draw_sizes`."""
     together: tuple[str, ...] = ()
-    """Config fields that must have the same value in transformers."""
+    """Config fields for which transformers needs the same value."""
     whole_heads: bool = False
     """Whether transformers' config class refuses a hidden size that the number of heads does not divide, even if the
     config states a head_dim."""
     square: bool = False
-    """Whether all heads together must be as wide as the hidden states, even if the config states a head_dim."""
+    """Whether the heads of a layer together must be as wide as the hidden states, even if the config states a
+    head_dim."""
 
     @property
     def kinds(self) -> Kinds:
@@ -145,7 +147,7 @@ class DecoderFamily:
 
         Args:
             config: the reader of the config.
-            more: values of roles that no field states, with two underscores for a dot.
+            more: values of roles that no field states. In a keyword, two underscores stand for the dot of a role.
 
         Raises:
             ConfigError: a field has the wrong type or is out of range.
@@ -179,7 +181,7 @@ class DecoderFamily:
         )
 
     def _values(self, config: ConfigReader, more: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values of all roles, and the config fields that have them. `more` is that of `read`."""
+        """Return the values of all roles, and the config field of every role. `more` is that of `read`."""
         values: dict[str, Any] = dict.fromkeys(("kv_heads", "head_dim", "intermediate", "context"))
         names: dict[str, str] = {}
         for outer in dict.fromkeys(name.rpartition(".")[0] for name in self.fields if "." in name):
@@ -273,13 +275,13 @@ class DecoderFamily:
         Args:
             config: the reader of the config.
             values: the values of all roles.
-            own: the values of the roles of attention.
-            norm: the values of the roles of norms.
+            own: the values of the roles `attention.*`, without this prefix.
+            norm: the values of the roles `norm.*`, without this prefix.
         """
         heads, head_dim, count = values["heads"], values["head_dim"], values["layers"]
 
         def head_norm(count: int) -> Any:
-            """Return the norm of the queries or keys of `count` heads."""
+            """Return the norm of queries or keys, for `count` heads."""
             if not values.get("head_norms", self.head_norms):
                 return None
             groups = {"groups": count} if self.head_norms in ("own", "apart") else {}
@@ -355,10 +357,10 @@ class DecoderFamily:
         return {**fields, **self.written(spec)}
 
     def _dense_and_mixture(self, spec: ModelSpec) -> tuple[Any, Any]:
-        """Return the first dense feed-forward and the first mixture of experts, or None for the latter.
+        """Return the first dense feed-forward, and the first mixture of experts or None.
 
-        If all layers are mixtures, the dense feed-forward is the expert, or the shared expert if experts have a width
-        of their own.
+        If all layers are mixtures, the dense feed-forward is the expert. If experts have a width of their own, it is
+        the shared expert, if there is one.
         """
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
         mixture = next((inner for inner in inners if hasattr(inner, "expert")), None)
@@ -369,7 +371,13 @@ class DecoderFamily:
         return dense, mixture
 
     def _written_fields(self, spec: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the table for a tree with these components, by the part of a role that names them."""
+        """Return the config fields of the table for a tree.
+
+        Args:
+            spec: the tree.
+            parts: the tree's components, by the first part of the roles that they have: "attention" for
+                `attention.cap`.
+        """
         mixture, first = parts["mixture"], parts["block"]
         sizes = {
             "vocab": spec.vocab_size,
@@ -401,7 +409,7 @@ class DecoderFamily:
         return fields
 
     def _written_rotary(self, spec: ModelSpec, head_dim: int, kind: RotaryKind) -> dict[str, Any]:
-        """Return the RoPE fields of the first layer that has positions. `head_dim` is the width of a head."""
+        """Return the RoPE fields of the first layer that has RoPE. `head_dim` is the width of a head."""
         mixers = (block.mixer("attention") for block in spec.blocks)
         positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
         none = Rotary(dim=head_dim, base=kind.base)
@@ -409,7 +417,7 @@ class DecoderFamily:
         return write_rotary(rotary, head_dim, kind)
 
     def draw_sizes(self, chosen: Random) -> Config:
-        """Draw the sizes of a tree, by role. They fit together."""
+        """Draw random sizes of a tree that fit together, by role."""
         heads, kv_heads = grouped_heads(chosen)
         free = any(entry.role.split()[0] == "head_dim" for entry in self.fields.values()) and not self.square
         head_dim = chosen.choice(ODD if self.learned else EVEN)
@@ -462,18 +470,21 @@ class DecoderFamily:
 
 
 def _of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Return the values of a part's dotted roles. A scale of None is left out, so that the usual one applies."""
+    """Return the values of the roles that begin with `part` and a dot, without this prefix.
+
+    An `attention.scale` of None is left out, so that the default scale applies.
+    """
     stated = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
     return {role.partition(".")[2]: value for role, value in stated.items() if role.startswith(f"{part}.")}
 
 
 Decoder = DecoderFamily
-"""The name that drafts of earlier versions import."""
+"""The name under which drafts of earlier versions import `DecoderFamily`."""
 
 _ROLES = {
     **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},
     "activation": "feed_forward.activation",
 }
-"""Plain roles that are fields of a component, as dotted roles."""
+"""Plain roles that are also fields of a component -> the dotted roles with the same meaning."""
 
 _MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that only describe mixtures

@@ -17,10 +17,10 @@ VOCAB = 97
 ODD = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 20, 32, 33)
 EVEN = (2, 4, 6, 8, 10, 12, 16, 18, 22, 32, 34)
 ROWS = (8, 24, 40, 64)
-"""Widths for experts: torch's grouped product needs rows of a multiple of 16 bytes."""
+"""Widths for experts: torch's grouped matrix product needs rows whose size is a multiple of 16 bytes."""
 CONTEXTS = (16, 40, 256)
 TABLE = 256
-"""The context length of models with a table of positions. No text in the tests may be longer."""
+"""The context length of models with a table of position embeddings. No text in the tests may be longer."""
 WINDOWS = (1, 2, 3, 8, 17, 300)
 
 
@@ -35,7 +35,7 @@ def among(*values: Any) -> Callable[[Random, Sizes], Any]:
 
 
 def divisor(chosen: Random, number: int, most: int = 12) -> int:
-    """Return a divisor of a number, at most `most`."""
+    """Return a random divisor of a number, at most `most`."""
     return chosen.choice([factor for factor in range(1, min(number, most) + 1) if number % factor == 0])
 
 
@@ -52,13 +52,13 @@ def types_with_attention(chosen: Random, layers: int, other: str) -> list[str]:
 
 
 def grouped_heads(chosen: Random) -> tuple[int, int]:
-    """Return a number of query heads, and a divisor of it as the number of key-value heads."""
+    """Return a random number of query heads, and a random divisor of it as the number of key-value heads."""
     kv_heads, group = chosen.choice((1, 2, 3, 5)), chosen.choice((1, 1, 2, 3))
     return kv_heads * group, kv_heads
 
 
 def experts(chosen: Random) -> Config:
-    """Return the sizes of a mixture of experts, by role."""
+    """Draw the sizes of a mixture of experts, by role."""
     groups, width = chosen.choice((1, 1, 2)), chosen.choice(ROWS[:3])
     count, top_groups = groups * chosen.choice((2, 3)), chosen.randint(1, groups)
     return {
@@ -75,7 +75,7 @@ def experts(chosen: Random) -> Config:
 
 
 def placed(fields: Config) -> Config:
-    """Return the fields with those named "inner.name" inside the object `inner`."""
+    """Return the fields as nested objects: the field "inner.name" becomes the field `name` of the object `inner`."""
     config: Config = {}
     for name, value in fields.items():
         outer, _, inner = name.rpartition(".")
@@ -84,5 +84,5 @@ def placed(fields: Config) -> Config:
 
 
 def some_of(chosen: Random, options: Sequence[int]) -> list[int]:
-    """Return some of the numbers, in order."""
+    """Return a random selection of the numbers, in the same order."""
     return [number for number in options if chosen.random() < 0.5]

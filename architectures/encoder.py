@@ -1,4 +1,4 @@
-"""Encoders: `decoder`'s table with attention in both directions, and with their embeddings, heads and poolers.
+"""Encoders: `decoder`'s table for bidirectional attention, and encoders' own embeddings, heads and poolers.
 
 A family has two kinds of trees: with the head of a masked language model, or without a head, as in sentence encoders
 and classifiers (`Architecture.base_class`). The class that config.json names decides which.
@@ -96,12 +96,13 @@ class Encoder(DecoderFamily):
     first_norm: bool = True
     """Whether there is a norm on the sum of all embeddings."""
     types: tuple[str, int] | None = ("type_vocab_size", 2)
-    """The config field with the number of token types, and its default. None: there is no table of token types."""
+    """The config field with the number of token types, and its default. None: the family has no table of token
+    types."""
     pooled: bool = False
     """Whether trees without a head have a pooler, unless the files lack it."""
     transform: Callable[[ConfigReader], Mapping[str, Any]] = lambda _: {}
-    """Returns fields of the transform before the head that differ from the usual ones: the activation of the layers,
-    and a bias."""
+    """Returns fields of the `HeadTransform` that differ from the usual ones. Usually it has the activation of the
+    layers, and a bias."""
 
     @property
     def kinds(self) -> Kinds:
@@ -129,7 +130,10 @@ class Encoder(DecoderFamily):
         )
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """Return the family of these trees; `more` are fields of `Architecture` other than the usual ones."""
+        """Return the family of these trees.
+
+        `more` are fields of `Architecture` that differ from those of most encoders.
+        """
         return super().architecture(
             name, hf_class, leaves, **{"base_class": hf_class.replace("ForMaskedLM", "Model"), **more}
         )

@@ -1,4 +1,4 @@
-"""Encoder-decoders: two stacks in one config.json, which are read and written by two tables like `decoder`'s."""
+"""Encoder-decoders: two stacks of layers in one config.json. A `DecoderFamily` reads and writes each of them."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -32,9 +32,9 @@ class EncoderDecoder:
     """
 
     encoder: DecoderFamily
-    """The table of the encoder."""
+    """The description of the encoder."""
     decoder: DecoderFamily
-    """The table of the decoder."""
+    """The description of the decoder."""
     first_norm: bool = False
     """Whether there is a norm on the sum of all embeddings, in both stacks."""
     kinds: Kinds = field(init=False)
@@ -76,7 +76,10 @@ class EncoderDecoder:
         )
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the config fields of a tree. Raises CannotExpress if it has no encoder, or other components."""
+        """Return the config fields of a tree.
+
+        Raises CannotExpress if it has no encoder, or other kinds of components.
+        """
         encoder = spec.encoder
         if encoder is None:
             raise CannotExpress("the model has no encoder, but this architecture needs one")
@@ -94,7 +97,7 @@ class EncoderDecoder:
 
 
 def _across(block: Block) -> Block:
-    """Return a decoder layer with cross-attention after its self-attention."""
+    """Return a decoder layer that also has cross-attention after its self-attention."""
     first, *others = block.sublayers
     own = of_kind(first.mixer, Attention)
     fields = ("hidden_size", "heads", "head_dim", "scale", "qkv_bias", "output_bias", "scaling", "softmax")

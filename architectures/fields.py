@@ -22,8 +22,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "swish": "silu",
 }
-"""transformers' names in ACT2FN -> ours. If a value has several names, the first is written. Activations with
-parameters are missing: prelu, and xielu, which the family that has it adds."""
+"""transformers' names in ACT2FN -> gptkit's names. If an activation has several names in transformers, the first is
+written. Activations with parameters are not listed: prelu, and xielu, which its only family adds."""
 
 
 _ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
@@ -43,7 +43,7 @@ def activation_named(config: ConfigReader, name: str, default: str) -> Activatio
 
 
 def same(value: Any) -> Any:
-    """Return the value, which is written as it is."""
+    """Return the value unchanged."""
     return value
 
 
@@ -59,10 +59,11 @@ class Field(NamedTuple):
     write: Callable[[Any], Any] = same
     """Turns the tree's value into the file's."""
     of: Callable[[ModelSpec], Any] | None = None
-    """`of(spec)` returns the file's value if the role is not a place in the tree ("own.pre_norm").
-    `DecoderFamily.fixed` then computes other roles from it."""
+    """`of(spec)` returns the file's value for a role that is not a field of a component, such as "own.pre_norm". From
+    the value of such a role, `DecoderFamily.fixed` computes other roles."""
     draw: Callable[[Random, Sizes], Any] | None = None
-    """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide."""
+    """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide how to
+    draw."""
 
     def value(self, config: ConfigReader, name: str) -> Any:
         """Return the file's value, or the default. "inner.name" is the field `name` of the object `inner`."""
@@ -110,7 +111,7 @@ _Value = TypeVar("_Value")
 
 
 def size(role: str, default: int, *values: int) -> Field:
-    """Return a field that is a positive integer. A draw chooses one of `values`."""
+    """Return a field that is a positive integer. A random config has one of `values`."""
     return Field(role, default, draw=among(*(values or ODD)))
 
 
@@ -210,7 +211,9 @@ _BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = 
 
 
 def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
-    """Return the reader of a boolean field that says whether the embedding is multiplied by the root of its width.
+    """Return the reader of a boolean field: whether the embedding is multiplied by the square root of its width.
+
+    The reader returns the factor of the embedding: the square root, or 1.
 
     Args:
         hidden: the config field of the width.
@@ -224,12 +227,12 @@ def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], floa
 
 
 def is_scaled(multiplier: float) -> bool:
-    """Return whether the embedding is scaled, for the field that `root_of` reads."""
+    """Return whether the factor of the embedding is other than 1: the value for the field that `root_of` reads."""
     return multiplier != 1
 
 
 def _inverse(config: ConfigReader, name: str, default: float) -> float:
-    """Return the factor of the logits. config.json has its inverse, a divisor."""
+    """Read the factor of the logits. The field in config.json is its inverse, a divisor of the logits."""
     divisor = config.number(name, default)
     if 1 / divisor > FLOAT32_MAX:
         raise config.fail(name, divisor, "a number whose inverse is in the range of float32")
@@ -237,7 +240,7 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
 
 
 def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
-    """Return the table with other defaults. A keyword is the name of a field, or its first role ("layers")."""
+    """Return the table with other defaults. A keyword is the name of a field, or the field's first role ("layers")."""
     names = {field.role.split()[0]: name for name, field in fields.items()} | {name: name for name in fields}
     return {**fields, **{names[key]: fields[names[key]]._replace(default=value) for key, value in defaults.items()}}
 
@@ -325,7 +328,7 @@ GROUPED_EXPERTS: Fields = {
     "routed_scaling_factor": Field("mixture.multiplier", 1.0),
     "num_experts_per_tok": Field("mixture.top_k", 8),
 }
-"""DeepSeek-V3's fields for the choice of experts."""
+"""DeepSeek-V3's config fields for the choice of experts."""
 
 # --- values of roles that no field states: `DecoderFamily.fixed` ---
 
@@ -337,7 +340,7 @@ SIGMOID_ROUTER: dict[str, Any] = {
     "mixture.in_order": False,
     "mixture.wide_choice": True,
 }
-"""The choice of experts in DeepSeek-V3 and the families that follow it."""
+"""`DecoderFamily.fixed` for the choice of experts as in DeepSeek-V3."""
 
 # --- the norms of a block: `DecoderFamily.norms` ---
 

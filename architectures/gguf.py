@@ -2,9 +2,9 @@
 
 A GGUF file names an architecture ("llama", "gpt2", …), states the sizes under that prefix (`llama.block_count`) and
 contains tensors under llama.cpp's own names (`blk.0.attn_q.weight`). A row of `gguf_table` maps them to the names and
-fields of a family. To find out whether GGUF can express a tree, gptkit writes the tree and reads it back: GGUF has no
-place for a difference between the two trees. Tensors that encode numbers of the tree (`rope_freqs.weight`) are
-`extras`.
+fields of a family. To find out whether GGUF can express a tree, gptkit writes the tree and reads it back. If the two
+trees differ, GGUF cannot express the tree. Some tensors (`rope_freqs.weight`) do not contain weights, but numbers of
+the tree. These are `extras`.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from .obstacles import first_of
 
 
 def gguf_rows(name: object) -> list[GgufArchitecture]:
-    """Return the rows of llama.cpp's architecture `name`, one for every family. Raises UnknownFamily."""
+    """Return the rows of `gguf_table` for llama.cpp's architecture `name`, one per family. Raises UnknownFamily."""
     rows = [row for row in GGUF.values() if row.name == name]
     if not rows:
         known = ", ".join(dict.fromkeys(row.name for row in GGUF.values()))
@@ -31,13 +31,13 @@ def gguf_rows(name: object) -> list[GgufArchitecture]:
 
 
 def gguf_architecture(facts: GgufFacts) -> GgufArchitecture:
-    """Return the row that a file belongs to. Raises UnknownFamily."""
+    """Return the row of `gguf_table` to which a file belongs. Raises UnknownFamily."""
     rows = gguf_rows(facts.name)
     return next((row for row in rows if row.fits(facts)), rows[-1])
 
 
 def gguf_keeps(family: str, windowed: bool) -> bool:
-    """Return whether gptkit can write a family's models as GGUF, with sliding windows if `windowed`."""
+    """Return whether gptkit can write models of a family as GGUF. `windowed` means models with sliding windows."""
     return any(family in kind.written and (kind.windows is not None or not windowed) for kind in GGUF.values())
 
 
@@ -64,8 +64,9 @@ _ROUNDED = (
 def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
     """Return a tree as the contents of a GGUF file. The architectures for `family` are tried before the others.
 
-    llama.cpp always truncates YaRN's ramp (ggml_rope_yarn_corr_dims). Trees without truncation are written all the
-    same, with a note: gpt-oss was released untruncated, and all GGUF files of it have this difference.
+    llama.cpp always rounds the ends of YaRN's ramp to whole pairs (ggml_rope_yarn_corr_dims). gptkit writes trees
+    without this rounding all the same, and adds a note: gpt-oss was released without it, and all GGUF files of it
+    differ in this.
 
     Raises:
         CannotExpress: no architecture in `gguf_table` computes this tree. The message lists the differences, and names
@@ -89,5 +90,5 @@ def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
 
 
 def _truncated(node: Component, _: str) -> Component:
-    """Return the component, with a truncated ramp if it is a YaRN scaling."""
+    """Return the component. If it is a YaRN scaling, the ends of its ramp are rounded."""
     return msgspec.structs.replace(node, truncate=True) if getattr(node, "truncate", True) is False else node

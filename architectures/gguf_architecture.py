@@ -1,4 +1,4 @@
-"""Convert between trees of a family and GGUF files of an architecture of llama.cpp, by the rows of `gguf_table`.
+"""Convert between trees of a family and GGUF files of one of llama.cpp's architectures, as `gguf_table` describes.
 
 Source: llama.cpp, src/models/*.cpp and llama-model.cpp (which keys are read, and their defaults).
 """
@@ -42,64 +42,63 @@ LOCAL_BASE = "rope.freq_base_swa"
 class GgufArchitecture:
     """An architecture of llama.cpp, as the target (`obstacles.Destination`) for the trees of one family.
 
-    The metadata of a file are the family's config.json under other names, and the family makes the tree from that.
+    The metadata of a file have the same contents as the family's config.json, under other names. gptkit converts them
+    to a config.json, and the family reads the tree from that.
     """
 
     name: str
-    """The value of general.architecture, and the prefix of the keys."""
+    """The value of general.architecture, and the prefix of the metadata keys."""
     leaves: tuple[Leaf, ...]
-    """The tensors."""
+    """The tensors of files."""
     fields: Mapping[str, str]
-    """Keys -> fields of config.json. A dot leads into an object."""
+    """Metadata keys -> fields of config.json. "inner.name" is the field `name` of the object `inner`."""
     family: str = ""
     """The family that files are read as, by default the one with the same name."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Keys -> the values that llama.cpp assumes if a file lacks them. All other keys are required."""
     always: Mapping[str, Value | _KeyOfConfig] = field(default_factory=dict)
-    """Keys -> their constant value, or a function that computes it from a config.json."""
+    """Keys -> their constant value, or a function that computes the value from a config.json."""
     assumed: Mapping[str, Any | FieldOfFile] = field(default_factory=dict)
-    """Fields without a key -> their value, or a function that computes it from a file."""
+    """Config fields without a key -> their value, or a function that computes the value from a file."""
     biases: Mapping[str, str] = field(default_factory=dict)
-    """Fields that say whether there are biases -> the tensor of the first layer that has a bias in that case."""
+    """Config fields that say whether there are biases -> a tensor of the first layer, which has a bias if the field is
+    true."""
     signs: tuple[str, ...] = ()
-    """Keys that a file has only if it is of this family. Integers in `always` must agree, too. Rows with these keys
-    come before other rows of the same name.
-    """
+    """Keys that a file has only if its model is of this family. Integers in `always` must agree, too. In the table,
+    rows with `signs` come before other rows of the same name."""
     rotary: RotaryKind | None = USUAL_ROTARY
     """How the family's config.json describes rotary positions. None if it has none."""
     by_kind: bool = False
-    """Whether layers with a window have their own entry in `rope_parameters`. It is unscaled, and the file states its
-    base if `absent` has the key.
-    """
+    """Whether layers with a window have their own entry in `rope_parameters`. Their RoPE has no scaling. If `absent`
+    has the key of their RoPE base (`LOCAL_BASE`), files state this base."""
     divisors: tuple[str, ...] = ()
-    """The rope scalings that llama.cpp reads from a tensor."""
+    """The RoPE scalings that llama.cpp reads from a tensor: "llama3", "longrope" or "proportional"."""
     windows: Callable[[int], int | None] | None = None
-    """Returns for a number of layers the period of layers without a window: 0 if no layer has a window, None if a file
-    must list the layers. The field is None if the family has no such layers.
-    """
+    """Returns N, given the number of layers, if every N-th layer has no window. It returns 0 if no layer has a window,
+    and None if a file must list the layers with a window. The function itself is None if the family has no windows."""
     unwindowed: bool = False
-    """Whether a file may have no window at all."""
+    """Whether a file may state no window at all."""
     numbers: tuple[str, ...] = ()
-    """Keys without a prefix that have one number per layer. In the tree, every number is a tensor, named by the key and
-    the layer.
-    """
+    """Keys without the architecture's prefix whose values have one number per layer. In the tree, each of these numbers
+    is a tensor, named by the key and the layer."""
     tied: bool | None = None
     """Whether the head is tied to the token embedding. None if both are possible."""
     square: bool = False
-    """Whether llama.cpp requires that the queries are as wide as the hidden states."""
+    """Whether llama.cpp requires that all query heads together are as wide as the hidden states."""
     latent: bool = False
-    """Whether the widths of heads have their own fields, and YaRN's factor of scores has a key."""
+    """Whether the model has latent attention. Then separate fields state the widths of heads, and a key states the
+    factor by which YaRN scales the attention scores."""
     also: tuple[str, ...] = ()
     """Further families whose models are written for this architecture."""
 
     @property
     def reads(self) -> str:
-        """The family as which files are read."""
+        """The name of the family as which files are read."""
         return self.family or self.name
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The families whose models are written for this architecture."""
+        """The names of the families whose models are written for this architecture."""
         return (self.reads, *self.also)
 
     @property
@@ -120,17 +119,17 @@ class GgufArchitecture:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The tensors of a file that the tree does not need."""
+        """The names of tensors that a file may have, and that gptkit does not need for the tree."""
         return () if self.rotary is None else _ROPE_BUFFERS
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the file's tensors for a tree. Raises CannotExpress if a shared tensor has no name in GGUF."""
+        """Return the weight map of a file for a tree. Raises CannotExpress if a shared tensor has no name in GGUF."""
         return bind(self.owner, self.leaves, spec)
 
     # --- metadata -> config.json ---
 
     def fits(self, facts: GgufFacts) -> bool:
-        """Return whether a file of this architecture is of this family."""
+        """Return whether the model in a file of this architecture is of this family."""
         fixed = {key: value for key, value in self.always.items() if isinstance(value, int)}
         return all(facts.raw(key) is not None for key in self.signs) and all(
             facts.raw(key) in (None, value) for key, value in fixed.items()
@@ -155,7 +154,7 @@ class GgufArchitecture:
         return config
 
     def _read_fields(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
-        """Return the fields of a config.json that have a key, and those that the tensors show."""
+        """Return the config fields that have a key or follow from the tensors. `width` is the width of a head."""
         absent = {"attention.head_count_kv": facts.raw("attention.head_count"), WIDTH: width, **self.absent}
         config: dict[str, Any] = {"vocab_size": facts.vocab_size}
         config["tie_word_embeddings"] = facts.tied if self.tied is None else self.tied
@@ -176,7 +175,10 @@ class GgufArchitecture:
                 raise facts.fail(key, stated, shown(wanted))
 
     def _read_windows(self, facts: GgufFacts, every: int | None) -> dict[str, Any]:
-        """Return the config fields of the windows, from the pattern that the file states or llama.cpp assumes."""
+        """Return the config fields of the windows, from the pattern that the file states or llama.cpp assumes.
+
+        `every` is the result of `windows`.
+        """
         layers, pattern = facts.layers, facts.raw(PATTERN)
         width = facts.value(WINDOW, *((None,) if self.unwindowed or every == 0 else ()))
         if every == 0 or width is None:
@@ -194,7 +196,7 @@ class GgufArchitecture:
         return {"sliding_window": width, "layer_types": types}
 
     def _read_rotary(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
-        """Return the config fields of the positions. `width` is that of a head."""
+        """Return the config fields of RoPE. `width` is the width of a head."""
         assert self.rotary is not None
         dim = facts.integer("rope.dimension_count", width)
         if not self.rotary.part and width is not None:
@@ -234,7 +236,10 @@ class GgufArchitecture:
         return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
 
     def _write_windows(self, config: Mapping[str, Any], every: int | None) -> dict[str, Value | None]:
-        """Return the keys of the window, and of the layers that have one unless llama.cpp assumes the same layers."""
+        """Return the keys of the window's width and of the layers with a window. `every` is the result of `windows`.
+
+        If llama.cpp assumes the same layers by default, the key of the layers is None.
+        """
         sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
         if every == 0 or (self.unwindowed and not any(sliding)):
             return {}
@@ -246,9 +251,10 @@ class GgufArchitecture:
         return {} if self.rotary is None else rope_tensors(_rotaries(spec)[0], self.divisors)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Write a tree and return the tree that the file is read as. Raises CannotExpress, ConfigError.
+        """Write a tree and return the tree that gptkit reads from the file. Raises CannotExpress, ConfigError.
 
-        Equivalent values (numbers rounded to fp32, or another notation) are returned as they were.
+        If a value comes back in an equivalent form (rounded to fp32, or in another notation), the result has the value
+        of `spec`.
         """
         extras = self.extras(spec)
         shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
@@ -273,7 +279,7 @@ class GgufArchitecture:
 
 
 def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with these fields added where it lacks them, also inside of objects.
+    """Return a config.json to which these fields are added if it lacks them, also inside of objects.
 
     transformers requires some of them (DBRX's `attn_config.rope_theta`).
     """
@@ -286,13 +292,13 @@ def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str
 
 
 def _get(config: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field of config.json, or None. A dot leads into an object."""
+    """Return the value of a field of config.json, or None. "inner.name" is the field `name` of the object `inner`."""
     outer, _, inner = name.rpartition(".")
     return (config[outer] if outer else config).get(inner)
 
 
 def _put(config: dict[str, Any], name: str, value: Any) -> None:
-    """Set a field of config.json. A dot leads into an object."""
+    """Set a field of config.json. "inner.name" is the field `name` of the object `inner`."""
     outer, _, inner = name.rpartition(".")
     if outer:
         config[outer] = config.get(outer) or {}
@@ -300,7 +306,7 @@ def _put(config: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _one_eps(spec: ModelSpec) -> ModelSpec:
-    """Return the tree with the eps of other norms for latents, as in llama.cpp. transformers has a separate eps."""
+    """Return the tree with the same eps in the norms of latents as in other norms. llama.cpp has only one eps."""
     blocks = []
     for block in spec.blocks:
         eps, attention = block.attention_norm.eps, block.attention
@@ -311,13 +317,16 @@ def _one_eps(spec: ModelSpec) -> ModelSpec:
 
 
 def shifted(spec: ModelSpec) -> set[str]:
-    """Return the shared names of norm weights whose factor is 1 + weight. GGUF stores the factor."""
+    """Return the shared names of norm weights that multiply by 1 + weight. GGUF stores 1 + weight."""
     nodes = spec.nodes()
     return {f"{path}.weight" for path, node in nodes if isinstance(node, Norm) and node.gain == "1 + weight"}
 
 
 def _rotaries(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
-    """Return the rotary positions of layers without a window (or else of those with one), and of layers with one."""
+    """Return the RoPE of the first layer without a window, and of the first layer with one, or None if there is none.
+
+    If all layers have a window, both are the same.
+    """
     rotaries: dict[bool, Rotary] = {}
     for block in spec.blocks:
         if block.attention.position is not None:
@@ -327,7 +336,13 @@ def _rotaries(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
 
 
 def _as_before(spec: Any, stored: Any, read: Any) -> Any:
-    """Return the tree `read`, with the values of `spec` where it equals `stored` up to fp32 rounding."""
+    """Return the tree `read`, with the values of `spec` in fields in which `read` equals `stored` up to fp32 rounding.
+
+    Args:
+        spec: the original tree.
+        stored: this tree in the notation of GGUF (see `_as_stored`).
+        read: the tree that was read from the file.
+    """
     if isinstance(read, Component) and type(spec) is type(stored) is type(read):
         names = read.__struct_fields__
         fields = {name: _as_before(*(getattr(tree, name) for tree in (spec, stored, read))) for name in names}
@@ -338,7 +353,7 @@ def _as_before(spec: Any, stored: Any, read: Any) -> Any:
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:
-    """Return the tree with equivalent values as GGUF returns them."""
+    """Return the tree in the notation of GGUF, in which some equivalent trees are the same."""
     # BLOOM may have no context length, and then llama.cpp's converter writes the hidden size.
     context = spec.context_length or spec.hidden_size
     blocks = []

@@ -16,12 +16,12 @@ _DRAFTS = "nextn_predict_layers"
 
 @dataclass(frozen=True)
 class GgufFacts:
-    """The contents of a header."""
+    """The contents of a GGUF file's header."""
 
     name: str
-    """general.architecture, and the prefix of keys. The methods take keys without it."""
+    """The value of general.architecture, which is also the prefix of keys. The methods take keys without the prefix."""
     metadata: Mapping[str, Any]
-    """All keys. Arrays are lists."""
+    """The values of all keys. Arrays are lists."""
     shapes: Mapping[str, Shape]
     """The shapes of all tensors, in numpy's order of dimensions. GGUF writes them in the opposite order."""
     floats: Callable[[str], tuple[float, ...]]
@@ -108,7 +108,7 @@ class GgufFacts:
         return "output.weight" not in self.shapes
 
     def head_dim(self, *, only: bool = False) -> int:
-        """Return the width of a head, by default hidden size / heads. With `only`, no other width is allowed."""
+        """Return the width of a head. The default is hidden size / heads. With `only`, every other width is refused."""
         hidden, heads = self.integer("embedding_length"), self.integer("attention.head_count")
         key = "attention.key_length"
         stated = self.integer(key) if self.raw(key) is not None else None

@@ -1,8 +1,8 @@
-"""Rotary scaling in GGUF: metadata for linear scaling and YaRN, a tensor of divisors for Llama 3.1 and LongRoPE.
+"""RoPE scaling in GGUF: metadata for linear scaling and YaRN, a tensor of divisors for Llama 3.1 and LongRoPE.
 
-For Llama 3.1's scaling, a file has only the divisor of every frequency. `fit_llama3` computes parameters that give
-these divisors. It sets low_freq_factor to 1, since multiplying both factors and the original context by the same number
-changes nothing.
+For Llama 3.1's scaling, a file contains only the divisor of every frequency. `fit_llama3` computes parameters that give
+these divisors. It sets low_freq_factor to 1, since multiplying both frequency factors and the original context by the
+same number changes nothing.
 
 Source: llama.cpp, llama-model.cpp (load_hparams), llama-context.cpp (YaRN's factor of cos and sin: `attn_factor` times
 1 + 0.1 ln(factor)), conversion/llama.py (rope_freqs.weight).
@@ -28,7 +28,7 @@ _STILL = 1e30  # the divisor of a pair that RoPE does not rotate
 def read_scaling(
     facts: GgufFacts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
 ) -> dict[str, Any] | None:
-    """Return `rope_scaling` of config.json.
+    """Return `rope_scaling` of config.json for a GGUF file, or None if RoPE is not scaled.
 
     Args:
         facts: the header of the file.
@@ -73,7 +73,7 @@ def read_scaling(
 
 
 def _refuse_ignored_tensors(facts: GgufFacts, divisors: Collection[str]) -> None:
-    """Raise ConfigError if a file has a tensor of divisors that llama.cpp does not read."""
+    """Raise ConfigError if a file has a tensor of frequency divisors that llama.cpp does not read."""
     for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
         if name in facts.shapes and not {*scalings} & {*divisors}:
             raise ConfigError(
@@ -82,7 +82,10 @@ def _refuse_ignored_tensors(facts: GgufFacts, divisors: Collection[str]) -> None
 
 
 def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
-    """Return the scaling of which some pairs are not rotated: their divisors are practically infinite."""
+    """Return p-RoPE's scaling for these divisors of the frequencies, or None if all are 1.
+
+    p-RoPE does not rotate some pairs. The divisors of these pairs are practically infinite.
+    """
     turning = [value for value in divisors if value < _STILL / 10]
     if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
         raise ConfigError(
@@ -146,7 +149,7 @@ def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[
 
     Args:
         rotary: the component.
-        latent: `rope_scaling` of config.json if attention is latent.
+        latent: `rope_scaling` of config.json if attention is latent, and otherwise None.
     """
     metadata: dict[str, Value | None] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
     scaling = _scaling_fields(rotary)
@@ -166,14 +169,17 @@ def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[
 
 
 def _scaling_fields(position: Any) -> dict[str, Any]:
-    """Return `rope_scaling` of config.json for positions, without fields if they have no scaling."""
+    """Return `rope_scaling` of config.json for a position encoding. It is empty if RoPE is not scaled."""
     if getattr(position, "scaling", None) is None:
         return {}
     return write_rotary(position, position.dim)["rope_scaling"] or {}
 
 
 def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope")) -> dict[str, tuple[float, ...]]:
-    """Return the tensors that positions need in addition to their metadata, with fp64 values; see `read_scaling`."""
+    """Return the tensors that a position encoding needs in addition to its metadata, by name, as fp64 values.
+
+    `divisors` are the scalings that llama.cpp reads from a tensor; see `read_scaling`.
+    """
     scaling = _scaling_fields(position)
     if "proportional" in divisors and position is not None:
         pairs = position.dim // 2
@@ -192,12 +198,12 @@ def _yarn_mscale(factor: float) -> float:
 
 
 def _wavelengths(base: float, pairs: int) -> list[float]:
-    """Return the wavelength of every pair, in tokens."""
+    """Return the wavelength of every pair of dimensions, in tokens."""
     return [2 * math.pi * base ** (pair / pairs) for pair in range(pairs)]
 
 
 def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[float]:
-    """Return the divisor of every pair's frequency."""
+    """Return the divisor of the frequency of every pair of dimensions in Llama 3.1's scaling."""
     low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor
     divisors = []
     for wavelength in _wavelengths(base, pairs):
@@ -213,7 +219,11 @@ def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[flo
 
 
 def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
-    """Return the scaling that has these divisors, or None if all are 1. Raises ConfigError if no scaling has them."""
+    """Return the scaling that has these frequency divisors, or None if all are 1.
+
+    Raises:
+        ConfigError: no parameters of Llama 3.1's scaling give these divisors.
+    """
     factor = shortest(max(divisors, default=1.0))
     if all(value == 1 for value in divisors):
         return None
@@ -235,7 +245,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:
-    """Return pairs (high_freq_factor, original context) that may give the divisors: common ones, then solutions."""
+    """Return pairs (high_freq_factor, original context) to try for these divisors: common pairs, then computed ones."""
     usual = [(4.0, 8192), *((4.0, 2**power) for power in range(6, 18))]
     waves = _wavelengths(base, len(divisors))
     ramp = [
@@ -266,7 +276,10 @@ def _nearest(value: float) -> int:
 
 
 def refitted(position: Any) -> Any:
-    """Return the positions with the parameters of Llama 3.1's scaling that `fit_llama3` computes from the divisors."""
+    """Return a position encoding after Llama 3.1's scaling was written to GGUF and read back.
+
+    GGUF has only the divisors of the frequencies. The parameters of the result are those that `fit_llama3` computes.
+    """
     divisors = [shortest(fp32(value)) for value in rope_tensors(position).get(_FREQS, ())]
     try:
         if divisors:

@@ -1,6 +1,6 @@
 """llama.cpp's architectures as data: the tensors of their files, and the config.json field of every metadata key.
 
-llama.cpp computes no biases, windows or divisors except those that a row names.
+llama.cpp computes only those biases, windows and frequency divisors that a row names.
 
 Source: llama.cpp, conversion/*.py (the keys and tensors that are written), src/models/*.cpp and llama-model.cpp (those
 that are read, and their defaults).
@@ -32,7 +32,7 @@ _ENDS = {
     "output_norm": "final_norm",
     "output": "head",
 }
-"""llama.cpp's modules outside of layers -> ours."""
+"""llama.cpp's names of modules outside of layers -> gptkit's names."""
 
 _NAMES = {
     "attn_norm": "attention_norm",
@@ -69,7 +69,7 @@ _NAMES = {
     "post_norm": "layer_input_output_norm",
     "layer_output_scale": "scale",
 }
-"""llama.cpp's modules of a layer -> ours."""
+"""llama.cpp's names of a layer's modules -> gptkit's names."""
 
 _GROUPS = {
     "ends": "token_embd output_norm output",
@@ -90,7 +90,10 @@ _GROUPS = {
 
 
 def _experts_of(suffix: str) -> tuple[Leaf, ...]:
-    """Return the leaves of the weights or biases of experts: a tensor of all experts for gate, up and down."""
+    """Return the leaves of the weights or biases of experts. The gate, up and down projections have one tensor each.
+
+    Such a tensor contains the projection of all experts. `suffix` is "weight" or "bias".
+    """
     shapes = {"gate": "intermediate hidden", "up": "intermediate hidden", "down": "hidden intermediate"}
     return tuple(
         Leaf(
@@ -103,13 +106,23 @@ def _experts_of(suffix: str) -> tuple[Leaf, ...]:
 
 
 def _read_together(there: str, inner: str, axes: str, expert_axis: str | None = None) -> Leaf:
-    """Return the leaf of a tensor that contains the gate and up projections."""
+    """Return the leaf of a tensor that contains the gate and up projections.
+
+    Args:
+        there: llama.cpp's name of the tensor.
+        inner: the prefix of the projections' shared names within the feed-forward, such as "shared.".
+        axes: the pattern of the tensor's axes; see `Layout`.
+        expert_axis: the axis of experts, if the tensor contains all experts.
+    """
     names = (f"{_B}feed_forward.{inner}gate_proj.weight", f"{_B}feed_forward.{inner}up_proj.weight")
     return Leaf(f"{_T}{there}.weight", names, Layout(axes, split="part", parts=("1", "1"), stack=expert_axis))
 
 
 def _experts_together(mixture: str = "") -> tuple[Leaf, ...]:
-    """Return the leaves of the weights of all experts: a tensor for gate and up, and one for down."""
+    """Return the leaves of the weights of all experts: one tensor for gate and up, and one for down.
+
+    `mixture` is the prefix of the experts' shared names within the feed-forward.
+    """
     expert, layout = f"{mixture}experts.{{expert}}.", Layout("experts hidden intermediate", stack="experts")
     return (
         _read_together("ffn_gate_up_exps", expert, "experts (part intermediate) hidden", "experts"),
@@ -179,15 +192,15 @@ _APART = {
     "exp_probs_b": (Leaf(_T + "exp_probs_b", _B + "feed_forward.choice.bias"),),
     "xielu": tuple(Leaf(f"{key}.{{layer}}", f"{_B}feed_forward.activation.{key[6:]}") for key in _XIELU),
 }
-"""The leaves of modules whose tensors have another layout than ours."""
+"""The leaves of modules whose tensors have another layout than gptkit's parameters."""
 
 
 def _leaves(modules: str) -> tuple[Leaf, ...]:
     """Return the leaves of modules.
 
     Args:
-        modules: names of modules, or of groups in `_GROUPS`, separated by spaces. "name+" has biases too. "name=ours"
-            is the module that the family calls `ours`, for names that usually mean another module.
+        modules: llama.cpp's names of modules, or names in `_GROUPS`, separated by spaces. "name+" has biases too.
+            "name=ours" is a module whose name usually means something else, and `ours` is gptkit's name of it.
     """
     leaves: list[Leaf] = []
     for word in modules.split():
@@ -216,7 +229,7 @@ _SIZES = {
 
 
 def _sizes(*without: str) -> dict[str, str]:
-    """Return the keys of a model's sizes, except those in `without`."""
+    """Return the keys of a model's sizes -> their config fields, except the keys in `without`."""
     return {key: name for key, name in _SIZES.items() if key not in without}
 
 
@@ -226,30 +239,43 @@ _USUAL = {**_SIZES, **_RMS, **_GIVEN}
 
 
 def _layer_norm(name: str) -> dict[str, str]:
-    """Return the key of the eps of LayerNorms."""
+    """Return the metadata key of LayerNorm's eps -> its config field `name`."""
     return {"attention.layer_norm_epsilon": name}
 
 
 def _experts(count: str = "num_experts", chosen: str = "num_experts_per_tok", width: str = "") -> dict[str, str]:
-    """Return the keys of a mixture's numbers, and of the width of its experts if it is not that of a dense layer."""
+    """Return the metadata keys of a mixture of experts -> their config fields.
+
+    Args:
+        count: the config field of the number of experts.
+        chosen: the config field of the number of experts per token.
+        width: the config field of the width of an expert, if it is not that of a dense layer.
+    """
     keys = {"expert_count": count, "expert_used_count": chosen}
     return {**keys, "expert_feed_forward_length": width} if width else keys
 
 
 def _layers_without(step: int) -> FieldOfFile:
-    """Return the function for SmolLM3's `no_rope_layers`: 0 for every `step`-th layer, which has no positions."""
+    """Return the function that computes SmolLM3's `no_rope_layers` from a file.
+
+    The result has 0 for every N-th layer (N is `step`), which has no position encoding, and 1 for other layers.
+    """
     return lambda facts: [int((layer + 1) % step != 0) for layer in range(facts.layers)]
 
 
 def _every(number: int | None) -> Any:
-    """Return `windows` for architectures in which every N-th layer has no window. None: files list the layers."""
+    """Return `GgufArchitecture.windows` if every N-th layer has no window, for N = `number`.
+
+    None: files list the layers.
+    """
     return lambda _: number
 
 
 def _field_of(name: str, factor: str = "") -> Any:
-    """Return the function that computes a key from a config.json: a field, or the product of two fields.
+    """Return the function that computes the value of a key from a config.json.
 
-    The result is None if the config lacks one of the fields.
+    The value is that of the field `name`, multiplied by the field `factor` if there is one. It is None if the config
+    lacks a field.
     """
 
     def product(config: Mapping[str, Any]) -> Any:
@@ -271,7 +297,7 @@ def _dense_first(facts: GgufFacts) -> list[str]:
 
 
 def _bases(facts: GgufFacts) -> list[float]:
-    """Return the base of the positions of every layer, or 0 for a layer without positions."""
+    """Return the RoPE base of every layer, or 0 for a layer without RoPE."""
     base, pattern = facts.number("rope.freq_base", 10_000.0), facts.raw("attention.rope_pattern")
     rotary_layers = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
     if not isinstance(rotary_layers, list) or len(rotary_layers) != facts.layers:
@@ -293,10 +319,10 @@ def _two_norms(facts: GgufFacts) -> bool:
 
 
 def _query_scale(layers: int) -> FieldOfFile:
-    """Return the function for Gemma's `query_pre_attn_scalar`.
+    """Return the function that computes Gemma's `query_pre_attn_scalar` from a file.
 
-    The largest model, which has `layers` layers, scales by hidden size / heads. The others scale by the width of a
-    head.
+    In the largest model of a release, it is hidden size / heads. In the others, it is the width of a head. `layers` is
+    the number of layers of the largest model.
     """
 
     def scalar(facts: GgufFacts) -> int:
@@ -307,7 +333,10 @@ def _query_scale(layers: int) -> FieldOfFile:
 
 
 def _is_lite(facts: GgufFacts) -> bool:
-    """Return whether llama.cpp assumes, from the number of layers, that queries have no latent."""
+    """Return whether llama.cpp takes a DeepSeek model for one of those whose queries have no latent (V2-Lite).
+
+    llama.cpp decides this from the number of layers and the size of the vocabulary.
+    """
     return facts.layers in (26, 27) or (facts.layers == 48 and facts.vocab_size == 128_256)
 
 
@@ -381,7 +410,10 @@ def _sliding(facts: GgufFacts) -> list[bool]:
 
 
 def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
-    """Return a key's value. Of a list by layer, return the value of the first layer with a window, or without one."""
+    """Return the value of a key for one kind of layer: with a window (`local`) or without one.
+
+    If the value is a list by layer, the result is that of the first layer of this kind.
+    """
     value = facts.raw(key)
     if isinstance(value, list) and len(value) == facts.layers:
         value = next(
@@ -393,17 +425,17 @@ def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
 
 
 def _heads_by_layer(facts: GgufFacts) -> dict[str, dict[str, int]]:
-    """Return Gemma 4's `per_layer_config`, which has the heads of layers without a window."""
+    """Return Gemma 4's `per_layer_config`: the width and number of heads in layers without a window."""
     kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
     own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}
     return {str(layer): own for layer, windowed in enumerate(_sliding(facts)) if not windowed}
 
 
 def _shared_layers(facts: GgufFacts) -> int:
-    """Return Gemma 4's `num_kv_shared_layers`.
+    """Return Gemma 4's `num_kv_shared_layers`: the number of last layers that use keys and values of earlier layers.
 
-    In llama.cpp, these layers take the keys of the last layer before them, or of the last but one if they have a
-    window.
+    In llama.cpp, these layers use the keys and values of one of the two layers before them: of the first one if they
+    have a window, and otherwise of the second one.
     """
     key, windowed = "attention.shared_kv_layers", _sliding(facts)
     shared = facts.value(key, 0) and facts.integer(key)
@@ -897,4 +929,5 @@ _ROWS = (
 # fmt: on
 
 GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in _ROWS}
-"""The rows by the family as which files are read. Among rows of one architecture, those with `signs` come first."""
+"""The rows, by the name of the family as which files are read. Among rows of one architecture, those with `signs` come
+first."""

@@ -11,16 +11,17 @@ from .ggml import TYPES
 from .gguf_table import GGUF
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
-"""The names of llama-quantize, and the type that most tensors of such a file have."""
+"""llama-quantize's names of file types, and the type that most tensors of such a file have."""
 
 BLOCKS = {quant.name: (quant.block, quant.nbytes) for quant in TYPES.values()}
-"""By type: the number of consecutive weights of a block, and its size in bytes with scales and minima."""
+"""For every type, the number of consecutive weights in a block, and the block's size in bytes with scales and
+minima."""
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
 """The architectures whose types were compared with files written by llama-quantize."""
 
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Replacements for rows that are not multiples of 256: types whose blocks have 32 weights."""
+"""Types for matrices whose rows are not multiples of 256 weights. Their blocks have 32 weights."""
 
 
 def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter, str]]:
@@ -86,7 +87,10 @@ def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
 
 
 def _gets_more_bits(layer: int, layers: int) -> bool:
-    """Return whether a layer is in the first or last eighth of the layers, or is a third layer between these."""
+    """Return whether llama.cpp stores some weights of a layer with more bits than those of other layers.
+
+    These are the first eighth of the layers, the last eighth, and every third layer between them.
+    """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 

@@ -51,18 +51,20 @@ class LatentDecoder(DecoderFamily):
     mixer: type[Any] = LatentAttention
     rotary: RotaryKind | None = None
     key_rotary: RotaryKind = USUAL_ROTARY
-    """The assumptions of the config class about RoPE of the rotary key."""
+    """The assumptions of the config class about the RoPE of the rotary key."""
     kv_heads: int | None = None
-    """The default of `num_key_value_heads`, which must be the number of heads. None: that is the default."""
+    """The default of `num_key_value_heads`, which must equal the number of heads. None: the default is the number of
+    heads."""
     interleaved: bool | None = None
-    """Whether RoPE rotates pairs of neighbours. None: `rope_interleave` says so."""
+    """Whether RoPE rotates pairs of neighbours. None: the config field `rope_interleave` decides."""
     gathered: bool = True
-    """`LatentAttention.gathered` if RoPE rotates pairs of neighbours."""
+    """The value of `LatentAttention.gathered` if RoPE rotates pairs of neighbours."""
     tables: bool = False
-    """Whether `head_dim` is the width of the tables of cos and sin. By default they are as wide as the rotary key."""
+    """Whether the config field `head_dim` is the width of the tables of cos and sin. Otherwise they are as wide as the
+    rotary key."""
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Add no values, since the config states the sizes of heads."""
+        """Add no values, since the config states all widths of heads."""
 
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], _: Mapping[str, Any]
@@ -170,8 +172,8 @@ _DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
 UP = Layout("(heads part) kv_rank", split="part", parts=("nope_dim", "value_dim"))
 
 COMPUTED = {"qk_head_dim": "computed from qk_nope_head_dim and qk_rope_head_dim"}
-"""A field that transformers writes and does not read, for `Architecture.irrelevant`."""
+"""A field that transformers writes but does not read, for `Architecture.irrelevant`."""
 KNOWN = {"head_dim": "computed from qk_rope_head_dim", **COMPUTED}
-"""The same for families whose config classes overwrite `head_dim`."""
+"""Fields that transformers writes but does not read, in families whose config classes overwrite `head_dim`."""
 
 LATENT_LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))

@@ -81,9 +81,9 @@ class Layout:
     split: str | None = None
     """The axis that is divided among the shared tensors."""
     parts: tuple[str, ...] = ("1",)
-    """The extent of `split` in every shared tensor."""
+    """The extent of the axis `split` in every shared tensor."""
     stack: str | None = None
-    """The axis that the shared tensors do not have."""
+    """The axis of the checkpoint tensor that the shared tensors do not have."""
 
     @property
     def is_identity(self) -> bool:
@@ -102,7 +102,7 @@ class Layout:
         return tuple(dimension for dimension in dimensions if dimension)
 
     def of_one(self) -> "Layout":
-        """Return the layout of a single index of `stack`, whose axis is the tensor's first dimension."""
+        """Return the layout of one slice along `stack`. This axis is the first dimension of the checkpoint tensor."""
         if self._checkpoint[0] != (self.stack,):
             raise ValueError(f"{self.stack} is not the first dimension of {self.checkpoint!r}")
         _, _, rest = self.checkpoint.strip().partition(" ")
@@ -113,18 +113,18 @@ class Layout:
         return 1 if self.stack is None else sizes[self.stack]
 
     def _extents(self, sizes: _Sizes) -> list[int]:
-        """Return the extents of the split axis in the parts."""
+        """Return the extent of the axis `split` in every shared tensor."""
         return [_extent(part, sizes) for part in self.parts]
 
     def _axes(self, sizes: _Sizes, part: int | None = None) -> dict[str, int]:
-        """Return the extent of every axis, in the whole tensor or in one part."""
+        """Return the extent of every axis: in the checkpoint tensor, or in the shared tensor with the index `part`."""
         names = [axis for dimension in self._checkpoint for axis in dimension]
         extents = self._extents(sizes)
         of_split = sum(extents) if part is None else extents[part]
         return {axis: of_split if axis == self.split else _extent(axis, sizes) for axis in names}
 
     def checkpoint_shape(self, sizes: _Sizes, shared: Sequence[Shape]) -> Shape:
-        """Return the shape of the checkpoint tensor. For the identity it is the only shape in `shared`."""
+        """Return the shape of the checkpoint tensor. `shared` are the shapes of the shared tensors."""
         if self.is_identity:
             (shape,) = shared
             return shape
@@ -141,7 +141,7 @@ class Layout:
 
     @cached_property
     def _runs(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Return the axes of both sides, with runs of axes that have the same order on both sides merged into one.
+        """Return the axes of both patterns. Consecutive axes that have the same order in both are merged into one.
 
         `split` and `stack` are not merged. With fewer axes, longer stretches of memory are moved, and more of the
         reshapes are views.
@@ -160,7 +160,7 @@ class Layout:
         return runs, sorted(runs, key=lambda run: target.index(run[0]))
 
     def forward(self, tensor: Any, sizes: _Sizes) -> list[Any]:
-        """Return the shared tensors of a checkpoint tensor. They are views of it where possible."""
+        """Split a checkpoint tensor into its shared tensors, which are views of it where possible."""
         if self.is_identity:
             return [tensor]
         source, target = self._runs
@@ -180,7 +180,7 @@ class Layout:
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
 
     def inverse(self, tensors: Sequence[Any], sizes: _Sizes) -> Any:
-        """Return the checkpoint tensor of the shared tensors."""
+        """Join shared tensors into the checkpoint tensor."""
         if self.is_identity:
             (tensor,) = tensors
             return tensor

@@ -1,7 +1,7 @@
-"""Config fields that differ by layer: windows, positions, layer types, and which layers are mixtures of experts.
+"""Config fields that differ by layer: windows, position encodings, layer types, and which layers have experts.
 
-A `Lens` reads such fields into the tree and writes them back. Families combine the lenses of this file. They only have
-a lens of their own if transformers' config class has rules that no other family has.
+A `Lens` reads such fields into the tree and writes them back. Families combine the lenses of this file. A family has a
+lens of its own only if transformers' config class has rules that no other family has.
 """
 
 import math
@@ -33,16 +33,16 @@ def _none_drawn(_chosen: Random, _sizes: Sizes) -> Config:
 
 @dataclass(frozen=True)
 class Lens:
-    """Config fields in both directions. `get` reads the fields that `put` writes."""
+    """The reader and the writer of config fields that differ by layer."""
 
     get: Callable[[ConfigReader, Values], Sequence[Any]]
-    """`get(config, values)` returns one value for every layer: a mapping of attention's fields in
-    `DecoderFamily.layers`, the mixer that replaces attention, or None, in `DecoderFamily.recurrent`, and a boolean in
-    `Mixtures.sparse`."""
+    """`get(config, values)` returns one value for every layer. In `DecoderFamily.layers`, this is a mapping of
+    `Attention`'s fields. In `DecoderFamily.recurrent`, it is the mixer that replaces attention, or None. In
+    `Mixtures.sparse`, it is a boolean."""
     put: Callable[[ModelSpec], Mapping[str, Any]] = _nothing
-    """`put(spec)` returns the config fields."""
+    """`put(spec)` returns the config fields that `get` reads."""
     draw: Callable[[Random, Sizes], Config] = _none_drawn
-    """`draw(chosen, sizes)` returns the config fields with random legal values."""
+    """`draw(chosen, sizes)` returns these config fields with random legal values."""
     kinds: Kinds = frozenset()
     """The kinds of components that `get` returns, other than those that every family has."""
 
@@ -91,10 +91,10 @@ def sliding(
     """Return the lens of families that have `layer_types` and `sliding_window`.
 
     Args:
-        every: if `layer_types` is absent, every N-th layer has full attention. With 0, no layer has.
+        every: if `layer_types` is absent, every N-th layer has full attention. With 0, none of them has.
         window: the config class's default width of a window.
         pattern: the config field that overrides `every`.
-        first: the number of one of the layers with full attention.
+        first: the index of one of the layers with full attention.
         whole: further layers with full attention. Negative numbers count from the last layer.
         always: whether transformers needs a width even if no layer has a window.
     """
@@ -120,16 +120,16 @@ def sliding(
 
 
 def draw_windows(chosen: Random, sizes: Sizes, other: str = "sliding_attention") -> Config:
-    """Draw the width of the windows, and possibly `layer_types`."""
+    """Draw the width of the windows, and possibly `layer_types` with full attention and the type `other`."""
     types = kind_by_layer(chosen, sizes["layers"], "full_attention", other)
     return {**sometimes(chosen, {"layer_types": types}), "sliding_window": chosen.choice(WINDOWS)}
 
 
 def windows_above(switch: bool = True, first: int = 28) -> Lens:
-    """Return the lens of Qwen2's windows: the layers from `max_window_layers` on have one.
+    """Return the lens of Qwen2's windows: layers from the index `max_window_layers` on have a window.
 
     Args:
-        switch: whether `use_sliding_window` switches the windows on.
+        switch: whether the field `use_sliding_window` switches the windows on. Otherwise they are always on.
         first: the config class's default of `max_window_layers`.
     """
     why = "since use_sliding_window is off" if switch else "since no sliding window is set"
@@ -173,7 +173,7 @@ def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
 
 
 def rope_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
-    """Return the lens of windows and of rotary positions that differ by kind of layer.
+    """Return the lens of windows, and of RoPE settings that differ between layers with and without a window.
 
     `rope_parameters` has an object for the kind "full_attention", and one for "sliding_attention".
     """
@@ -199,7 +199,7 @@ def rope_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
 
 
 def rope_in_windows(windows: Lens) -> Lens:
-    """Return the lens of windows, without positions in layers that have full attention (Cohere 2, EXAONE 4)."""
+    """Return the lens of windows in families whose layers with full attention have no RoPE (Cohere 2, EXAONE 4)."""
 
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
         own = windows.get(config, values)
@@ -212,7 +212,7 @@ _BASES = "layer_rope_theta"
 
 
 def rope_by_base(windows: Lens) -> Lens:
-    """Return the lens of windows and of a RoPE base per layer. In `layer_rope_theta`, 0 means no positions."""
+    """Return the lens of windows and of a RoPE base per layer. In `layer_rope_theta`, 0 means no RoPE."""
 
     def get(config: ConfigReader, values: Values) -> Sequence[Mapping[str, Any]]:
         own, bases, count = windows.get(config, values), config.raw(_BASES), values["layers"]
@@ -243,7 +243,10 @@ def rope_by_base(windows: Lens) -> Lens:
 
 @dataclass(frozen=True)
 class Places:
-    """Config fields that determine which layers have attention, in both directions. Others have another mixer."""
+    """The reader and the writer of config fields that say which layers have attention.
+
+    Other layers have another mixer.
+    """
 
     get: Callable[[ConfigReader, int], Sequence[bool]]
     """`get(config, layers)` returns for every layer whether it has attention."""
@@ -254,17 +257,17 @@ class Places:
 
 
 def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
-    """Return the kind of every layer from `layer_types`, which is "full_attention" or `other`.
+    """Return the kind of every layer from `layer_types`: "full_attention" or `other`.
 
     Args:
         config: the reader of the config.
         layers: the number of layers.
-        usual: the kinds if `layer_types` is null or absent. None: it is required.
-        other: the second kind.
+        usual: the kinds if `layer_types` is null or absent. None: the field is required.
+        other: the name of the second kind.
 
     Raises:
-        ConfigError: there is another kind or number of layers, or no layer has attention: then transformers' cache
-            fails.
+        ConfigError: there is another kind or number of layers. Or no layer has attention, with which transformers'
+            cache fails.
     """
     known = ("full_attention", other)
     types = config.kinds_of_layers()
@@ -280,7 +283,7 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
 
 
 def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[bool] | None]) -> Places:
-    """Return the places of attention from `layer_types`, a list of "full_attention" and `other`.
+    """Return the `Places` of families that have `layer_types`, a list of "full_attention" and `other`.
 
     Args:
         other: the kind of layers without attention.
@@ -302,14 +305,26 @@ def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[boo
 
 
 def _require_types(config: ConfigReader, with_attention: Sequence[bool], other: str, by: str) -> None:
-    """Raise ConfigError if `layer_types` is stated and has attention in other layers. `by` names the other fields."""
+    """Raise ConfigError if `layer_types` contradicts the other fields that say which layers have attention.
+
+    Args:
+        config: the reader of the config.
+        with_attention: whether every layer has attention, according to the other fields.
+        other: the kind of layers without attention.
+        by: the names of the other fields.
+    """
     types = ["full_attention" if has_attention else other for has_attention in with_attention]
     if config.kinds_of_layers() not in (None, types):
         raise config.fail("layer_types", config.raw("layer_types"), f"the layer types that follow from {by}")
 
 
 def by_indices(name: str, other: str) -> Places:
-    """Return the places of attention by a list of layer numbers, with which `layer_types` must agree."""
+    """Return the `Places` of families that list the layers with attention by index. `layer_types` must agree.
+
+    Args:
+        name: the config field with the list.
+        other: the kind of layers without attention.
+    """
 
     def get(config: ConfigReader, layers: int) -> Sequence[bool]:
         listed = config.raw(name)
@@ -328,7 +343,14 @@ def by_indices(name: str, other: str) -> Places:
 
 
 def by_period(what: str, period: int, offset: int, other: str) -> Places:
-    """Return the places of attention by `<what>_layer_period` and `<what>_layer_offset`; see `one_in`."""
+    """Return the `Places` of families in which one of every few layers has attention; see `one_in`.
+
+    Args:
+        what: the beginning of the names of the two config fields.
+        period: the config class's default of `<what>_layer_period`.
+        offset: the config class's default of `<what>_layer_offset`.
+        other: the kind of layers without attention.
+    """
 
     def get(config: ConfigReader, layers: int) -> Sequence[bool]:
         with_attention = one_in(config, what, period, offset, layers)
@@ -349,7 +371,10 @@ def by_period(what: str, period: int, offset: int, other: str) -> Places:
 
 
 def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
-    """Return for every layer whether it is of a kind: one in `period` layers is, from layer `offset` on."""
+    """Return for every layer whether its index modulo `<what>_layer_period` is `<what>_layer_offset`.
+
+    `period` and `offset` are the defaults of these two config fields.
+    """
     every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
     if type(first) is not int or not 0 <= first < every:
         raise config.fail(
@@ -359,7 +384,13 @@ def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: in
 
 
 def write_one_in(what: str, places: Sequence[bool]) -> Config:
-    """Return the config fields that `one_in` reads. If no period fits, they describe other layers."""
+    """Return the config fields that `one_in` reads.
+
+    `places` says for every layer whether it is one of the chosen layers.
+
+    If the chosen layers are not periodic, the fields describe other layers. gptkit reads the fields back, finds this
+    difference, and refuses the tree.
+    """
     numbers = [layer for layer, is_one in enumerate(places) if is_one] or [len(places)]
     every = numbers[1] - numbers[0] if len(numbers) > 1 else len(places) + 1
     return {f"{what}_layer_period": max(every, numbers[0] + 1), f"{what}_layer_offset": numbers[0]}
@@ -377,7 +408,10 @@ ALL_LAYERS = Lens(_all)
 
 
 def after(name: str, default: int) -> Lens:
-    """Return the lens of a config field with the number of dense layers. The layers after them are mixtures."""
+    """Return the lens of a config field with the number of dense layers, which come first.
+
+    All later layers are mixtures.
+    """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
         first = none_or_more(config, name, default)
@@ -420,7 +454,9 @@ def by_type(default: int, name: str = "") -> Lens:
 
 
 def by_step(usual: Sequence[int] = ()) -> Lens:
-    """Return the lens of Qwen2-MoE: every `decoder_sparse_step`-th layer is a mixture, except the `mlp_only_layers`.
+    """Return the lens of Qwen2-MoE: every N-th layer is a mixture, except those in `mlp_only_layers`.
+
+    N is the field `decoder_sparse_step`.
 
     Args:
         usual: the dense layers if `mlp_only_layers` is absent.
@@ -445,10 +481,10 @@ def by_step(usual: Sequence[int] = ()) -> Lens:
 
 
 def by_one_in(what: str, period: int, offset: int, name: str, experts: int) -> Lens:
-    """Return the lens of families in which one of every few layers is a mixture; see `one_in`.
+    """Return the lens of families in which one of every few layers is a mixture of experts; see `one_in`.
 
     Args:
-        what: begins the names of the two config fields.
+        what: the beginning of the names of the two config fields.
         period: the config class's default of `<what>_layer_period`.
         offset: the config class's default of `<what>_layer_offset`.
         name: the config field of the number of experts. With one expert, no layer is a mixture.

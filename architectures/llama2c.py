@@ -1,8 +1,9 @@
 """llama2.c (github.com/karpathy/llama2.c): the names, order and layouts of its .bin files, and the trees that fit.
 
 A file has a header of seven sizes, and fp32 tensors without names. The tensors of one kind are stacked over the layers.
-Its programs fix everything else: RMSNorm with eps 1e-5, RoPE of base 10000 on whole heads, SwiGLU, and no biases. Names
-are those of its model.py, which are Meta's. Rows of wq and wk are in Meta's order, in which RoPE rotates neighbours.
+llama2.c's programs fix everything else: RMSNorm with eps 1e-5, RoPE of base 10000 on whole heads, SwiGLU, and no
+biases. gptkit uses the tensor names of llama2.c's model.py, which are Meta's. Rows of wq and wk are in Meta's order, in
+which RoPE rotates neighbours.
 
 Source: llama2.c, export.py (legacy_export, version1_export, version2_export), run.c, runq.c.
 """
@@ -24,7 +25,11 @@ _B, _T = "blocks.{layer}.", "layers.{layer}."
 
 
 def _paired(heads: str) -> Layout:
-    """Return the layout that makes pairs of neighbouring rows from pairs of row i and row i + half of a head."""
+    """Return the layout that stores the two rows of each RoPE pair next to each other.
+
+    In shared tensors, these are row i of a head and row i + half of the head. `heads` is the name of the number of
+    heads.
+    """
     return Layout(f"({heads} half two) hidden", f"({heads} two half) hidden")
 
 
@@ -68,7 +73,7 @@ _LEGACY = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes in a header, in the header's order. `shared` means that the head is tied to the embedding."""
+    """The seven sizes in a header, in the header's order. `shared` says whether the head is tied to the embedding."""
 
     dim: int
     hidden_dim: int
@@ -146,7 +151,7 @@ def config_of(sizes: Sizes) -> dict[str, Any]:
 
 
 def _sizes_of(spec: ModelSpec) -> Sizes:
-    """Return the sizes of a tree for a header. Raises CannotExpress if a file cannot have these sizes."""
+    """Return the sizes of a tree, as in a header. Raises CannotExpress if a file cannot have these sizes."""
     _, attention, feed_forward = usual_layer(spec)
     if spec.context_length is None:
         raise CannotExpress("the model has no context length, which the llama2.c format needs")
@@ -169,23 +174,23 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
 
 
 class _Llama2c:
-    """llama2.c's model, as a target that may express a tree (see `obstacles.Destination`)."""
+    """llama2.c's model, as a target to which gptkit may convert a tree (see `obstacles.Destination`)."""
 
     owner = "llama2.c"
     kinds: Kinds = frozenset({RMSNorm, Attention, GatedFeedForward, Rotary})
     usual = property(lambda self: LLAMA.usual)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Return the tree of a file with this tree's sizes. Raises CannotExpress, ConfigError."""
+        """Return the tree that gptkit reads from a file with this tree's sizes. Raises CannotExpress, ConfigError."""
         return LLAMA.spec(config_of(_sizes_of(spec)))
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the tensors of a file. Raises CannotExpress if a shared tensor has no name."""
+        """Return the weight map of a file. Raises CannotExpress if a shared tensor has no name in llama2.c."""
         return bind(self.owner, LEAVES, spec)
 
 
 def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
-    """Return the sizes in the header and the tensors of a file for a tree.
+    """Return what a file contains for a tree: the sizes in the header, and the tensors.
 
     Raises:
         CannotExpress: llama2.c cannot compute the tree. The message lists the components that prevent it.

@@ -79,7 +79,10 @@ _BY_ROWS = ("embedding.word_embeddings", "output_layer", "linear_qkv", "linear_f
 
 
 def named(name: str) -> str | None:
-    """Return the name of a tensor as in `LEAVES`, or None if it is not a weight. Layers are numbered within a stage."""
+    """Return the name of a tensor as in `LEAVES`, or None if it is not a weight.
+
+    The layers in a name are numbered within a pipeline stage.
+    """
     if _DROPPED.search(name):
         return None
     for pattern, ours in _RENAMED:
@@ -88,7 +91,7 @@ def named(name: str) -> str | None:
 
 
 def split_dimension(name: str) -> int | None:
-    """Return the dimension along which a tensor is split over ranks, or None if all ranks have the whole tensor."""
+    """Return the dimension along which tensor parallelism splits a tensor, or None if it does not split it."""
     module, _, kind = name.rpartition(".")
     if module.endswith(_BY_ROWS):
         return 0
@@ -121,7 +124,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def _size(given: Mapping[str, Any], name: str, usual: int | None = None) -> int:
-    """Return the size in an argument. Raises ConfigError if it is not a positive integer."""
+    """Return the size in an argument. `usual` is its default. Raises ConfigError if it is not a positive integer."""
     value = given.get(name)
     value = usual if value is None else value
     if type(value) is not int or not 0 < value < 2**31:
@@ -144,7 +147,7 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return the config.json of a family for the arguments of a checkpoint.
 
     Args:
-        given: the arguments.
+        given: the arguments with which the checkpoint was trained.
         rows: the number of rows of the embedding, which may be padded.
 
     Raises:

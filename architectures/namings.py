@@ -25,10 +25,10 @@ _LONGEST = 200
 
 
 def whose(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return who uses most of these tensor names, and the prefix before the names ("" for none).
+    """Return the program or families that use most of these tensor names, and the prefix before the names.
 
-    The first value is "gpt2", or "llama, mistral" if several families use the names. The result is None if the names
-    are unknown.
+    The first value is "gpt2", or "llama, mistral" if several families use the names. The prefix may be empty. The
+    result is None if the names are unknown.
     """
     some = [name[:_LONGEST] for name in names[:_MOST]]
     best: tuple[int, str, list[str]] = (len(some) // 2, "", [])
@@ -44,7 +44,10 @@ def whose(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """Return prefixes of some of the names, of up to four parts. The shortest come first."""
+    """Return the prefixes of some of the names, the shortest first.
+
+    A prefix has up to four parts, which end with dots.
+    """
     prefixes = {""}
     for name in names[:: max(len(names) // 8, 1)]:
         parts = name.split(".")
@@ -53,7 +56,10 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 
 
 def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield families and programs, with patterns of their tensor names for any number of layers and experts."""
+    """Yield the names of families and programs, each with a pattern that matches its tensor names.
+
+    The pattern matches names for any number of layers and experts.
+    """
     for family in ARCHITECTURES.values():
         yield family.name, _pattern([leaf.checkpoint for leaf in family.leaves])
     yield "litgpt", _pattern(_LITGPT)

@@ -27,7 +27,7 @@ _FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1",
 
 
 def _untransposed(leaf: Leaf) -> Leaf:
-    """Return GPT-2's leaf with its weight stored as [out, in]."""
+    """Return GPT-2's leaf, changed so that its weight is stored as [out, in]."""
     if isinstance(leaf.shared, tuple):
         return replace(leaf, layout=FUSED_BIAS if leaf.checkpoint.endswith("bias") else _FUSED_WEIGHT)
     return replace(leaf, layout=IDENTITY)
@@ -42,7 +42,10 @@ def is_buffer(name: str) -> bool:
 
 
 def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str, Any]:
-    """Return GPT-2's config.json for `model_args`. With GPT-2's vocabulary, it has the ids of its special tokens."""
+    """Return GPT-2's config.json for a checkpoint's `model_args`.
+
+    It has GPT-2's ids of the first and last token of a text if the vocabulary contains them.
+    """
     end = 50256 if arguments["vocab_size"] > 50256 else None
     return {
         "model_type": "gpt2",
@@ -62,14 +65,17 @@ def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str,
 
 
 def spec_of(arguments: Mapping[str, int], activation: Activation, bias: bool) -> ModelSpec:
-    """Return the tree of `model_args`. Raises ConfigError for impossible sizes."""
+    """Return the tree for a checkpoint's `model_args`. Raises ConfigError for impossible sizes."""
     spec = GPT2.spec(config_of(arguments, activation))
     return spec if bias else without_biases(spec, {parameter.name for parameter in spec.parameters()})
 
 
 @dataclass(frozen=True)
 class _NanoGPT:
-    """A model.py with the exact GELU or its tanh formula, as a target that may express a tree (see `obstacles`)."""
+    """nanoGPT's model, as a target to which gptkit may convert a tree (see `obstacles.Destination`).
+
+    Its GELU is exact, or the tanh formula of older versions of model.py.
+    """
 
     activation: Activation
     owner = "nanoGPT"
@@ -90,12 +96,15 @@ class _NanoGPT:
         }
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Return the tree of a checkpoint with this tree's `model_args`. Raises CannotExpress, ConfigError."""
+        """Return the tree that gptkit reads from a checkpoint with this tree's `model_args`.
+
+        Raises CannotExpress, ConfigError.
+        """
         arguments = self.arguments(spec)
         return spec_of(arguments, self.activation, arguments["bias"])
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the tensors of a checkpoint. Raises CannotExpress if a shared tensor has no name."""
+        """Return the weight map of a checkpoint. Raises CannotExpress if a shared tensor has no name in nanoGPT."""
         return bind(self.owner, LEAVES, spec)
 
 

@@ -19,7 +19,7 @@ from ..errors import CannotExpress, ConfigError, MissingComponent
 
 Kinds = frozenset[type[Component]]
 _STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
-"""The kinds that every tree has. Targets need not declare them."""
+"""The kinds of component that every tree has. Targets need not declare them."""
 
 OWN_FORMAT = "To write the model in gptkit's own format, which can store any model: gptkit convert MODEL OUT --to local"
 _MOST = 12
@@ -61,7 +61,7 @@ class Destination(Protocol):
         ...
 
     def bind(self, spec: ModelSpec) -> Sequence[Any]:
-        """Return the target's tensors for a tree. Raises CannotExpress if the target has no name for a tensor."""
+        """Return the target's weight map for a tree. Raises CannotExpress if the target has no name for a tensor."""
         ...
 
 
@@ -69,7 +69,7 @@ class Obstacle(NamedTuple):
     """A difference between a tree and the nearest tree of a target."""
 
     path: str
-    """The field that differs."""
+    """The path of the field that differs, such as blocks.3.attention.window."""
     ours: Any
     """The field's value in the tree."""
     theirs: Any
@@ -80,7 +80,7 @@ class Obstacle(NamedTuple):
 
     @property
     def is_bias(self) -> bool:
-        """Whether the field says that a component has biases."""
+        """Whether the field that differs says that a component has biases."""
         return self.path.endswith("bias") and isinstance(self.ours, bool) and isinstance(self.theirs, bool)
 
     def sentence(self, owner: str) -> str:
@@ -110,8 +110,10 @@ class Expression:
 
     @property
     def weight(self) -> int:
-        """A number that grows with the obstacles. A component of another kind counts as 4 values, since it may contain
-        more differences. A tree that the target cannot write at all counts most.
+        """A number that says how far the tree is from the target's trees. It counts the obstacles in `standing`.
+
+        A component of another kind counts as 4 values, since it may contain more differences. A tree that the target
+        cannot write at all counts most.
         """
         kinds = [
             isinstance(obstacle.ours, Component) or isinstance(obstacle.theirs, Component) for obstacle in self.standing
@@ -133,7 +135,7 @@ class Expression:
 
 
 def never(_name: str) -> bool:
-    """Return False: without weights, no bias is known to be zero."""
+    """Return False. Without the weights, gptkit does not know whether a bias is zero."""
     return False
 
 
@@ -150,16 +152,19 @@ def express(
     Args:
         target: a family or a format.
         spec: the tree.
-        zero: returns whether all values of a bias are zero, given its shared name. It is only called if biases are
-            the only obstacles, and for biases that are obstacles.
+        zero: returns whether all values of a bias are zero, given its shared name. It is only called if biases are the
+            only obstacles, and only for these biases.
         clear: the remedies that the caller will apply. Obstacles with these remedies are not in the way.
-        nearest: list the obstacles even if the target lacks kinds of component, by comparing with its nearest tree.
+        nearest: list all obstacles even if the target lacks kinds of component, by comparing with its nearest tree.
             Otherwise only the components of unknown kinds are listed.
     """
     reasons: list[str] = []
 
     def attempt(candidate: ModelSpec) -> Expression | None:
-        """Compare the tree with the one that the target makes of the candidate, or return None if it refuses."""
+        """Compare the tree with the one that the target reads back for the candidate.
+
+        Return None if the target refuses it.
+        """
         try:
             back = target.back(candidate)
         except _REFUSED as error:
@@ -199,9 +204,16 @@ def _with_remedies(
     zero: Zero,
     clear: tuple[_Remedy, ...],
 ) -> list[Expression | None]:
-    """Return the attempts with the tree itself (`first`), without its rounding, and without biases that are zero.
+    """Return what `attempt` gives for the tree, for the tree without its rounding, and for both without zero biases.
 
-    Biases are only removed if they may be the only obstacles. Attempts without biases come first.
+    The attempts without zero biases come first. They are only made if biases may be the only obstacles.
+
+    Args:
+        attempt: compares the tree with what the target makes of a candidate.
+        spec: the tree.
+        first: the result of `attempt` for the tree itself.
+        zero: see `express`.
+        clear: see `express`.
     """
     attempts = [first, attempt(without_rounding(spec))]
     only_biases = any(
@@ -223,7 +235,9 @@ def first_of(
     *,
     nearest: bool = True,
 ) -> tuple[Expression | None, list[Expression]]:
-    """Return the expression of the first target that can express a tree, or None, and those of the targets before it.
+    """Return the expression of the first target that can express a tree, or None.
+
+    Also return those of the earlier targets.
 
     The other arguments are those of `express`.
     """
@@ -256,7 +270,7 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
 
 
 def _unknown(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
-    """Yield the components of a tree that are not of these kinds."""
+    """Yield the components of a tree whose kinds are not among these."""
     if isinstance(node, tuple):
         for index, inner in enumerate(node):
             yield from _unknown(kinds, inner, f"{path}.{index}")
@@ -288,7 +302,12 @@ def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacl
 
 
 def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstacle) -> Iterator[str]:
-    """Yield the names of the bias tensors that exist because the flag is set."""
+    """Yield the names of the bias tensors that would not exist if the field `flag` were false.
+
+    Args:
+        places: the components of the tree, with their paths, by the path that an obstacle may have.
+        flag: the obstacle whose field says that there are biases.
+    """
     place, _, name = flag.path.rpartition(".")
     for path, node in places[place]:
         if name in node.__struct_fields__:
@@ -297,7 +316,7 @@ def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstac
 
 
 def _stays(target: Destination, tree: ModelSpec | None) -> bool:
-    """Return whether the target reads its own tree back unchanged."""
+    """Return whether the target, given one of its own trees, writes it and reads the same tree back."""
     try:
         return tree is not None and target.back(tree) == tree
     except _REFUSED:
@@ -305,7 +324,10 @@ def _stays(target: Destination, tree: ModelSpec | None) -> bool:
 
 
 def _bound(expression: Expression) -> Expression:
-    """Return the expression, or a refusal if the target has no name for a tensor. A config may describe such trees."""
+    """Return the expression. If the target has no name for a tensor, return a refusal instead.
+
+    A family's config.json may describe trees for which its checkpoints have no tensor names.
+    """
     assert expression.tree is not None
     try:
         expression.target.bind(expression.tree)

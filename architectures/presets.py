@@ -31,7 +31,7 @@ class Preset:
 
     @property
     def known_as(self) -> tuple[str, ...]:
-        """All names of the preset: its own, its aliases and its repository."""
+        """All names of the preset: its name, its aliases and its repository."""
         return (self.name, *self.aliases, *(() if self.repo is None else (self.repo,)))
 
 

@@ -37,7 +37,7 @@ _INFINITE = {"__float__": "Infinity"}  # transformers writes infinity like this
 
 
 def limits(config: ConfigReader) -> dict[str, Any]:
-    """Read `time_step_limit`, the smallest and the largest step size: `least` and `most` of the component."""
+    """Read `time_step_limit`, the smallest and the largest step size, as the fields `least` and `most` of `Mamba2`."""
     given: Any = config.raw("time_step_limit", (0.0, math.inf))
     numbers = (
         [math.inf if number == _INFINITE else number for number in given] if isinstance(given, list | tuple) else []
@@ -75,12 +75,12 @@ _MAMBA2: Fields = {
 
 
 def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int | None = None) -> dict[str, Any]:
-    """Return the sizes of Mamba-2 from the fields that begin with `mamba_`.
+    """Return the fields of `Mamba2` that are sizes, from the config fields that begin with `mamba_`.
 
     Args:
         config: the reader of the config.
         values: the values of the config, by role.
-        inner: the width of all heads together. If None, `mamba_expand` times the hidden size.
+        inner: the width of all heads together. If None, it is `mamba_expand` times the hidden size.
     """
     sizes, expand = read_fields(_MAMBA2, config), config.integer("mamba_expand", 2)
     heads, groups, width = sizes["heads"], sizes["groups"], config.raw("mamba_d_head", "auto")
@@ -96,14 +96,17 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
 
 
 def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
-    """Return Mamba-2 from the fields that begin with `mamba_`. It has a norm over every group."""
+    """Return Mamba-2 from the config fields that begin with `mamba_`. Its norm has one group per group of b and c."""
     sizes, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
     norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=values["eps"], groups=sizes["groups"])
     return Mamba2(**sizes, norm=norm, bias=bias, output_bias=bias)
 
 
 def multiple_of_hidden(mixer: Mamba | Mamba2) -> int:
-    """Return a mixer's inner width as a multiple of the hidden size. Raises CannotExpress if it is not a multiple."""
+    """Return a mixer's `inner` width divided by the hidden size.
+
+    Raises CannotExpress if the result is not an integer.
+    """
     if mixer.inner % mixer.hidden_size:
         raise CannotExpress(
             f"transformers needs an inner width that is a multiple of the hidden size {mixer.hidden_size}, "
@@ -119,7 +122,7 @@ def write_mamba2(mixer: Mamba2) -> Config:
 
 
 def draw_mamba2(chosen: Random, hidden: int) -> Config:
-    """Draw the config fields that `read_mamba2` reads. The heads divide the width."""
+    """Draw the config fields that `read_mamba2` reads. The number of heads divides the mixer's inner width."""
     expand = chosen.choice((1, 2, 3))
     heads = divisor(chosen, hidden * expand)
     own = {"mamba_d_head": hidden * expand // heads, "mamba_proj_bias": True, "time_step_limit": draw_limits(chosen)}
@@ -134,10 +137,10 @@ def draw_limits(chosen: Random) -> list[float]:
 
 @dataclass(frozen=True)
 class MixerFields:
-    """The config fields of the mixer in layers without attention, in both directions."""
+    """The reader and the writer of the config fields of a mixer that replaces attention in some layers."""
 
     kind: type[Any]
-    """The kind of the mixer."""
+    """The kind of component of the mixer."""
     get: Callable[[ConfigReader, Mapping[str, Any]], Any]
     """`get(config, values)` returns the mixer. `values` are the values of the config, by role."""
     put: Callable[[Any], Config]
@@ -201,12 +204,14 @@ def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
 
 
 def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:
-    """Read the rank of the step sizes. "auto" means a sixteenth of the hidden size."""
+    """Read the rank of the projection to Mamba's step sizes (dt). "auto" means a sixteenth of the hidden size."""
     return math.ceil(hidden / 16) if config.raw(name, "auto") == "auto" else config.integer(name)
 
 
 def step_rank(hidden: int) -> Field:
-    """Return the field of the rank of the step sizes. "auto" means a sixteenth of the hidden size.
+    """Return the config field of the rank of the projection to Mamba's step sizes (dt).
+
+    "auto" means a sixteenth of the hidden size.
 
     Args:
         hidden: the default of `hidden_size`.
@@ -219,7 +224,7 @@ def step_rank(hidden: int) -> Field:
 
 
 def width_of(config: ConfigReader, name: str, hidden: int) -> int:
-    """Read the number of channels. The field has it as a multiple of the hidden size."""
+    """Read the number of channels of the mixer. The config field is this number divided by the hidden size."""
     times = config.integer(name, 2)
     if times * hidden >= 2**31:
         raise config.fail(name, times, f"less than 2^31 / hidden_size ({hidden})")
@@ -227,7 +232,7 @@ def width_of(config: ConfigReader, name: str, hidden: int) -> int:
 
 
 def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
-    """Return the norms of the step sizes, B and C."""
+    """Return Mamba's norms of dt, b and c. `rank` is the size of dt, and `states` that of b and c."""
     return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
 
 
@@ -286,11 +291,11 @@ ALONE: Fields = {
     "residual_in_fp32": Field("wide", True),
     "tie_word_embeddings": Field("tied", True),
 }
-"""The fields of families whose layers consist of one mixer only, without those of the mixer."""
+"""The config fields of families whose layers have one mixer and no feed-forward, without the fields of the mixer."""
 
 
 def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2) -> ModelSpec:
-    """Return the tree whose layers consist of one mixer only. `values` are those of a table like `ALONE`."""
+    """Return the tree whose layers have only the mixer `mixer`. `values` are those of a table like `ALONE`."""
     hidden, vocab = values["hidden"], values["vocab"]
     usual = [LINEAR] * values["layers"]
     config.refuse({"layer_types": ((None, usual), f"every layer is {type(mixer).__name__}")})
@@ -345,7 +350,7 @@ _DELTA: Fields = {
 
 
 def delta_nets(fused: str) -> Lens:
-    """Return the lens of layers that are gated DeltaNets. `fused` is the component's field."""
+    """Return the lens of gated DeltaNets in layers without attention. `fused` is the value of `GatedDeltaNet.fused`."""
 
     def attends(config: ConfigReader, layers: int) -> list[bool]:
         every = config.integer("full_attention_interval", 4)
@@ -391,7 +396,7 @@ DELTA = (
     ),
     *leaves_of({f"{_THEIRS}{name}": f"{_R}{ours}" for name, ours in (("norm", "norm"), ("out_proj", "o_proj"))}),
 )
-"""The leaves of a gated DeltaNet, without those of the projections of its input."""
+"""The leaves of a gated DeltaNet, except those of the projections of its input."""
 
 
 QUERIES_AND_GATE = (
@@ -457,7 +462,7 @@ DELTA_REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence
 
 
 DELTA_LEAVES = (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE)
-"""All leaves but those of the recurrence's projections and of the mixtures, in the order of Qwen3-Next's files."""
+"""All leaves except those of the recurrence's projections and of the mixtures, in the order of Qwen3-Next's files."""
 
 
 GATED_MIXTURE = {

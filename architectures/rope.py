@@ -1,7 +1,7 @@
 """Rotary positions in config.json: rope_theta with rope_scaling (before transformers 5), or rope_parameters.
 
-transformers infers some values at run time (attention factors, the original context). This file infers them once, so
-that the tree contains all numbers.
+transformers infers some values at run time (attention factors, the original context). gptkit infers them when it reads
+the config, so that the tree contains all numbers.
 
 Source: transformers modeling_rope_utils.py, `standardize_rope_params` and the functions in ROPE_INIT_FUNCTIONS.
 """
@@ -30,7 +30,7 @@ from .draws import Config, sometimes
 from .obstacles import Kinds
 
 ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})
-"""Rotary positions with every scaling that transformers has, for a family's `kinds`."""
+"""RoPE with all scalings that transformers has, for `Architecture.kinds`."""
 
 _DEFAULT_BASE = 10_000.0
 
@@ -39,27 +39,28 @@ class RotaryKind(NamedTuple):
     """The assumptions of a family's config class about RoPE in its layers, or in one kind of layer."""
 
     base: float = _DEFAULT_BASE
-    """The default base."""
+    """The default base of RoPE."""
     theta: str = "rope_theta"
-    """The field of the base in configs before transformers 5, or "" if there is none."""
+    """The config field of the base before transformers 5, or "" if there is none."""
     scaled: bool = True
     """Whether `rope_scaling` applies to these layers."""
     part: str = ""
-    """The field of the part of a head that RoPE rotates, or "" if it rotates whole heads."""
+    """The config field with the fraction of a head that RoPE rotates, or "" if RoPE rotates whole heads."""
     whole: float = 1.0
-    """The default of that part."""
+    """The default of the fraction of a head that RoPE rotates."""
     dims: str = ""
-    """The field of the number of dimensions that RoPE rotates, if no field has the part."""
+    """The config field with the number of dimensions that RoPE rotates, if no field has the fraction."""
     entire: bool = False
-    """Whether transformers fails if the config states a part."""
+    """Whether transformers fails if the config states the fraction of a head that RoPE rotates."""
     pairs: Literal["halves", "adjacent"] = "halves"
     """See `Rotary.pairs`."""
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
     """See `Rotary.rounding`."""
     usual: Mapping[str, Any] | None = None
-    """The default parameters. If they include a base, the config may not state another one without parameters."""
+    """The default RoPE parameters. If they include a base, a config without parameters may not state another base."""
     alpha: bool = False
-    """Whether "dynamic" parameters with an `alpha` mean the base times alpha ^ (d / (d - 2))."""
+    """Whether parameters of type "dynamic" may have an `alpha`, which multiplies the base by alpha ^ (d / (d - 2)) for
+    heads of width d."""
     direction: Literal["forward", "backward"] = "forward"
     """See `Rotary.direction`."""
     joined: bool = False
@@ -67,12 +68,12 @@ class RotaryKind(NamedTuple):
     even: bool = False
     """Whether the number of rotated dimensions must be even."""
     original: int | None = None
-    """The default of the original context. None means the model's context length."""
+    """The default of the original context, in tokens. None means the model's context length."""
     renewed: bool = False
-    """See `LongRopeScaling`."""
+    """See `LongRopeScaling.renewed`."""
     types: Mapping[str, str] | None = None
-    """The config class's names of the RoPE types that it supports, with transformers' names. None: it supports all, by
-    transformers' names."""
+    """The names of RoPE types in the config class -> transformers' names. Other types are refused. None: the family
+    supports all types, under transformers' names."""
 
 
 USUAL_ROTARY = RotaryKind()
@@ -85,7 +86,7 @@ def read_rotary(
     kind: RotaryKind = USUAL_ROTARY,
     tables: int | None = None,
 ) -> Rotary:
-    """Return the rotary component of a family in which all layers have the same.
+    """Return the rotary component of a family in which all layers have the same RoPE.
 
     Args:
         config: the reader of the config.
@@ -95,8 +96,8 @@ def read_rotary(
         tables: the width from which transformers makes the tables of cos and sin, if it is not `dim`.
 
     Raises:
-        ConfigError: the rope type is unknown, a parameter is missing or malformed, or only a part of a head is rotated
-            in a family for which transformers then fails.
+        ConfigError: the RoPE type is unknown, or a parameter is missing or malformed. Or only a part of a head is
+            rotated, in a family for which transformers then fails.
     """
     readers = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     which = "rope_scaling" if readers[0].data else "rope_parameters"
@@ -133,7 +134,7 @@ def read_rotaries(
     Source: transformers models/gemma3/configuration_gemma3.py, convert_rope_params_to_dict.
 
     Raises:
-        ConfigError: `rope_parameters` is not keyed by kind, or has one of the errors of `read_rotary`.
+        ConfigError: `rope_parameters` has no object per kind, or `read_rotary` would raise the error.
     """
     by_kind = config.inner("rope_parameters")
     flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]
@@ -163,7 +164,7 @@ def read_rotaries(
 
 
 def _outside_parameters(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
-    """Return the RoPE parameters that are outside of the object `which`, next to it."""
+    """Return the RoPE parameters that the config has at the top level, next to the object `which`."""
     part, original = config.raw(kind.part or PART), config.raw(ORIGINAL, kind.original)
     fields = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
@@ -174,7 +175,10 @@ def _outside_parameters(config: ConfigReader, which: str, kind: RotaryKind) -> d
 def _rotary(
     rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind, tables: int | None = None
 ) -> Rotary:
-    """Return the component for RoPE parameters and heads of width `dim`. `tables` is as in `read_rotary`."""
+    """Return the rotary component for these RoPE parameters and heads of width `dim`.
+
+    `tables` is as in `read_rotary`.
+    """
     rope_type = _rope_type(rope, kind)
     part = rope.raw(PART, kind.whole)
     if kind.alpha and rope_type == "dynamic" and rope.raw("alpha"):
@@ -224,7 +228,7 @@ def _rope_type(rope: ConfigReader, kind: RotaryKind) -> str:
 
 
 def _grown_base(rope: ConfigReader, dim: int, base: float) -> float:
-    """Return the base times alpha ^ (d / (d - 2)), for dynamic scaling with an `alpha`."""
+    """Return the RoPE base for dynamic scaling with an `alpha`: base · alpha ^ (d / (d - 2)), where d is `dim`."""
     alpha = rope.number("alpha")
     power = dim / (dim - 2) if dim > 2 else math.inf
     if not abs(math.log(base) + power * math.log(alpha)) < 700:
@@ -236,7 +240,7 @@ def _grown_base(rope: ConfigReader, dim: int, base: float) -> float:
 
 
 def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> int:
-    """Return the number of dimensions that RoPE rotates in a part of a head of width `dim`."""
+    """Return the number of dimensions that RoPE rotates, given the fraction `part` of a head of width `dim`."""
     if not _is_number(part) or not 0 < part <= 1:
         raise rope.fail(PART, part, "a number above 0 and at most 1")
     rotated = int(dim * part)
@@ -248,7 +252,15 @@ def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> 
 
 
 def _one_frequency(dim: int, rotated: int, scaling: str, kind: RotaryKind) -> float:
-    """Return the base with which all pairs have the same frequency, as transformers' tables of one frequency have.
+    """Return the RoPE base for tables of cos and sin with a single frequency.
+
+    It is 1: all pairs have the same frequency.
+
+    Args:
+        dim: the number of dimensions of a head to which RoPE is applied.
+        rotated: the number of dimensions for which transformers makes the tables of cos and sin.
+        scaling: the RoPE type.
+        kind: the assumptions of the family's config class.
 
     Raises:
         ConfigError: transformers fails with tables of this width.
@@ -315,7 +327,7 @@ def _read_scaling(
 
 
 def _read_yarn(rope: ConfigReader, base: float, original: int, usual_factor: float) -> YarnScaling:
-    """Read YaRN's parameters. `usual_factor` is the factor if the config states none."""
+    """Read YaRN's parameters. `usual_factor` is the scaling factor if the config states none."""
     if base == 1:
         raise ConfigError(
             "config.json: YaRN divides by the logarithm of rope_theta, which is 0 because rope_theta is 1"
@@ -332,7 +344,7 @@ def _read_yarn(rope: ConfigReader, base: float, original: int, usual_factor: flo
 
 
 def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: float, renewed: bool) -> LongRopeScaling:
-    """Read LongRoPE's parameters. `usual_factor` is the factor if the config states none."""
+    """Read LongRoPE's parameters. `usual_factor` is the scaling factor if the config states none."""
     factor = _number_or(rope, "factor", usual_factor)
     if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
         raise rope.fail(ORIGINAL, original, "a number above 1 for longrope")
@@ -347,12 +359,12 @@ def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: fl
 
 
 def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
-    """Read a number. If it is null, zero or absent, return the inferred one, as transformers' `or` does."""
+    """Read a number. If it is null, zero or absent, return `inferred`, as the `or` in transformers' code does."""
     return rope.number(name) if rope.raw(name) else inferred
 
 
 def _rotations(rope: ConfigReader, name: str, default: float) -> float:
-    """Read YaRN's beta, a number of rotations whose logarithm is taken."""
+    """Read YaRN's beta_fast or beta_slow, a number of rotations. It must have a finite logarithm."""
     value = _number_or(rope, name, default)
     if not 1e-9 <= value <= 1e9:
         raise rope.fail(name, value, "a number of rotations from 1e-9 to 1e9")
@@ -374,7 +386,7 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def read_mscale(config: ConfigReader) -> float:
-    """Return the factor by which DeepSeek's attention multiplies its scores twice if RoPE is scaled.
+    """Return DeepSeek's mscale. If RoPE is scaled, attention scores are multiplied by its square.
 
     Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, yarn_apply_mscale.
     """
@@ -392,7 +404,7 @@ def read_mscale(config: ConfigReader) -> float:
 
 
 def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> dict[str, Any] | None:
-    """Return `rope_scaling` with the parameters from which `read_mscale` gets this scale of the scores.
+    """Return `rope_scaling` with the parameters with which attention scores have the factor `scale`; see `read_mscale`.
 
     Args:
         scaling: `rope_scaling` without these parameters.
@@ -449,7 +461,7 @@ def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY)
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
     """Return `rope_parameters` by kind of layer, as transformers 5 reads it.
 
-    With `head_dim`, it includes the part of a head that is rotated.
+    If `head_dim` is given, the result includes the fraction of a head that is rotated.
     """
     part = {} if head_dim is None else {kind: _part(rotary.exponent, head_dim) for kind, rotary in by_kind.items()}
     return {
@@ -465,7 +477,7 @@ def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -
 
 
 def _part(rotated: int, head_dim: int) -> float:
-    """Return the factor from which transformers computes `rotated` dimensions."""
+    """Return the fraction (`partial_rotary_factor`) from which transformers computes exactly `rotated` dimensions."""
     part = rotated / head_dim
     return part if int(head_dim * part) == rotated else (rotated + 0.5) / head_dim
 
@@ -479,7 +491,7 @@ _TYPES: Mapping[type[RopeScaling], str] = {
     LongRopeScaling: "longrope",
     ProportionalScaling: "proportional",
 }
-"""transformers' names of the scalings, which `_read_scaling` reads."""
+"""transformers' names of the scalings."""
 
 
 def _scaling(rotary: Rotary) -> dict[str, Any] | None:
@@ -508,7 +520,7 @@ _PARTS = (0, 0.25, 0.4, 0.75, 1.0)
 
 
 def draw_scaling(chosen: Random, dim: int) -> Config:
-    """Draw RoPE parameters of any type, without a base, for heads of width `dim`."""
+    """Draw RoPE parameters of any type for heads of width `dim`. They have no base."""
     pick, pairs = chosen.choice, dim // 2
     kinds: dict[str, Config] = {
         "default": sometimes(chosen, {PART: pick(_PARTS)}),
@@ -538,12 +550,12 @@ def _draw_divisors(chosen: Random, pairs: int) -> list[float]:
 
 
 def draw_part(chosen: Random, dim: int) -> float:
-    """Draw the part of a head of width `dim` that is rotated. It has an even number of dimensions."""
+    """Draw the fraction of a head of width `dim` that is rotated. The number of rotated dimensions is even."""
     return chosen.choice([part for part in (0.25, 0.5, 0.75, 1.0) if int(dim * part) and int(dim * part) % 2 == 0])
 
 
 def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
-    """Draw the RoPE fields of a family in which all layers have the same, as transformers 4 or 5 writes them."""
+    """Draw the RoPE fields of a family in which all layers have the same RoPE, as transformers 4 or 5 writes them."""
     theta = chosen.choice(_THETAS)
     if kind.part:
         part = draw_part(chosen, dim)

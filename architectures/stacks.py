@@ -31,23 +31,23 @@ class Stack:
 
     name: str
     sign: str
-    """The end of a tensor name that all its checkpoints have, and no others."""
+    """The end of a tensor name. All checkpoints of the program have such a tensor, and other checkpoints have none."""
     leaves: tuple[Leaf, ...]
     embedding: str
-    """The name of the embedding, which is in `leaves`."""
+    """The checkpoint name of the embedding."""
     head: str
-    """The name of the head, which is in `leaves`."""
+    """The checkpoint name of the head."""
     file: str
-    """The name of its config file, as a pattern."""
+    """The name of the program's config file, as a pattern."""
     config: Callable[[_Contents, int | None], dict[str, Any]]
     """`config(contents, rows)` returns config.json for the contents of a config file. `rows` is the number of rows of
     the embedding, or None if it is not known."""
     dropped: tuple[str, ...] = ()
-    """The ends of names of buffers, which are dropped."""
+    """The ends of names of buffers. gptkit ignores these tensors."""
 
 
 class _Fields(dict[str, Any]):
-    """The fields of a config file. It remembers which fields were read."""
+    """The fields of a program's config file. It remembers which fields were read."""
 
     def __init__(self, file: str, contents: _Contents, defaults: _Contents, irrelevant: tuple[str, ...] = ()) -> None:
         super().__init__({**defaults, **contents})
@@ -71,7 +71,7 @@ class _Fields(dict[str, Any]):
         return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not supported")
 
     def matches(self, asked: _Contents) -> bool:
-        """Return whether the fields have these values. If so, they count as read."""
+        """Return whether the fields have the values in `asked`. If so, these fields count as read."""
         fits = all(self.get(name) == value for name, value in asked.items())
         self._read.update(asked if fits else ())
         return fits
@@ -179,7 +179,10 @@ def _rms(c: _Fields) -> dict[str, Any]:
 
 
 def _square(c: _Fields) -> None:
-    """Refuse heads that together are not as wide as the hidden states, for families without a field for their width."""
+    """Refuse heads that together are not as wide as the hidden states.
+
+    Some families have no config field for head widths.
+    """
     if c["head_size"] != c["n_embd"] // c["n_head"]:
         raise c.fail("head_size")
 
@@ -234,7 +237,10 @@ _GEMMA_GELU = "gelu_pytorch_tanh"
 
 
 def _flags(c: _Fields, name: str) -> list[bool]:
-    """Return a flag for every layer from the field `name`. If it is null, all layers have a window, or none has."""
+    """Return for every layer whether it has a window, from the list in the field `name`.
+
+    If the field is null, all layers have a window if the config states a window's width, and otherwise none.
+    """
     given, count = c[name], c.size("n_layer")
     if given is None:
         return [c["sliding_window_size"] is not None] * min(count, _MOST_LAYERS)
@@ -284,12 +290,12 @@ _LITGPT_FAMILIES: tuple[tuple[str, _Contents, Callable[[_Fields], dict[str, Any]
     ("llama", {**_PLAIN, "attn_bias": False, "norm_qk": False, "sliding_window_size": None}, _llama),
     ("mistral", {**_PLAIN, "attn_bias": False, "norm_qk": False, "bias": False}, _windowed),
 )
-"""Families, with the values of fields by which they are recognised, and the function that returns their config fields.
-The first that matches is used."""
+"""Families, the values of fields by which litgpt's configs for them are recognised, and the function that returns their
+config fields. The first family that matches is used."""
 
 
 def _litgpt(contents: _Contents, rows: int | None) -> dict[str, Any]:
-    """Return config.json for model_config.yaml."""
+    """Return config.json for the contents of litgpt's model_config.yaml."""
     ignored = ("hf_config", "vocab_size", "padding_multiple", "name")
     c = _Fields("model_config.yaml", contents, _LITGPT_DEFAULTS, ignored)
     heads, width = c.size("n_head"), c.size("n_embd")
@@ -319,9 +325,9 @@ def _litgpt(contents: _Contents, rows: int | None) -> dict[str, Any]:
 
 
 def _meta(contents: _Contents, rows: int | None) -> dict[str, Any]:
-    """Return config.json for params.json, or for the model_args that llama2.c's train.py writes.
+    """Return config.json for Meta's or Mistral's params.json, or for the model_args that llama2.c's train.py writes.
 
-    Mistral's params.json has no multiple_of. With a window, it is read as Mistral's family.
+    Mistral's params.json has no multiple_of. If it states a window, it is read as Mistral's family.
     """
     c = _Fields("params.json", contents, _META_DEFAULTS, ("max_batch_size", "dropout"))
     width, heads = c.size("dim"), c.size("n_heads")
@@ -382,7 +388,7 @@ _TITAN = {
     **{f".attention.{name}.": f".attention.qkv_linear.{name}." for name in ("wq", "wk", "wv")},
     "output.weight": "lm_head.weight",
 }
-"""Parts of Meta's names -> the names that torchtitan has used since 2026."""
+"""Parts of Meta's tensor names -> the names that torchtitan has used since 2026."""
 
 
 def _titan(leaf: Leaf) -> Leaf:
@@ -396,7 +402,7 @@ def _titan(leaf: Leaf) -> Leaf:
 
 
 def _nanochat(contents: _Contents, rows: int | None) -> dict[str, Any]:
-    """Return config.json for meta_STEP.json. The eps is the default of transformers' config class."""
+    """Return config.json for nanochat's meta_STEP.json. The eps is the default of transformers' config class."""
     inner = contents.get("model_config")
     if not isinstance(inner, dict):
         raise ConfigError("nanochat's meta_*.json has no field model_config")

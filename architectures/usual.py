@@ -29,7 +29,7 @@ FUSED_FEED_FORWARD = (
     ),
     *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
 )
-"""A gated feed-forward whose gate and up projections are one tensor."""
+"""The leaves of a gated feed-forward whose gate and up projections are one tensor."""
 
 NORMS = {T + "input_layernorm": B + "attention_norm", T + "post_attention_layernorm": B + "feed_forward_norm"}
 
@@ -45,7 +45,7 @@ ROUTED: dict[str, str] = {
     T + "mlp.gate": B + "feed_forward.router",
     **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS},
 }
-"""The modules of a mixture of experts, by the names that most families use."""
+"""The modules of a mixture of experts: the names that most families use in files -> shared names."""
 
 STACKED = (
     Stacked(
@@ -56,7 +56,7 @@ STACKED = (
 
 
 def shared_expert(name: str) -> dict[str, str]:
-    """Return the modules of a shared expert that checkpoints call `name`."""
+    """Return the modules of a shared expert: names in files -> shared names. Files call the expert `name`."""
     return {f"{T}mlp.{name}.{projection}": f"{B}feed_forward.shared.{projection}" for projection in PROJECTIONS}
 
 
@@ -100,8 +100,9 @@ SANDWICH = {
 SANDWICH_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS})
 
 GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
-"""For every key-value head, the queries, then the key, then the value. With one query head per key-value head, this is
-BLOOM's [heads, 3, head_dim]. With one key-value head, it is multi-query attention's q … q, k, v."""
+"""The layout of fused queries, keys and values, stored by key-value head: its queries, then its key, then its value.
+With one query head per key-value head, this is BLOOM's [heads, 3, head_dim]. With one key-value head, it is the layout
+of multi-query attention: all queries, then the key, then the value."""
 
 GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
 
@@ -115,7 +116,10 @@ OUTPUT_NORM_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_OUT
 
 
 def fairseq(top: str) -> dict[str, str]:
-    """Return the modules of a layer in models from fairseq. Their names in checkpoints begin with `top`."""
+    """Return the modules of a layer in models from fairseq: names in files -> shared names.
+
+    The former begin with `top`.
+    """
     b, t = "blocks.{layer}.", top + "layers.{layer}."
     return {
         **{f"{t}self_attn.{name}_proj": f"{b}attention.{name}_proj" for name in ("k", "v", "q")},
@@ -133,5 +137,5 @@ def two_parallel_norms(block: Block) -> bool:
 
 
 def other_norms(block: Block) -> bool:
-    """Return whether a block has other norms: one for both sub-layers, or serial sub-layers with a norm each."""
+    """Return whether a block is not one of `two_parallel_norms`: its sub-layers share a norm, or are serial."""
     return not two_parallel_norms(block)
