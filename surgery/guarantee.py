@@ -37,7 +37,7 @@ def require_transformers(folder: Path) -> None:
 def measured_from_files(
     source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None
 ) -> Measurement:
-    """Compare the logits of the written files with the original's, on random tokens, and on a text if there is one.
+    """Compare the logits of the written files with the original's, on gptkit's test inputs and on the text, if any.
 
     Raises GptkitError if the swaps should be exact and are not, and InvalidInput if logits are not finite.
     """

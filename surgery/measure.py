@@ -1,4 +1,7 @@
-"""The damage of a swap: both models run on the same probe and on a text, and are read from their files by rows."""
+"""Measure the damage of a swap: how much the logits change, on test inputs (`parity.probe`) and on a text.
+
+The weights of both models are read from their files some rows at a time, so models of every size can be measured.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,27 +19,30 @@ from .base import Promise
 _EVERYTHING = Promise()
 _WORK = 2 * 10**12  # multiplications for the probe, per model and dtype: 40 s in fp64 on one core
 _WORK_LIMIT = 5 * _WORK
-"""The limit for a batch that goes past a window or an original context, which no other batch tests."""
+"""The limit of tokens · parameters for a test input that is longer than a window or the original context.
+
+It is larger than for other inputs, because no other input tests this.
+"""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A comparison of logits after a swap with logits before it.
+    """A comparison of the logits after a swap with those before it.
 
-    Figures by dtype are computed in that dtype. `kl` and `top1` come from the widest dtype, and the figures on the text
-    from fp32.
+    `maximum` and `relative` have a figure for every dtype in which both models were run. `kl` and `top1` come from the
+    widest dtype, and the figures on the text from fp32.
     """
 
-    maximum: dict[str, float]  # the largest absolute difference, by dtype
-    relative: dict[str, float]  # the same divided by the largest logit
+    maximum: dict[str, float]  # the largest absolute difference of two logits, by dtype
+    relative: dict[str, float]  # this difference divided by the largest logit, by dtype
     kl: float  # the mean KL divergence in nats per token
     top1: float  # the share of positions with the same most likely token
-    positions: int
-    perplexity: tuple[float, float] | None = None  # before and after
-    kl_text: float | None = None
-    top1_text: float | None = None
-    text_positions: int = 0
-    notes: tuple[str, ...] = ()  # parts that were not measured
+    positions: int  # the number of positions compared
+    perplexity: tuple[float, float] | None = None  # on the text, before and after
+    kl_text: float | None = None  # as `kl`, on the text
+    top1_text: float | None = None  # as `top1`, on the text
+    text_positions: int = 0  # the number of positions compared on the text
+    notes: tuple[str, ...] = ()  # test inputs that were not measured, and why
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -59,27 +65,27 @@ def measure(
     dtypes: Sequence[str] = ("float32", "float64"),
     progress: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """Run the probe through both models in each dtype, and the text in fp32.
+    """Compare the logits of two models: on test inputs (the probe) in each dtype, and on a text in fp32.
 
-    It needs memory for the activations and for some MiB of weights, for models of every size.
+    This needs memory for the activations and for some MiB of weights, whatever the size of the models.
 
     Args:
         before: The original.
         after: The model that should compute the same, or nearly the same.
         promise: The part of the logits to compare.
-        text: Token ids of the old vocabulary, for the perplexity. The text is cut at tokens that are not kept.
+        text: Token ids of the old vocabulary, for the perplexity. The text is cut at tokens that the swap drops.
         dtypes: The dtypes to compute in, the widest last.
-        progress: A function that is called with the bytes of every weight that was read.
+        progress: A function that is called with the size in bytes of every weight that was read.
 
     Raises:
-        GptkitError: The vocabularies differ in size, and the promise does not map the tokens.
+        GptkitError: The vocabularies differ in size, and the promise does not say which tokens correspond.
     """
     require_same_tokens(before, after, promise.tokens)
     scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
     batches, notes = affordable(scope.probe(), before.spec, after.spec)
 
     def both(batches: Sequence[ProbeBatch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
-        """Return the inputs of the heads of both models, for batches of the old vocabulary."""
+        """Run both models on batches of the old vocabulary, and return the hidden states before their heads."""
         sides = ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
         return tuple(states(tree, side, dtype, progress=progress) for tree, side in sides)
 
@@ -90,7 +96,7 @@ def measure(
             for side in both(batches, getattr(torch, name))
         ]
         comparison = compare_heads(before, after, (valid[0], valid[1]), tokens=scope.tokens)
-        # Python's max would lose a NaN that does not come first.
+        # torch's max returns NaN if there is one. Python's max would lose a NaN that does not come first.
         worst, largest = comparison.gap.max().item(), comparison.largest.max().item()
         maximum[name], relative[name] = worst, worst / largest if largest else worst
     mean, agreed = comparison.kl.mean().item(), comparison.agree.double().mean().item()
@@ -105,12 +111,15 @@ def measure(
 def measure_text(
     before: Tree, after: Tree, promise: Promise, text: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> dict[str, Any] | None:
-    """Return the fields of a `Measurement` for the text, in fp32, or None if it has no two consecutive kept tokens."""
+    """Compare two models on a text, in fp32. Return the fields of a `Measurement` that are about the text.
+
+    Return None if no two consecutive tokens of the text are in the new vocabulary.
+    """
     return OnText(before, text).compare(after, promise, progress)
 
 
 class OnText:
-    """A model on a text, for comparisons with several others. Its own states are computed once."""
+    """A model and a text, to compare several other models with. The model's own hidden states are computed once."""
 
     def __init__(self, before: Tree, text: Sequence[int]) -> None:
         self.before, self.text = before, text
@@ -145,16 +154,16 @@ class OnText:
 
 
 def _flat(batches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the states of batches of one sequence each, (T, hidden)."""
+    """Concatenate the hidden states of several sequences to (tokens, hidden)."""
     return torch.cat([batch[0] for batch in batches])
 
 
 def affordable(
     batches: Sequence[ProbeBatch], before: ModelSpec, after: ModelSpec
 ) -> tuple[list[ProbeBatch], tuple[str, ...]]:
-    """Return the probe's batches that the size of the models allows, and a note on the others.
+    """Choose the test inputs that are affordable for models of this size. Return them, and a note on the others.
 
-    Batches past a limit come first, then one with padding, then the others by their value for their length.
+    Inputs that are longer than a window or the original context come first, then one with padding, then the others.
     """
     size = max(sum(parameter.count for parameter in spec.parameters()) for spec in (before, after))
     order = ("past", "left padding", "random tokens", "vocabulary regions", "right padding", "one token", "long")

@@ -28,26 +28,26 @@ class Option:
     group: str
     """The heading in the help."""
     place: int
-    """The number of the option under its heading."""
+    """The position of the option under its heading in the help."""
     help: str
     metavar: str = ""
-    """The form of its values. An option without one takes no value."""
+    """The form of the option's values, such as "mha | gqa:N". "" means that the option takes no value."""
     words: str = ""
-    """gptkit's words that begin a value, with their synonyms: "yarn; ntk = ntk-aware; linear = pi". Case, hyphens,
-    underscores and blanks do not matter.
+    """The words with which a value may begin, with their synonyms: "yarn; ntk = ntk-aware; linear = pi". A synonym is
+    replaced by gptkit's word. Case, hyphens, underscores and blanks do not matter.
     """
     two: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    """Names in papers that are several steps here."""
+    """Names from papers for which gptkit needs several steps, such as SwiGLU, with these steps."""
     parts: Parts = field(default_factory=dict)
-    """The quantities of which a part may be requested ("auto:75%"), by the text before the number: the name, and a
-    function that returns the numbers in a model's layers.
+    """The quantities of which a share may be requested ("auto:75%"), by the text before the number ("auto:"). Each has
+    a name ("layers"), and a function that returns the different numbers that a model's layers have.
     """
     settings: Mapping[str, type | UnionType] = field(default_factory=dict)
     """Additional keys of a recipe's step, and their types."""
 
     @property
     def flag(self) -> bool:
-        """Return whether it takes no value."""
+        """Return whether the option takes no value."""
         return not self.metavar
 
     @property
@@ -56,12 +56,12 @@ class Option:
         return spelled(self.name)
 
     def synonyms(self) -> dict[str, list[str]]:
-        """Return the synonyms of gptkit's words."""
+        """Return the synonyms of each of gptkit's words."""
         parts = (entry.partition("=") for entry in self.words.split(";") if entry)
         return {ours.strip(): [name.strip() for name in names.split(",") if name] for ours, _, names in parts}
 
     def known(self) -> dict[str, str]:
-        """Return gptkit's words by all understood words, which are squashed."""
+        """Return gptkit's word for every word that it understands. The keys are normalised by `squashed`."""
         pairs = [(word, ours) for ours, more in self.synonyms().items() for word in (ours, *more)]
         return {squashed(word): ours for word, ours in (*pairs, *((word, word) for word in self.two))}
 
@@ -72,9 +72,10 @@ def spelled(name: str) -> str:
 
 
 def declared(path: Path) -> list[Option]:
-    """Read the options that a file of swaps declares, without importing it, since the import would need numpy.
+    """Read the options that a file of swaps declares, without importing the file, since the import would need numpy.
 
-    The file's `OPTIONS` is made of constants and of this module's names. `parts`, which are functions, are left out.
+    The file's `OPTIONS` consists of constants and names of this module. The fields `parts` are functions, and are left
+    out.
     """
     declaration = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     if declaration is None:
@@ -86,10 +87,10 @@ def declared(path: Path) -> list[Option]:
 
 
 def squashed(word: str) -> str:
-    """Return a word without case, hyphens, underscores and blanks."""
+    """Return a word in lower case, without hyphens, underscores and blanks."""
     return re.sub(r"[-_ ]", "", word).lower()
 
 
 def guarantee_in_words(guarantee: str) -> str:
-    """Return a guarantee for people: data says "retrained" for a model that is useless until it is trained."""
+    """Return a guarantee in words for people: "needs training" for "retrained", and the others unchanged."""
     return "needs training" if guarantee == "retrained" else guarantee

@@ -17,9 +17,9 @@
     heal = "play.txt"            # last: train the result on a text, or a folder of tokens, to match the original
     settings = { tokens = 400_000, train = "changed" }
 
-A number may depend on the model before the step: "auto:75%" of its layers (rounded), "gqa:1/2" of its key-value heads
-(which must be a whole number). Every output of gptkit swap is a recipe too: its manifest.json records the steps, the
-text they were fitted on and the sha256 of the original's files.
+A number may depend on the model before the step: "auto:75%" means 75 % of its layers (rounded), and "gqa:1/2" half of
+its key-value heads (which must be a whole number). Every output of gptkit swap is a recipe too: its manifest.json
+records the steps, the text they were fitted on and the sha256 of the original's files.
 """
 
 import re
@@ -52,7 +52,7 @@ _STEP_KEYS: Mapping[str, tuple[type, object]] = {
     "tokens": (int, None),
     "comment": (str, ""),
 }
-"""The other keys of a step, with their types and defaults."""
+"""The keys that a step may have besides its option, with their types and defaults."""
 _WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number", float: "a number"}
 HEAL = Option(
     "heal", "", 0, "Train what came out to answer as the original.", "FILE",
@@ -62,17 +62,18 @@ HEAL = Option(
         "held_out": float | str, "beside": bool, "patience": int, "seed": int, "dtype": str, "compile": bool,
     },
 )  # fmt: skip
-"""The step that is no swap: its value is the text, and its settings are those of `training.heal`."""
+"""The last step of a recipe may be `heal`, which is no swap. Its value is the text, and its settings are options of
+`training.heal`."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Steps with a name."""
+    """A named list of swaps to run one after the other."""
 
     name: str
     description: str
-    steps: tuple[Step, ...]
-    where: str  # the file, for messages
+    steps: tuple[Step, ...]  # the swaps, without healing
+    where: str  # the name of the file, for messages
     to: str | None = None  # the output format, "as" in the file: "local", "auto", "hf:llama"
     dtype: str | None = None  # the requested dtype, only in a recipe that gptkit wrote
     calibration: Mapping[str, Any] = field(default_factory=dict)  # the name, sha256 and tokens of the text of the fits
@@ -81,7 +82,7 @@ class Recipe:
 
     @property
     def every(self) -> tuple[Step, ...]:
-        """Return all steps, including the healing."""
+        """Return all steps, including the heal step."""
         return (*self.steps, *([self.heal] if self.heal is not None else []))
 
     def as_json(self) -> dict[str, Any]:
@@ -92,7 +93,10 @@ class Recipe:
         return {**first, **present, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
-        """Return the text file of the fits; None for the bundled play or none. Raises UsageError if it is missing."""
+        """Return the path of the text file that steps are fitted on. Raises UsageError if the file is missing.
+
+        Return None if they are fitted on the text that comes with gptkit, or on none.
+        """
         name = self.calibration.get("text")
         if not isinstance(name, str) or name == _PLAY:
             return None
@@ -101,7 +105,7 @@ class Recipe:
         return Path(name)
 
     def another_text(self) -> UsageError:
-        """Return the error for a text that differs from the one that steps were fitted on."""
+        """Return the error that a text differs from the one that the recipe's steps were fitted on."""
         name, digest = self.calibration.get("text"), str(self.calibration.get("sha256"))
         return UsageError(
             f"{self.where}: the recipe was fitted on the text {name}, which is missing or has changed (sha256 was "
@@ -133,7 +137,10 @@ def shipped() -> dict[str, Path]:
 
 
 def _find_recipe(reference: str | Path) -> Path:
-    """Return the file of a bundled recipe, a path, or an output of gptkit swap. Raises UsageError without one."""
+    """Return the recipe file for the name of a bundled recipe, a path, or a folder that gptkit swap wrote.
+
+    Raises UsageError if there is none.
+    """
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
         folder = path if path.is_dir() else path.parent
@@ -176,7 +183,7 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
 
 
 def _manifest(path: Path, where: str) -> dict[str, Any]:
-    """Return the recipe in a manifest.json."""
+    """Return the recipe that a manifest.json records."""
     try:
         data = read_manifest(path)
     except (OSError, ValueError, RecursionError) as error:
@@ -191,7 +198,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """Parse a recipe from TOML's or JSON's values. Raises InvalidInput with the place of the error."""
+    """Build a recipe from the values of a TOML or JSON file. Raises InvalidInput, which names the wrong step."""
     written = "sources" in data  # by gptkit
     known = (*_HEAD_KEYS, "dtype", "calibration", "sources") if written else _HEAD_KEYS
     for key in data:
@@ -260,7 +267,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
 
 
 def _check_settings(settings: Mapping[str, Any], option: Option, key: str, where: str) -> None:
-    """Raise InvalidInput if a step has a setting that its option does not know, or one of the wrong type."""
+    """Raise InvalidInput if a step has a setting that its option does not have, or a setting of the wrong type."""
     for part, setting in settings.items():
         if (wanted := option.settings.get(part)) is None:
             known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
@@ -278,9 +285,10 @@ _PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d
 
 
 def plain(step: Step, spec: ModelSpec) -> Step:
-    """Return a step with a number in place of a part of the model's number ("auto:75%", "gqa:1/2").
+    """Return a step with a number in place of a share of the model's number ("auto:75%", "gqa:1/2").
 
-    Raises SwapRefused if the part is not a whole number, if the layers differ, or if the model has no such quantity.
+    Raises SwapRefused if the share is not a whole number, if the model's layers have different numbers, or if the model
+    has no such quantity.
     """
     match = _PART.fullmatch(step.value)
     whole = None if match is None else parts().get((step.option, match[1]))
@@ -311,7 +319,7 @@ def plain(step: Step, spec: ModelSpec) -> Step:
 
 @contextmanager
 def in_messages(where: str | None) -> Iterator[None]:
-    """Prefix the messages of errors with the file and the step."""
+    """Add a prefix `where` to the messages of errors in the with block, such as the recipe file and the step."""
     try:
         yield
     except GptkitError as error:
@@ -322,7 +330,7 @@ def in_messages(where: str | None) -> Iterator[None]:
 
 
 def called(steps: Sequence[Step], number: int) -> str | None:
-    """Return the name of one of several steps for messages, in the user's words, or None if it is the only one."""
+    """Return the name of step `number` for messages, as the user wrote it, or None if it is the only step."""
     step = steps[number]
     if step.written and all(other.written == step.written for other in steps):
         return f"{step.written} (its step {step})"

@@ -1,9 +1,9 @@
 """The list of swaps: their options, preconditions, guarantees and sources.
 
 A swap is requested as OPTION = VALUE: `--attention gqa:4` on the command line, `attention = "gqa:4"` in a recipe,
-`attention="gqa:4"` in Python. Each file of swaps/ lists its swaps in `SWAPS`, and declares its options in `OPTIONS`;
-one file declares an option that several have swaps for. Its `ORDER` says when its swaps run if several are requested at
-once. `all_swaps` returns all swaps in that order.
+`attention="gqa:4"` in Python. Each file of swaps/ lists its swaps in `SWAPS`, and declares its options in `OPTIONS`. If
+several files have swaps for an option, only one of them declares it. A file's `ORDER` says when its swaps run if
+several swaps are requested at once. `all_swaps` returns all swaps in that order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST = 1_000_000  # the largest number in a value; the largest models have a
 
 
 def register(module: str) -> None:
-    """Register the swaps of a plugin's module by its full name. The module has the form of gptkit's own."""
+    """Register the swaps of a plugin. `module` is the full name of its module with `SWAPS`, `ORDER` and `OPTIONS`."""
     PLUGINS.append(module)
     for cached in (_modules, all_swaps, all_options):
         cached.cache_clear()
@@ -48,7 +48,7 @@ class Step:
 
     option: str
     value: str
-    """The value in gptkit's words; synonyms are replaced."""
+    """The value of the option. Synonyms are replaced by gptkit's words."""
     blocks: str | None = None
     """The layers to change ("0-5,8"); None for all."""
     approximate: bool = False
@@ -56,11 +56,11 @@ class Step:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Additional settings of this swap."""
     tokens: int | None = None
-    """The number of tokens of the text to fit on; None chooses it."""
+    """The number of tokens of the text to fit on. With None, gptkit chooses the number."""
     written: str = field(default="", compare=False)
-    """The option as the user wrote it if it stands for several steps."""
+    """What the user wrote, if it stands for several steps and this is one of them."""
     comment: str = field(default="", compare=False)
-    """The comment of a recipe."""
+    """The comment on the step in a recipe."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _understood(self.option, self.value))
@@ -71,7 +71,7 @@ class Step:
         return " ".join([*words, *(["--approximate"] if self.approximate else [])])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the step as a history stores it."""
+        """Return the step as the history of an output stores it."""
         blocks = {} if self.blocks is None else {"blocks": self.blocks}
         approximate = {"approximate": True} if self.approximate else {}
         return {self.option: self.value, **self.settings, **blocks, **approximate}
@@ -79,7 +79,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Asked:
-    """A step as its swap sees it."""
+    """A requested step with everything that its swap may need besides the model's components."""
 
     value: str
     argument: str | None = None  # the part of the value after the colon
@@ -88,17 +88,18 @@ class Asked:
     settings: Mapping[str, Any] = field(default_factory=dict)
     weights: WeightFacts = field(default_factory=Assumed)
     calibration: Callable[[], Calibration] | None = None  # returns the text; raises UsageError without one
-    has_text: Callable[[], bool] = lambda: False  # whether there is a text, for swaps that can do without
-    origin: Origin | None = None
+    has_text: Callable[[], bool] = lambda: False  # whether there is a text, for swaps that work without one too
+    origin: Origin | None = None  # where the model comes from
     files: Path | None = None  # the folder with the model's own tokenizer
     texts: Mapping[str, bytes] = field(default_factory=dict)  # tokenizer files that are not in the folder
     offline: bool = False  # whether adapters may not be fetched
     allow_pickle: bool = False  # whether adapters in pickles are read
 
     def number(self, quantity: str, least: int = 1, most: int = _LARGEST) -> int:
-        """Return the argument (or the value, without a colon) as a whole number.
+        """Return the part of the value after the colon, or the whole value if it has no colon, as a whole number.
 
-        Raises UsageError for other text, and for more than any model has, since such a model would fill the memory.
+        Raises UsageError if this is no number from `least` to `most`. `quantity` names the number in the message. The
+        default of `most` is more than any model has, because such a model would fill the memory.
         """
         text = self.value if self.argument is None else self.argument
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
@@ -108,7 +109,7 @@ class Asked:
         return int(text)
 
     def before_colon(self) -> Asked:
-        """Return the step with only the part of its value before the colon."""
+        """Return the same request without the colon and the argument after it."""
         return replace(self, value=self.value.partition(":")[0], argument=None)
 
     def text(self, purpose: str) -> Calibration:
@@ -124,7 +125,10 @@ class Asked:
     def those(
         self, spec: ModelSpec, wanted: Callable[[Block], bool], none: str = "", hint: str | None = None
     ) -> list[int]:
-        """Return the layers to change whose blocks satisfy `wanted`, in order; raise SwapRefused(`none`) if none do."""
+        """Return the layers to change whose blocks satisfy `wanted`, in order.
+
+        If there are none, raise SwapRefused with the message `none`, unless that is empty.
+        """
         layers = [layer for layer in sorted(set(self.chosen(spec))) if wanted(spec.blocks[layer])]
         if none and not layers:
             raise SwapRefused(none, hint)
@@ -137,16 +141,17 @@ _ANY = object()
 class Clears:
     """A difference between a model and a family that a swap may clear; see `architectures.obstacles`.
 
-    `path` is the field, in which `*` stands for anything. `ours` and `theirs` are the component class or value of the
-    model and of the family. `steps` are the requests that clear it together, each "option=value" with `{theirs}` for
-    the family's value. By default it is the swap with its form as the value.
+    `path` is the path of the field that differs, with `*` for anything. `ours` and `theirs` are the field's values, or
+    classes of components, in the model and in the family. The default is any value. `steps` are the swaps that together
+    clear the difference, each as "option=value" with `{theirs}` for the family's value. The default is one step: the
+    swap itself, with its form as the value.
     """
 
     def __init__(self, path: str, *steps: str, ours: Any = _ANY, theirs: Any = _ANY) -> None:
         self.path, self.steps, self.ours, self.theirs = path, steps, ours, theirs
 
     def remedy(self, swap: Swap, obstacle: Obstacle) -> tuple[Step, ...]:
-        """Return the steps that may clear an obstacle, or none if the obstacle is another one."""
+        """Return the steps that may clear an obstacle, or () if the obstacle is not this difference."""
 
         def alike(value: Any, wanted: Any) -> bool:
             return wanted is _ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
@@ -171,34 +176,37 @@ class Swap:
     gives: str
     """The new component in words."""
     needs: str
-    """The preconditions, and when the result is exact: sentences without the last full stop."""
+    """The preconditions, and when the result is exact. These are sentences; the last one has no full stop."""
     source: str
     """The paper or code."""
     reshape: Callable[[ModelSpec, Asked], Swapped]
-    """Returns the new model and the recipes of its tensors, without weights except for questions to `Asked.weights`."""
+    """A function that returns the new model and recipes for its tensors. It reads no weights; it learns about them only
+    by questions to `Asked.weights`."""
     guarantee: Guarantee = "exact"
     """The best guarantee if the preconditions hold."""
     examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
-    """Returns values to try on a model."""
+    """A function that returns values of the option that are worth trying on a model, for `gptkit swaps MODEL`."""
     by_layer: bool = False
-    """Whether it can change some of the layers only."""
+    """Whether the swap can change only some of the layers."""
     calibrated: bool = False
-    """Whether it uses a text."""
+    """Whether the swap is fitted on a text."""
     exact_where: str = ""
-    """The end of a sentence "exact only where …" if it is exact on some weights only."""
+    """If the swap is exact only on some weights, the end of the sentence "exact only where …"."""
     apart: bool = False
-    """Whether it changes only feed-forwards, the head or the storage, so that layers may share keys or inputs."""
+    """Whether the swap is possible even if layers share keys and values or have additional inputs. It then changes only
+    feed-forwards, the head or the dtype of weights."""
     each_stack: bool = False
-    """Whether it can run on the encoder and the decoder of a model separately."""
+    """Whether the swap can run on the encoder and the decoder of a model separately."""
     clears: tuple[Clears, ...] = ()
-    """The differences from families that it can clear."""
+    """The differences between a model and a Hugging Face family that the swap can clear."""
     cheaper: Callable[[Step], Iterable[Step]] | None = None
-    """Returns forms to use instead if they are better on a text; by default the plain one if it uses a text."""
+    """A function that returns simpler forms of a step, which gptkit uses if they are better on a text. By default, this
+    is the form without a fit, if the swap is fitted on a text."""
     chooses: bool = False
-    """Whether it measures its own choice, so that several numbers of tokens need not be tried."""
+    """Whether the swap itself compares its choices on the text. gptkit then does not try several numbers of tokens."""
 
     def gives_for(self, value: str) -> str:
-        """Return the result in words, with the numbers of a value in place of the words for them."""
+        """Return `gives`, the new component in words, with the numbers of `value` in place of placeholders like N."""
         match, words = self.matches(value), re.findall("[A-Z]+", self.form)
         if match is None or not words:
             return self.gives
@@ -206,25 +214,25 @@ class Swap:
         return re.sub(r"\b[A-Z]+\b", lambda word: known.get(word[0], word[0]), self.gives)
 
     def matches(self, value: str) -> re.Match[str] | None:
-        """Match a value with this form. The match has a group for each upper-case word."""
+        """Match a value with the form of this swap. The match has a group for each upper-case placeholder."""
         parts = re.split(r"([A-Z]+)", self.form)
         pattern = "".join("(.+)" if part.isupper() else re.escape(part) for part in parts)
         return re.fullmatch(pattern, value, re.DOTALL)
 
     def others(self, step: Step) -> list[Step]:
-        """Return the cheaper forms of a step."""
+        """Return the simpler forms of a step, which may be better than the step itself; see `cheaper`."""
         if step.approximate or (self.cheaper is None and not self.calibrated):
             return []
         return list((self.cheaper or plainly)(step))
 
 
 def plainly(step: Step) -> list[Step]:
-    """Return the plain replacement, as a cheaper form of a step."""
+    """Return the simpler form of a step: without a fit, as with --approximate."""
     return [replace(step, approximate=True)]
 
 
 def active(step: Step) -> list[Step]:
-    """Return cheaper forms of a step: the plain replacement, and the most active parts unchanged."""
+    """Return two simpler forms of a step: without a fit, and with the most active heads or units kept unchanged."""
     return [*plainly(step), replace(step, value=f"{step.value}:active")]
 
 
@@ -247,7 +255,10 @@ def all_swaps() -> tuple[Swap, ...]:
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """Return every option that asks for swaps, in the order of the help. gptkit's own are read without an import."""
+    """Return every option that asks for swaps, in the order of the help.
+
+    gptkit's own options are read without importing the files of swaps, and those of plugins by importing them.
+    """
     files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
     known = [option for file in files for option in declared(file)]
     for module in map(import_module, PLUGINS):
@@ -260,7 +271,10 @@ def all_options() -> tuple[Option, ...]:
 
 
 def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
-    """Return the quantities of which a part may be requested ("auto:75%"), by option and text before the number."""
+    """Return the quantities of which a share may be requested ("auto:75%"); see `Option.parts`.
+
+    The keys are an option and the text before the number: ("layers", "auto:").
+    """
     declared_options = (option for module in _modules() for option in getattr(module, "OPTIONS", ()))
     return {(option.name, before): part for option in declared_options for before, part in option.parts.items()}
 
@@ -277,7 +291,10 @@ def option_of(name: str) -> Option | None:
 
 
 def _understood(option: str, value: str) -> str:
-    """Return the value with gptkit's word for a synonym, and small letters after the colon, except in a file name."""
+    """Return a value as gptkit writes it: with its own word for a synonym, and lower case after the colon.
+
+    The name of a file after the colon is unchanged.
+    """
     declaration = option_of(option)
     word, colon, rest = value.partition(":")
     replacement = None if declaration is None else declaration.known().get(squashed(word))
@@ -289,7 +306,7 @@ def _understood(option: str, value: str) -> str:
 
 
 def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
-    """Return a suggestion for an unknown value: one of these forms, or an understood word."""
+    """Return a suggestion for a mistyped value of an option: one of `forms`, or a word that the option knows."""
     declaration = option_of(option)
     known = {form.partition(":")[0]: form for form in forms if not form.isupper()}
     words = (
@@ -302,7 +319,10 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
 
 
 def swap_for(option: str, value: str) -> Swap:
-    """Return the swap for OPTION = VALUE: an exact form, or the first that matches. Raises UsageError without one."""
+    """Return the swap for OPTION = VALUE: the one whose form is the value, or else the first whose form matches it.
+
+    Raises UsageError if there is none.
+    """
     known, declaration = options(), option_of(option)
     if declaration is None:
         raise UsageError(f"unknown swap {option!r}", f"known: {', '.join(known)}")
@@ -322,7 +342,10 @@ def swap_for(option: str, value: str) -> Swap:
 
 
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """Return the step for OPTION = VALUE, or two steps (SwiGLU). Raises UsageError if one is unknown."""
+    """Return the step for OPTION = VALUE, or several steps for a name from a paper, such as SwiGLU.
+
+    Raises UsageError if the option or value is unknown.
+    """
     declaration = option_of(option)
     several = declaration and declaration.two.get(_understood(option, value))
     written = f"{spelled(option)} {value}" if several else ""
@@ -358,7 +381,7 @@ def steps_of(
 
 
 def layers_in(text: str, layers: int) -> tuple[int, ...]:
-    """Return the layers of a list such as "0-11,14,20-", in its order.
+    """Return the layers in a list such as "0-11,14,20-", in the order of the list. `layers` is the model's number.
 
     Raises UsageError for other text, and SwapRefused for a layer that the model does not have.
     """
@@ -385,7 +408,7 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
 
 
 def _refuse_shared(spec: ModelSpec) -> None:
-    """Raise SwapRefused for layers that read other layers' inputs or values, or that scale their output."""
+    """Raise SwapRefused if layers share weights or values, have additional inputs, or scale their output."""
     for name, words in (("layer_inputs", "an embedding per layer"), ("streams", "several residual streams")):
         if getattr(spec, name) is not None:
             raise SwapRefused(f"the model has {words} ({name}), which this swap does not support")
@@ -418,7 +441,7 @@ def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
 
 
 def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:
-    """Return the model after one step; its tensors are not computed yet. See `reshape`."""
+    """Run one step on a model with weights. No tensor is computed yet. Otherwise as `reshape`."""
     from .base import Read, origin_of
 
     origin, belongs = origin_of(model)
@@ -426,10 +449,10 @@ def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) 
 
 
 def reshape(spec: ModelSpec, step: Step, weights: WeightFacts, **given: Any) -> Swapped:
-    """Return the result of one step, with recipes for the new tensors. `given` are fields of `Asked`.
+    """Run one step on a model's components: return the new components, and recipes for the new tensors.
 
-    Raises SwapRefused if a precondition does not hold, with the reason and an alternative. Raises UsageError for an
-    unknown swap, value or layer.
+    `weights` answers questions about the weights, and `given` are further fields of `Asked`. Raises SwapRefused, with
+    the reason and an alternative, if a precondition does not hold, and UsageError for an unknown swap, value or layer.
     """
     swap = swap_for(step.option, step.value)
     if step.blocks is not None and not swap.by_layer:

@@ -1,8 +1,9 @@
 """The swaps that let a Hugging Face family express a model, and their costs.
 
-`architectures.obstacles` lists the differences between a model and a family. Each swap declares the differences that it
-can clear (`registry.Clears`). A way to the family is a sequence of such remedies. Each remedy leaves fewer differences,
-and the cheapest come first. At the end, remedies that turned out to be unnecessary are removed.
+`architectures.obstacles` lists the obstacles: the differences between a model and a family. Each swap declares the
+differences that it can clear (`registry.Clears`). A *remedy* is one or more steps that clear an obstacle, and a *way*
+is a sequence of remedies after which the family can express the model. Each remedy leaves fewer obstacles, and the
+cheapest come first. At the end, remedies that turned out to be unnecessary are removed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ _OWN_FORMAT = "gptkit's own format can hold any model: --as local"
 
 
 def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
-    """Yield the steps that may clear an obstacle, in the registry's order."""
+    """Yield the sequences of steps that may clear an obstacle, in the order in which swaps run."""
     steps = (clears.remedy(swap, obstacle) for swap in all_swaps() for clears in swap.clears)
     return filter(None, steps)
 
@@ -45,10 +46,10 @@ class _State:
     """A model after some steps."""
 
     spec: ModelSpec
-    zero: Zero  # whether a bias is zero
+    zero: Zero  # a function of a bias's name: whether all its values are zero
     guarantees: tuple[Guarantee, ...] = ()  # one per step
-    done: tuple[Swapped, ...] = ()
-    models: tuple[Model, ...] = ()  # empty if only shapes are used
+    done: tuple[Swapped, ...] = ()  # the results of the steps; empty if only shapes are used
+    models: tuple[Model, ...] = ()  # the models before and after each step; empty if only shapes are used
 
     @property
     def guarantee(self) -> Guarantee:
@@ -59,10 +60,10 @@ _After = Callable[[_Remedy], _State | None]  # returns the model after steps, No
 
 
 def ways_from(model: Model, zero: Zero) -> _After:
-    """Return a function that gives the model after some steps, or None if a step is impossible.
+    """Return a function of some steps that returns the model after them, or None if a step is impossible.
 
     For models of more than `SMALL` parameters, it uses shapes alone, and the guarantees for typical trained weights.
-    `zero` is a function that returns whether a bias is zero.
+    `zero` is a function of a bias's name that returns whether all its values are zero.
     """
     small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
     parameters = {parameter.name for parameter in model.spec.parameters()}
@@ -95,7 +96,7 @@ def ways_from(model: Model, zero: Zero) -> _After:
 
 @dataclass(frozen=True)
 class Way:
-    """A sequence of swaps towards a family."""
+    """A sequence of remedies, after which a family can express the model or fewer obstacles remain."""
 
     start: Expression  # the obstacles before the first step
     remedies: tuple[_Remedy, ...]
@@ -115,11 +116,15 @@ class Way:
 
 
 def way_to(start: Expression, after: _After) -> Way:
-    """Return the way of a model into a family, as far as there is one.
+    """Search for swaps after which a family can express a model, and return the best sequence found.
 
-    At each point, the remedy with the best guarantee is added, and among those the one after which the fewest obstacles
-    remain. It must reduce the obstacles. At the end, unnecessary remedies are removed, and the others put into the
-    registry's order if that works.
+    The search adds one remedy at a time: the one with the best guarantee, and among equal ones the one that leaves the
+    fewest obstacles. It stops if no remedy reduces the obstacles. At the end, unnecessary remedies are removed, and the
+    others are put into the order in which swaps run, if that works.
+
+    Args:
+        start: The model as the family would express it, with the obstacles to that.
+        after: A function of some steps that returns the model after them.
     """
 
     def way(chosen: tuple[_Remedy, ...]) -> Way | None:
@@ -127,7 +132,7 @@ def way_to(start: Expression, after: _After) -> Way:
         return None if end is None else Way(start, chosen, end, express(start.target, end.spec, end.zero))
 
     def as_good(chosen: tuple[_Remedy, ...], best: Way) -> Way:
-        """Return the way by these remedies if it arrives and its guarantee is as good. Otherwise return `best`."""
+        """Return the way with these remedies if it leaves no obstacle and has as good a guarantee; otherwise `best`."""
         candidate = way(chosen)
         same = candidate is not None and candidate.arrived and rank(candidate.end.guarantee) <= rank(best.end.guarantee)
         return candidate if same and candidate is not None else best
@@ -162,10 +167,13 @@ def way_to(start: Expression, after: _After) -> Way:
 
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
-    """Return the error that no family can express a model, with the obstacles, their remedies and the costs.
+    """Return the error that no family can express a model, with the obstacles, and the costs of swaps that clear them.
 
-    `tried` has the families, the model's original family first. `refused` has the obstacles by family. `zero` is a
-    function that returns whether every value of a bias is zero.
+    Args:
+        model: The model with its weights.
+        tried: The families that were tried, the model's original family first.
+        refused: The obstacles to each of these families.
+        zero: A function of a bias's name that returns whether all its values are zero.
     """
     near = sorted(
         (expression for expression in refused if expression.standing), key=lambda expression: expression.weight
@@ -206,14 +214,14 @@ def _way_in_words(way: Way) -> list[str]:
     width = max(len(step) for step, _ in costs)
     lines = wrap(f"{short_of}. These swaps would change that:", _WIDTH)
     lines += [f"  {step:{width}}  {cost}" for step, cost in costs]
-    # One command runs the options in the registry's order, and no option twice.
+    # One command can run the steps only if they are in the registry's order and no option appears twice.
     places = [list(options()).index(step.option) for step in way.steps]
     instructions = "all at once" if places == sorted(set(places)) else "one after the other, as the steps of a recipe"
     return [*lines, f"{instructions.capitalize()}, with --as hf:{name}."]
 
 
 def _remaining_in_words(ways: Sequence[Way]) -> list[str]:
-    """Return in words the obstacles that no swap clears, on the way that comes nearest."""
+    """Describe the obstacles that no swap clears, for the way that leaves the fewest."""
     if not ways:
         return []
     way = min(ways, key=lambda way: way.remaining.weight)

@@ -1,8 +1,8 @@
 """Swaps on shapes alone: the result of a swap for a model of any size, without its weights.
 
-`params --swap attention=gqa:4` uses this. The swaps are the ordinary ones of the registry. A question about weights is
-answered for typical trained weights, and once more for zeros, which allow the most (`facts`). If both answers lead to
-the same model and guarantee, these are certain. Otherwise the result is that they depend on the weights.
+`params --swap attention=gqa:4` uses this. It runs the ordinary swaps of the registry. A swap's questions about weights
+are answered for typical trained weights, and in a second run for weights that are all zero, which allow the most
+(`facts`). If both runs give the same model and guarantee, these are certain. Otherwise they depend on the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
 
 def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> list[Step]:
-    """Return the steps of a recipe, then those for OPTION=VALUE ("attention=gqa:4", "tie") in the order of gptkit swap.
+    """Return the steps of a recipe, and then those of `swaps` in the order in which `gptkit swap` runs them.
+
+    `swaps` are requests such as "attention=gqa:4", or "tie" for an option without a value.
 
     Raises UsageError for an unknown option, value or recipe, and InvalidInput for an invalid recipe.
     """
@@ -56,7 +58,7 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
 
 
 class _NoText:
-    """A stand-in for a text. It raises TextWanted once its contents are needed."""
+    """A stand-in for a text. It raises TextWanted if a swap reads it, and `wanted` is True once a swap asked for it."""
 
     wanted = False
 
@@ -69,10 +71,10 @@ class _NoText:
 
 
 def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, bool, bool]:
-    """Run a swap without a text. Return its result, whether it is fitted on a text, and whether it needs one to decide.
+    """Run a swap without a text. Return its result, whether it uses a text to fit weights, and whether to decide.
 
-    If it needs the text to decide, its plain form gives the model. `work` runs a step with a keyword argument
-    `calibration`.
+    If the new model depends on the text, for example on which layers it chooses to drop, the result is that of the
+    form without a fit (--approximate). `work` runs a step with a keyword argument `calibration`.
     """
     text = _NoText()
     try:
@@ -86,16 +88,19 @@ def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, boo
 class Reshaped:
     """The result of swaps on shapes alone."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # the model after the swaps
     guarantee: Guarantee | Literal["depends on the weights"]
     notes: tuple[str, ...]  # for the user
-    usual: Guarantee  # the guarantee for trained weights
-    settled: bool  # whether the model is the same for all weights
-    before: ModelSpec
-    steps: tuple[Step, ...]  # with the model's numbers in place of parts
+    usual: Guarantee  # the guarantee for typical trained weights
+    settled: bool  # whether the new model has the same components for all weights
+    before: ModelSpec  # the model before the swaps
+    steps: tuple[Step, ...]  # with numbers in place of shares such as "75%"
 
     def costs(self, context: int | None = None) -> tuple[Costs, Costs]:
-        """Return the costs of the models before and after, at one context: by default that of the model before."""
+        """Return the costs of the models before and after the swaps, at a context length in tokens.
+
+        The default is the context of the model before.
+        """
         first = costs(self.before, context)
         return first, costs(self.spec, first.context)
 
@@ -106,7 +111,11 @@ class Reshaped:
 
 
 def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the known contents after a swap: filled and copied tensors stay known, computed ones are unknown."""
+    """Return what is known about the contents of the tensors after a swap.
+
+    The contents of filled tensors are known, and those of copied tensors are as known as their source. Computed tensors
+    are unknown.
+    """
     contents: dict[str, Value] = {}
     for parameter in swapped.spec.parameters():
         how = swapped.tensors.get(parameter.name, Moved(parameter.name))
@@ -115,7 +124,7 @@ def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Val
             value = float(how.value)
         elif isinstance(how, Moved):
             sources = [known[name] for name in how.names]
-            # Zeros that are moved are zeros, padded with zeros too.
+            # Moved zeros are zeros, even if more zeros are added.
             value = sources[0] if how.move is None else 0.0 if all(source == 0.0 for source in sources) else value
         contents[parameter.name] = value
     return contents
@@ -123,18 +132,18 @@ def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Val
 
 @dataclass
 class _Chain:
-    """A chain of swaps in progress."""
+    """Swaps that run one after the other on shapes alone: what is known after the last one that ran."""
 
     spec: ModelSpec
     known: Mapping[str, Value]  # the known contents of tensors
     given: dict[str, Any]  # further arguments of `reshape`
     done: list[Step] = field(default_factory=list)
-    promised: list[tuple[Guarantee, bool]] = field(default_factory=list)  # for trained weights, and whether for all
-    settled: bool = True
+    promised: list[tuple[Guarantee, bool]] = field(default_factory=list)  # by step, and whether certain for all weights
+    settled: bool = True  # whether the model has the same components for all weights
     notes: list[str] = field(default_factory=list)
 
     def carry_out(self, asked: Step) -> None:
-        """Run a step for trained weights, and once more for zeros if it depends on the weights."""
+        """Run a step for typical trained weights, and if it depends on the weights, again for weights of zeros."""
         step, trained = plain(asked, self.spec), Assumed(self.known)
         try:
             usual, fitted, chosen = without_text(partial(reshape, self.spec, weights=trained, **self.given), step)
@@ -151,7 +160,7 @@ class _Chain:
                 zeros = without_text(of_zeros, step)[0]
             except SwapRefused as error:
                 zeros = error
-        # A text decides which of several kinds of layers stay.
+        # If all layers have the same components, the model does not depend on which of them the text chooses.
         chosen = chosen and len(set(self.spec.blocks)) > 1
         best = zeros.guarantee if isinstance(zeros, Swapped) else usual.guarantee
         another_model = isinstance(zeros, Swapped) and zeros.spec != usual.spec
@@ -193,10 +202,19 @@ def swapped(
 ) -> Reshaped:
     """Run some swaps one after the other on shapes alone.
 
-    `family` is the model's original family, whose names an adapter uses. `reference` is its name in messages. `files`
-    is the folder of its tokenizer, which some swaps need. `texts` are tokenizer files that are not in the folder. With
-    `offline`, no adapter is fetched; with `allow_pickle`, one in a pickle is read. Raises SwapRefused if a precondition
-    does not hold for any or for trained weights, and UsageError for an unknown step.
+    Args:
+        spec: The model before the swaps.
+        steps: The swaps.
+        family: The model's original family, whose tensor names an adapter uses.
+        reference: The model's name in messages.
+        files: The folder of the model's tokenizer, which some swaps need.
+        texts: Tokenizer files that are not in the folder.
+        offline: Do not fetch adapters from the hub.
+        allow_pickle: Read adapters in pickles.
+
+    Raises:
+        SwapRefused: A precondition of a swap does not hold, at least for typical trained weights.
+        UsageError: A step does not exist, or there are none.
     """
     if not steps:
         raise UsageError("no swap was given", "Name a swap, such as attention=gqa:4 or norm=rmsnorm.")
@@ -207,7 +225,7 @@ def swapped(
     origin = replace(origin, family=family, reference=reference)
     given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
     given["allow_pickle"] = allow_pickle
-    # Unknown weights: every tensor is a value of its own.
+    # The weights are unknown, so every tensor gets an object of its own for its contents.
     chain = _Chain(spec, {parameter.name: parameter.name for parameter in spec.parameters()}, given)
     for number, step in enumerate(steps):
         with in_messages(called(steps, number)):

@@ -1,4 +1,4 @@
-"""swap: exchange components of a checkpoint, write the result, and measure its guarantee from the written files."""
+"""The function `swap`: replace components of a checkpoint, write the result, and measure it from the written files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,19 +45,19 @@ class SwapResult(Shown):
     dtype: str
     """The dtype that computed tensors are stored in."""
     measured: Measurement | None
-    """The measured guarantee. None for a dry run, and if the call asked not to measure."""
+    """The comparison of logits before and after. None for a dry run, and if the call asked not to measure."""
     parameters: tuple[int, int]
     """The total numbers of parameters before and after."""
     plan: FolderPlan
     published: bool
     each: tuple[Measurement, ...] = ()
-    """The cost of every step alone. Empty if that was not measured."""
+    """The change of the logits by every step alone. Empty if that was not measured."""
     recipe: Recipe | None = None
-    """The recipe that is stored with the output, from which the output can be made again."""
+    """The recipe that is stored with the output. Running it again gives the same output."""
     same_source: bool | None = None
     """Whether the recipe was recorded from exactly these files. None if gptkit did not write the recipe."""
     naive: Measurement | None = None
-    """The cost of the same steps if the steps that were fitted on a text are replaced by their plain form."""
+    """The change of the logits if no step had been fitted on a text, for comparison. None if no step was."""
     family: Architecture | None = None
     """The family of the Hugging Face files that were written."""
 
@@ -83,13 +83,13 @@ class _Request:
 
     recipe: Recipe | None
     steps: list[Step]  # those of the recipe first
-    form: Target
-    to: str | None
-    dtype: str | None
-    calibrate: str | Path | None
+    form: Target  # the output format
+    to: str | None  # the output format as the call or the recipe names it
+    dtype: str | None  # the requested dtype, as the call or the recipe names it
+    calibrate: str | Path | None  # the text file for fits
     tokens: int | None  # the number of tokens to fit on, from the call or the recipe
-    stored: str | None  # the dtype of computed tensors; None chooses it
-    repeats: bool  # whether the text must be the one of the recipe
+    stored: str | None  # the dtype in which computed tensors are stored; with None, gptkit chooses it
+    repeats: bool  # whether the call names no text, so that the text must be the same as in the recipe
 
     @property
     def labels(self) -> list[str]:
@@ -98,7 +98,10 @@ class _Request:
         return [f"{recipe.where}, step {number}" for number in range(1, len(recipe.steps) + 1)] if recipe else []
 
     def settled(self, dry_run: bool) -> int:
-        """Return the number of first steps whose form is not chosen again: those of a recipe that gptkit wrote."""
+        """Return how many of the first steps run in exactly the form that they have, without trying other forms.
+
+        These are the steps of a recipe that gptkit wrote with an output. In a dry run, they are all steps.
+        """
         if dry_run:
             return len(self.steps)
         return len(self.recipe.steps) if self.recipe is not None and self.recipe.sources else 0
@@ -109,7 +112,7 @@ class _Request:
         return read_text(source, self.calibrate, self.tokens or most)
 
     def recorded(self, done: Chain) -> Recipe:
-        """Return the recipe to store with the output: the steps as requested, but in the forms that were chosen."""
+        """Return the recipe to store with the output: the requested steps, in the forms that were chosen for them."""
         base = self.recipe or _NO_RECIPE
         steps = tuple(map(_recorded_step, self.steps, done.steps, done.models))
         return replace(base, steps=steps, to=self.to, dtype=self.dtype, calibration=done.calibration, sources={})
@@ -117,11 +120,11 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Measurements:
-    """The measurements of the files of a swap. It is empty if nothing was measured."""
+    """How much a swap changes the logits. All fields are empty if nothing was measured."""
 
-    whole: Measurement | None = None
-    naive: Measurement | None = None
-    steps: tuple[Measurement, ...] = ()
+    whole: Measurement | None = None  # by all steps together, from the written files
+    naive: Measurement | None = None  # by the same steps without fits on a text
+    steps: tuple[Measurement, ...] = ()  # by each step alone
 
 
 @as_before()
@@ -231,7 +234,7 @@ def _requested(
     dtype: str | None,
     to: str | None,
 ) -> _Request:
-    """Combine a call with its recipe. The call's own settings win, and its steps follow those of the recipe."""
+    """Combine the arguments of a call with its recipe. Arguments win over the recipe, and their steps run after it."""
     repeats = calibrate is None
     if recipe is not None:
         dtype, to = dtype or recipe.dtype, to or recipe.to
@@ -255,7 +258,7 @@ def _carried_out(
     offline: bool,
     allow_pickle: bool,
 ) -> tuple[Chain, Recipe, Architecture | None]:
-    """Carry out the steps of a request, and return the recipe to store and the family of Hugging Face files."""
+    """Run the steps of a request. Return the result, the recipe to store, and the family of Hugging Face files."""
     leaves, recipe = request.form.kind != "local", request.recipe
     done = chain(
         source,
@@ -284,7 +287,10 @@ def _measure(
     family: Architecture | None,
     each_step: bool | None,
 ) -> _Measurements:
-    """Measure the written files, with `each_step` every step alone, and the plain form of fitted steps."""
+    """Measure how much the logits change: from the written files, by each step alone, and without fits on a text.
+
+    Steps alone are measured with `each_step`, or if it is None for several steps on a small model.
+    """
     held_out = None if text is None else text.held_out
     text = text if held_out else None
     whole = measured_from_files(source, done, stored, folder, held_out)
@@ -311,7 +317,7 @@ def _manifest(
     records: Sequence[Mapping[str, Any]],
     measurements: _Measurements,
 ) -> dict[str, Any]:
-    """Return the contents of the output's manifest.json."""
+    """Return what the manifest.json of the output says about the swap. `records` has one JSON object for each step."""
     whole, naive = measurements.whole, measurements.naive
     return {
         "gptkit": __version__,
@@ -328,7 +334,10 @@ def _manifest(
 
 
 def _recorded_step(asked: Step, done: Step, model: Model) -> Step:
-    """Return a step as the recipe of the output stores it: as requested, but in the form that was chosen."""
+    """Return a step as the recipe of the output stores it: the requested step, in the form that was chosen.
+
+    A share such as "gqa:1/2" stays a share. `model` is the model before the step.
+    """
     value = asked.value if plain(asked, model.spec).value == done.value else done.value
     return replace(asked, value=value, approximate=done.approximate, tokens=done.tokens)
 
@@ -344,7 +353,7 @@ def _plan(
     to, whole = ("local", None) if family is None else (f"hf:{family.name}", stored)
     last = done.models[-1]
     dtypes = {parameter.name: whole or last.dtype(parameter.name) for parameter in done.spec.parameters()}
-    # Wide tensors are computed in fp32 at least: a bf16 model would round away their extra digits.
+    # If tensors are stored in fp32 or fp64, the model must run in fp32 at least: bf16 would round away their digits.
     wide = any(done.computed(name) for name in dtypes) and done.stored in ("F32", "F64")
     compute = whole or (widest([source.dtype, "F32"]) if wide else source.dtype)
     origin = replace(source.origin, history=(*source.origin.history, *map(dict, records)))
@@ -362,7 +371,7 @@ def _plan(
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Yield the tensors of the output, one at a time."""
+    """Yield name, array and dtype of the tensors of the output, one at a time."""
     for parameter in model.spec.parameters():
         yield parameter.name, *model.tensor(parameter.name)
         model.release()
@@ -370,7 +379,10 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
 
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
-    """Measure the damage of a published swap from its files. `text` has token ids of the old vocabulary, if any."""
+    """Measure the damage of a swap from the published files, in more detail than `swap` does.
+
+    `text` has token ids of the old vocabulary, if there is a text.
+    """
     done = result.chain
     suit(done.spec)
     return damage(
@@ -385,7 +397,9 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
 
 def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
-    """Return the part of the text that a swap is measured on, if there is a text: its end, which no fit uses."""
+    """Return the part of the text that a swap is measured on, or None without a text. It is the end of the text, which
+    no fit uses.
+    """
     recipe, source = result.recipe, result.source
     file = calibrate or (None if recipe is None else recipe.text())
     if file is None and not (source.origin.reference or "").startswith("sample:"):
@@ -395,7 +409,7 @@ def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | Non
 
 
 def _layers_of(done: Chain) -> list[tuple[int, int]]:
-    """Return pairs of the layers before and after whose tensors were moved from one to the other."""
+    """Return pairs of layer numbers: a layer before the swaps, and the layer after them that has its tensors."""
     pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
     for swapped in done.swapped:
         origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}
