@@ -90,11 +90,16 @@ def verify(
     """
     from ..report import verification as report
 
-    if against is not None and (local is not None or card is not None):
-        raise UsageError(
-            "--against cannot be combined with LOCAL or --card",
-            "For example: gptkit verify sample:llama --against my_port:build",
-        )
+    if against is not None:
+        given = {
+            "LOCAL": local, "--card": card, "--dtype": None if dtype == "float32" else dtype, "--attention": attention,
+            "--prompt": prompt, "--up-to": up_to, "--damage": damage, "--text": text, "--stream": stream or None,
+        }  # fmt: skip
+        if others := [name for name, value in given.items() if value is not None]:
+            raise UsageError(
+                f"--against cannot be combined with {' or '.join(others)}",
+                "For example: gptkit verify sample:llama --against my_port:build",
+            )
 
     def measured_text(source: Checkpoint) -> tuple[int, ...] | None:
         """Return the tokens at the end of --text, or for samples of the bundled play."""

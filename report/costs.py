@@ -313,22 +313,27 @@ def _explained(models: Sequence[_Costed]) -> list[Sheet]:
 
 
 def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
-    """Return the contexts and batches that fit on the GPU, by dtype. Several models get only their longest context."""
+    """Return the contexts and batches that fit on the GPU, by dtype.
+
+    Several models get only their longest context, or their largest batch if a context is given.
+    """
     fitting = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not fitting or asked.gpu is None:
         return Sheet("", (), ())
     first, rows, alone = next(iter(fitting.values())), [], len(models) == 1
+    by_batch = not alone and asked.context is not None
     for dtype in dict.fromkeys(row.dtype for of_model in fitting.values() for row in of_model.rows):
         cells: list[str] = []
         for name, _, _ in models:
             row = next((row for row in fitting[name].rows if row.dtype == dtype), None) if name in fitting else None
             words = [f"{number:,}" if number else _NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
             free = _NOTHING if row is None or row.free is None else decimal_bytes(row.free)
-            cells += [decimal_bytes(row.weights), *words, free] if alone and row is not None else words[:1]
+            cells += [decimal_bytes(row.weights), *words, free] if alone and row is not None else words[by_batch:][:1]
         rows.append(SheetRow(dtype, tuple(cells)))
     columns: tuple[str, ...] = ("weights", "longest context", f"batch of {first.context:,}", "left over")
     columns = columns if alone else tuple(name for name, *_ in models)
     what = "What fits" if alone else "The longest context that fits"
+    what = f"The most sequences of {first.context:,} tokens that fit" if by_batch else what
     size, equal = _card(asked.gpu)
     title = f"{what} in a {size} card ({equal})"
     if asked.spread:
@@ -336,9 +341,9 @@ def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
     batch = f"Batch: the most sequences of {first.context:,} tokens that fit"
     batch += "" if asked.context is not None else " (--context sets another number of tokens)"
     sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
+    longest = f"Longest context: tokens of {sequences} in one forward pass, at most the model's context; "
     notes = [
-        f"Longest context: tokens of {sequences} in one forward pass, at most the model's context;"
-        f" {_NOTHING} if none fits.",
+        f"{'' if by_batch else longest}{_NOTHING} if none fits.",
         *(
             [f"{batch}. Left over: the memory that this batch leaves free, which is too little for one more."]
             if alone

@@ -210,6 +210,9 @@ def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
     if opened is None:
         message = "the effect on logits was not measured"
         remedy = "To measure it, run this command with --values; both checkpoints must be local."
+        if subject.values and subject.files.fetched and source.files.fetched:
+            message += ", because one of the checkpoints cannot be loaded"
+            remedy = "Repair the errors above first."
         yield Finding("function-effect", "note", message, (), remedy)
         return
     from .effect import effect  # here, because it imports torch

@@ -113,6 +113,12 @@ def test_what_fits_and_what_each_gpu_holds() -> None:
     assert "What fits in a 500.2 MB card (477.0 MiB)" in call("params", "gpt2", "--gpu", "477MB").stdout
     both = call("params", "llama-3-8b", "qwen3-8b", "--gpu", "24GB", "--pp", "2").stdout
     assert "The longest context that fits on 2 cards of 24 GB (24 GiB = 25.77 GB)" in both and "the fullest" in both
+    both = call("params", "llama-3-8b", "qwen3-14b", "--gpu", "24GB", "--context", "4096").stdout
+    assert "The most sequences of 4,096 tokens that fit in a 24 GB card" in both
+    for name, place in (("llama-3-8b", 1), ("qwen3-14b", 2)):
+        (alone,) = models(name, "--gpu", "24GB", "--context", "4096")
+        shown = re.search(r"^q4_0 +(\S+) +(\S+)$", both, re.M)
+        assert shown is not None and shown[place] == f"{alone['gpu']['dtypes']['q4_0']['most_sequences']:,}"
     (row,) = csv.DictReader(io.StringIO(call("params", "gpt2", "--csv", "--tp", "2", "--explain").stdout), strict=True)
     assert row["explained.formula"] == "V·d + T·d + L(12d² + 13d) + 2d"
     assert int(row["parallel.stages.0.total"]) > 0

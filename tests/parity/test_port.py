@@ -312,6 +312,23 @@ def test_what_the_port_was_not_given_is_told(port):
     ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--prompt", "a"),
+        ("--up-to", "8"),
+        ("--stream",),
+        ("--damage",),
+        ("--dtype", "bfloat16"),
+        ("--attention", "eager"),
+    ],
+    ids=" ".join,
+)
+def test_options_of_two_checkpoints_are_refused(words: tuple[str, ...]) -> None:
+    told = call("verify", "sample:llama", "--against", "my_port:build", *words)
+    assert told.exit_code == 2 and f"--against cannot be combined with {words[0]}" in told.stderr
+
+
 def test_the_command(port):
     wrong = port("wrong_port", **WRONG["rope"][0])
     run = call("verify", "sample:llama", "--against", wrong)
