@@ -1,6 +1,6 @@
 """AFMoE (Arcee 2025, Trinity): llama with gated attention, norms on query and key heads, and four norms per layer. Only
-layers with a window have positions. The first layers are dense. The others are mixtures with a sigmoid router, a bias
-for the choice and shared experts.
+layers with a sliding window have RoPE. The first layers are dense. The others are mixtures of experts with a sigmoid
+router, a router bias that affects only the choice of experts, and shared experts.
 
 Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 """

@@ -13,7 +13,8 @@ from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T, shared_expert
 from .gpt_oss import BOTH, EXPERT, MLP
 
 _SILU = {"silu": "silu", "swish": "silu"}
-"""The activation of routed experts, which transformers fixes. Only the shared experts have that of the config."""
+"""The activations that gptkit supports. transformers always uses SiLU in routed experts, and reads the config's
+activation only for shared experts."""
 
 _DECODER = DecoderFamily(
     {

@@ -1,7 +1,7 @@
-"""A.X K1 (SK Telecom 2026): DeepSeek-V3 with a norm after every mixture.
+"""A.X K1 (SK Telecom 2026): DeepSeek-V3 with a norm after every mixture of experts.
 
-In files, this norm is next to the mixture, and in transformers' modules it is inside. Released files also have such a
-norm in dense layers, which transformers does not use.
+In files, this norm is stored next to the mixture. In transformers' modules, it is inside the mixture. Released files
+also have such a norm in dense layers, which transformers does not use.
 
 Source: transformers models/axk1/{configuration,modeling}_axk1.py, and conversion_mapping.py.
 """

@@ -19,7 +19,10 @@ from ..usual import ATTENTION, EMBEDDING, B, T
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the RoPE fields. They include the part of a head that is rotated, which transformers only reads there."""
+    """Return the RoPE fields, including the fraction of a head that is rotated.
+
+    transformers ignores the fraction at the top level of the config, so it is also written into `rope_parameters`.
+    """
     attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
     rope = write_rotaries({"all": of_kind(attention.position, Rotary)}, attention.head_dim)["rope_parameters"]["all"]
     return {"rope_scaling": None, "rope_parameters": rope, PART: 0.5}
@@ -39,7 +42,7 @@ _DECODER = DecoderFamily(
 
 
 def _draw_config(chosen: Random) -> Config:
-    """Draw a config. The part of a head that is rotated is among the RoPE parameters, as in `_written`."""
+    """Draw a config whose RoPE parameters include the fraction of a head that is rotated, as in `_written`."""
     config = _DECODER.draw(chosen, {})
     rope = {PART: config.pop(PART), "rope_theta": config.pop("rope_theta", 37.5), "rope_type": "default"}
     return {**config, "rope_parameters": rope, PART: 0.5}

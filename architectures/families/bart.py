@@ -27,11 +27,11 @@ BASE = "BartModel"
 def stack(
     name: str, positions: Mapping[str, Any] = MappingProxyType({"offset": 2}), tokens: int = 50265, **other: Any
 ) -> DecoderFamily:
-    """Return the table of the encoder or the decoder of a family like BART.
+    """Return the description of the encoder or the decoder of a family like BART.
 
     Args:
         name: "encoder" or "decoder".
-        positions: fields of the component of positions.
+        positions: values for fields of the position embeddings' component.
         tokens: the default size of the vocabulary.
         other: further fields of `DecoderFamily`.
     """
@@ -72,7 +72,10 @@ _STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)
 
 
 def with_bias(read: Any, base: str) -> Any:
-    """Return the reader of trees whose logits have a bias. If config.json names the class `base`, there is no head."""
+    """Return a `read` that also gives the head a bias on the logits, unless config.json names the class `base`.
+
+    `base` is the transformers class without a head, whose files lack this bias.
+    """
 
     def tree(config: ConfigReader) -> ModelSpec:
         spec: ModelSpec = read(config)
@@ -83,7 +86,10 @@ def with_bias(read: Any, base: str) -> Any:
 
 
 def without_bias(write: Any, base: str) -> Any:
-    """Return the writer of the trees that `with_bias` reads."""
+    """Return a `write` for the trees that `with_bias` reads.
+
+    If the head has no bias, the config names the class `base`.
+    """
 
     def fields(spec: ModelSpec) -> dict[str, Any]:
         return {**write(spec), **({} if spec.has_head().bias else {"architectures": [base]})}
@@ -95,8 +101,8 @@ def leaves(norms: str = "sum_norm", ends: Mapping[str, str] = MappingProxyType({
     """Return the leaves of families like BART.
 
     Args:
-        norms: the end of the shared names of a block's norms.
-        ends: further modules of a stack: names in files -> shared names.
+        norms: the end of the shared names of a block's norms: "sum_norm" for post-norm, "norm" for pre-norm.
+        ends: further modules of both stacks: names in files -> shared names.
     """
     modules: dict[str, str] = {"model.shared": "embedding"}
     for name, shared in (("encoder", "encoder."), ("decoder", "")):

@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere 2024, 2504.00698): Command R with a window in three of four layers, and no
-positions in the fourth.
+"""Command R7B and Command A (Cohere 2024, 2504.00698): Command R with a sliding window in three of four layers, and no
+position encoding in the fourth.
 
 Source: transformers models/cohere2/{configuration,modeling}_cohere2.py.
 """

@@ -29,9 +29,10 @@ _PATTERN = "prefix_dense_sliding_window_pattern"
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window and the positions of every layer.
+    """Return the window and the position encoding of every layer.
 
-    Layers without a window have no positions, except dense ones if `prefix_dense_sliding_window_pattern` is 1.
+    Layers without a window have no position encoding, except dense layers if `prefix_dense_sliding_window_pattern` is
+    1.
     """
     count, head_dim = values["layers"], values["head_dim"]
     first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, values)
@@ -64,7 +65,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
-    """Read the width of dense layers, by default that of an expert."""
+    """Read the width of the feed-forward in dense layers. The default is the width of an expert."""
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
 
 

@@ -1,5 +1,5 @@
-"""The language model of Cohere Compass (Cohere 2026): Command R7B with separate RoPE settings for the two kinds of
-layer, each of which may have no positions instead. RoPE rotates halves of heads.
+"""The language model of Cohere Compass (Cohere 2026): Command R7B with separate RoPE settings for layers with and
+without a sliding window. Either kind may have no RoPE. RoPE rotates halves of heads.
 
 Positions have three axes for images. In a text, the three are equal.
 
@@ -33,7 +33,7 @@ def _scale(config: ConfigReader, name: str, default: float) -> float:
 
 
 def _position(parameters_by_kind: ConfigReader, kind: str, values: Mapping[str, Any]) -> Rotary | None:
-    """Return the positions in layers of a kind, or None if the field of this kind is null."""
+    """Return the RoPE of the layers of a kind, or None if the config has null for this kind."""
     parameters = parameters_by_kind.raw(kind, "nothing")
     if parameters is None:
         return None
@@ -46,7 +46,7 @@ def _position(parameters_by_kind: ConfigReader, kind: str, values: Mapping[str, 
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window and the positions of each layer."""
+    """Return the window and the position encoding of each layer."""
     types = config.layer_types(["full_attention"] * values["layers"])
     window = config.integer("sliding_window", 4096)  # transformers needs it even if no layer has a window
     parameters_by_kind = config.inner(_ROPE)

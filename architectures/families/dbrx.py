@@ -23,7 +23,11 @@ _EXPERT = _B + "feed_forward.experts.{expert}."
 
 
 def _normalised(config: ConfigReader, name: str, default: float) -> bool:
-    """Return whether the weights of experts are divided by their norm, which gptkit supports only as the sum."""
+    """Return whether the weights of the chosen experts are normalised: whether the field is 1, and not null.
+
+    The field is the p of the p-norm by which transformers divides the weights. gptkit supports only 1, which is their
+    sum.
+    """
     power = config.raw(name, default)
     if power not in (None, 1):
         raise config.fail(name, power, "1 or null")
@@ -31,12 +35,15 @@ def _normalised(config: ConfigReader, name: str, default: float) -> bool:
 
 
 def _named(config: ConfigReader, name: str, default: str) -> Any:
-    """Read the activation whose name is inside an object."""
+    """Read an activation from a field that contains an object. Its `name` is that of the activation."""
     return activation_named(config.inner(name), "name", default)
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return no values by layer. Read the fields that transformers writes but does not use, so that they are known."""
+    """Return an empty mapping for every layer, since no fields differ by layer.
+
+    It also reads the fields that transformers writes but does not use, so that gptkit does not report them as unknown.
+    """
     count = values["layers"]
     config.inner("attn_config").raw("rope_theta")
     config.inner("ffn_config").raw("hidden_size")
@@ -91,9 +98,9 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 def _draw(chosen: Random) -> Config:
     """Draw a config with every object that transformers needs.
 
-    An expert's part of a tensor has whole cache lines. The order of sums in a matrix product depends on where the
-    matrix begins in a cache line. Otherwise, transformers' own model would compute other logits after saving and
-    loading, since the loaded weights begin at other addresses.
+    The width of an expert is a multiple of 16, so that every expert's part of a tensor begins at a cache line. The
+    order of additions in a matrix product depends on where the matrix begins in a cache line. With other widths,
+    transformers' own model would compute other logits after saving and loading.
     """
     config, count = _DECODER.draw(chosen, {}, intermediate=chosen.choice((16, 48, 64))), chosen.choice((1, 2, 5))
     inner = {"moe_num_experts": count, "moe_top_k": chosen.randint(1, count)}

@@ -25,7 +25,10 @@ _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json. Experts are in groups if `topk_method` is group_limited_greedy."""
+    """Read the tree of a config.json.
+
+    Routers choose groups of experts first if `topk_method` is group_limited_greedy.
+    """
     grouped = config.choice("topk_method", "greedy", _METHODS)
     names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
     groups = {role: config.optional_integer(name) for name, role in names.items()}
@@ -37,7 +40,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _written(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config fields of the groups of experts."""
+    """Return the config fields for the choice of groups of experts."""
     inner = (block.feed_forward for block in spec.blocks)
     mixture = next((feed_forward for feed_forward in inner if isinstance(feed_forward, MixtureOfExperts)), None)
     if mixture is None or mixture.groups == 1:

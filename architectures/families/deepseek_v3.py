@@ -1,5 +1,6 @@
-"""DeepSeek-V3 and R1 (2412.19437), Kimi K2, Moonlight: DeepSeek-V2's latent attention, and mixtures with a sigmoid
-router, which has a bias for the choice and chooses groups of experts first. The first layers are dense.
+"""DeepSeek-V3 and R1 (2412.19437), Kimi K2, Moonlight: DeepSeek-V2's latent attention, and mixtures of experts with a
+sigmoid router. The router chooses groups of experts first, and has a bias that affects only the choice. The first
+layers are dense.
 
 Conversions keep the extra layer after the last one, which drafts tokens (`layers.61`). transformers ignores it.
 
@@ -35,7 +36,7 @@ TRAINING = {
     "ep_size": "how a server distributes the experts",
     "seq_aux": "training only",
 }
-"""Further fields in files, which transformers does not read."""
+"""Further fields of released config.json files, which transformers does not read."""
 
 DEEPSEEK_V3 = DECODER.architecture(
     "deepseek_v3",

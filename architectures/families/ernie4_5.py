@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu 2025), dense: llama with RoPE on adjacent pairs, and one switch for all biases.
+"""ERNIE 4.5 (Baidu 2025), dense: llama with RoPE on adjacent pairs, and one config field that switches all biases on.
 
 Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
 """

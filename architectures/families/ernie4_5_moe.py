@@ -1,8 +1,8 @@
-"""ERNIE 4.5 (Baidu 2025) with mixtures: a softmax router in fp32 with a bias for the choice of experts, and shared
-experts.
+"""ERNIE 4.5 (Baidu 2025) with mixtures of experts: a softmax router in fp32 with a bias that affects only the choice of
+experts, and shared experts.
 
-One switch adds biases to all linears, including the head, but not to experts and routers. transformers also ignores
-layers that draft tokens.
+One config field adds biases to all linear layers, including the head, but not to experts and routers. transformers also
+ignores layers that draft tokens.
 
 Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.py.
 """

@@ -1,5 +1,5 @@
 """EXAONE 4 (LG 2025, 2507.11407): llama with norms after each sub-layer and on query and key heads. If some layers have
-a window, the layers without one have no positions.
+a sliding window, the layers without one have no position encoding.
 
 Source: transformers models/exaone4/{configuration,modeling}_exaone4.py.
 """
@@ -18,7 +18,7 @@ _WINDOW = 4096
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each layer, and which layers have no positions."""
+    """Return the window of each layer, and which layers have no position encoding."""
     # transformers makes no layer types from patterns that are strings ("LLLG").
     stated = isinstance(config.raw("layer_types"), list)
     config.raw("sliding_window_pattern")
@@ -31,7 +31,10 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of the windows. If no layer has a window and all have positions, the width is null."""
+    """Return the config fields of the windows.
+
+    The field of the width is null if no layer has a window and the layers have RoPE.
+    """
     fields = write_windows(spec)
     any_rope = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
     return (

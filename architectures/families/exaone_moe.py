@@ -1,4 +1,5 @@
-"""K-EXAONE (LG 2025): EXAONE 4's attention with pre-norm, and DeepSeek-V3's mixtures, with dense first layers.
+"""K-EXAONE (LG 2025): EXAONE 4's attention with pre-norm, and DeepSeek-V3's mixtures of experts. The first layers are
+dense.
 
 transformers also ignores layers that draft tokens.
 

@@ -2,9 +2,9 @@
 attention and parallel blocks with one norm, 40b grouped heads and two norms, 11b grouped heads and one norm, and rw
 ALiBi and serial blocks. Old checkpoints have the model_type RefinedWeb (40b) or RefinedWebModel (7b, rw).
 
-One layout serves all fused q-k-v tensors. Linears multiply and then add the bias, which rounds twice. Scores are
-divided by sqrt(head_dim). ALiBi is rounded to bfloat16 even in fp32. transformers' eager path adds ALiBi twice
-(transformers issues 29067 and 29946), so gptkit compares models with ALiBi only with the sdpa path.
+All of these store q, k and v in one tensor with the same layout. Linear layers multiply and then add the bias, which
+rounds twice. Scores are divided by sqrt(head_dim). ALiBi is rounded to bfloat16 even in fp32. transformers' eager path
+adds ALiBi twice (transformers issues 29067 and 29946), so gptkit compares models with ALiBi only with the sdpa path.
 
 Source: transformers models/falcon/{configuration,modeling}_falcon.py.
 """
@@ -26,7 +26,7 @@ from ..usual import GROUPED_BIAS, GROUPED_WEIGHT, other_norms, two_parallel_norm
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the key-value heads and the positions, which are the same in all layers."""
+    """Return the number of key-value heads and the position encoding, which are the same in all layers."""
     count, head_dim = values["layers"], values["head_dim"]
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, which is hidden_size / num_attention_heads")

@@ -53,7 +53,7 @@ LATER_FIELDS = {
     ),
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
 }
-"""The fields of Gemma 2 and later."""
+"""The config fields of Gemma 2 and later."""
 GEMMA_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_bidirectional_attention": ((None, False), "gptkit does not support bidirectional attention for this family")

@@ -1,9 +1,9 @@
-"""Gemma 3n's text model (Google 2025): Gemma 3 with four streams per token, of which a layer computes one and predicts
-the others. There is a low-rank residual next to attention, and every layer has an additional input. The first
-feed-forwards have few active units, and the last layers use keys and values of earlier layers.
+"""Gemma 3n's text model (Google 2025): Gemma 3 with four residual streams per token, of which a layer computes one and
+predicts the others. There is a low-rank residual connection around attention, and every layer has an additional input
+per token. In the first feed-forwards, most units are 0. The last layers use keys and values of earlier layers.
 
-Conversions keep the tensors of towers for images and sound, and the projections of keys and values of the last layers,
-which do not use them.
+Conversions keep the tensors of towers for images and sound. They also keep the projections of keys and values in the
+last layers, which do not use them.
 
 Source: transformers models/gemma3n/{configuration,modeling}_gemma3n.py.
 """
@@ -39,7 +39,7 @@ from .gemma4 import AFTER_LAYERS, FIELDS, INPUTS, LATE, TOWERS, UNUSED
 
 
 def _read_width(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of all feed-forwards. For a list by layer, return 1, since `_units` reads the list later."""
+    """Read the width of all feed-forwards. If the field is a list by layer, return 1: `_units` reads the list later."""
     stated = config.raw(name, default)
     return config.integer(name, default) if not isinstance(stated, list) else 1
 
@@ -55,7 +55,7 @@ SPARSE, SPARSITY = 10, 0.95  # by default, 95 % of the units are 0 in the first 
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window and positions of each layer, and whether it uses the keys and values of an earlier layer."""
+    """Return the fields of attention that differ by layer. Some layers use keys and values of earlier layers."""
     count, head_dim = values["layers"], values["head_dim"]
     layers = _WINDOWS.get(config, values)
     shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [fields["window"] for fields in layers]
@@ -88,7 +88,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
-    """Draw the windows, the number of layers that share keys, the streams, and the additional inputs."""
+    """Draw the windows, the layers that use keys of earlier layers, the residual streams, and the layer inputs."""
     layers, streams = sizes["layers"], chosen.choice((2, 3, 5))
     kinds = kind_by_layer(chosen, layers, "full_attention", "sliding_attention")
     by_layer = {
@@ -171,7 +171,7 @@ def _units(config: ConfigReader, count: int) -> list[int]:
 
 
 def _shares(config: ConfigReader, count: int) -> list[float]:
-    """Return for each layer the share of its units that are 0."""
+    """Return, for each layer, the fraction of its feed-forward's units that are 0."""
     stated, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
     if stated is None:
         return [SPARSITY] * sparse + [0.0] * (count - sparse)

@@ -67,18 +67,18 @@ _KINDS = {
 LATE = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}  # layers that use the keys and values of earlier layers
 _EVERY = 6  # by default, every sixth layer has full attention
 _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""The fields that may differ in layers with full attention, and the fields with their values there, which
-`per_layer_config` overrides."""
+"""The fields of heads that may have other values in layers with full attention -> the fields with these other values.
+If the config has a `per_layer_config`, it is used instead of the latter fields."""
 
 
 def _types(config: ConfigReader, count: int) -> list[str]:
-    """Return the kind of each layer. The last layer always has full attention."""
+    """Return the layer type of each layer. The last layer always has full attention."""
     usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(count)]
     return [*config.layer_types(usual)[:-1], FULL]
 
 
 def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the fields of `_HEADS` for the kinds of layer in which they differ from those of the whole model."""
+    """Return the values of the fields in `_HEADS`, for layer types in which they may differ from the model's."""
     stated = config.raw("per_layer_config")
     if stated is None:
         full = {"head_dim": config.integer("global_head_dim", 512)}
@@ -95,7 +95,13 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _by_layer(config: ConfigReader, stated: Any, count: int) -> list[dict[str, int]]:
-    """Return the fields of `_HEADS` for every layer. `stated` is `per_layer_config`, whose keys are layer numbers."""
+    """Return the values of the fields in `_HEADS` for every layer, from `per_layer_config`.
+
+    Args:
+        config: the reader of the config.
+        stated: the value of `per_layer_config`, whose keys are layer numbers.
+        count: the number of layers.
+    """
     numbers = {int(key): key for key in stated if key.isdecimal() and len(key) < 9} if isinstance(stated, dict) else {}
     if not isinstance(stated, dict) or len(numbers) < len(stated) or not numbers.keys() <= {*range(count)}:
         raise config.fail("per_layer_config", stated, f"an object with layer numbers below {count} as keys")
@@ -110,7 +116,10 @@ def _by_layer(config: ConfigReader, stated: Any, count: int) -> list[dict[str, i
 
 
 def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) -> Sequence[Mapping[str, Any]]:
-    """Return the window (`width` by default), positions and heads of each layer, and where its keys come from."""
+    """Return, for each layer, the window, the RoPE and the heads, and where keys and values come from.
+
+    `width` is the default width of the window.
+    """
     count, head_dim = values["layers"], values["head_dim"]
     types, eps = _types(config, count), _FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
     window, context = config.integer("sliding_window", width), _FIELDS["max_position_embeddings"]
@@ -170,7 +179,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def draw_layers(chosen: Random, sizes: Sizes) -> Config:
-    """Draw the kinds of layers, of which the last sees all tokens, and the heads and RoPE of each kind."""
+    """Draw the layer types, with full attention in the last layer, and the heads and RoPE of each type."""
     types, full = [*kind_by_layer(chosen, sizes["layers"] - 1, FULL, SLIDING), FULL], chosen.choice(EVEN)
     keys_alone = chosen.random() < 0.3
     config: Config = {
@@ -245,9 +254,9 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def scaled(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Return the tree with a factor of the hidden states after every block.
+    """Return the tree with a `BlockScale`, a factor of the hidden states, at the end of every block.
 
-    With `use_double_wide_mlp`, layers that use the keys of earlier layers have wider feed-forwards.
+    With `use_double_wide_mlp`, layers that use keys and values of earlier layers have feed-forwards of twice the width.
     """
     wide, blocks = config.boolean("use_double_wide_mlp", False), []
     for block in spec.blocks:
@@ -298,7 +307,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with additional inputs of layers and shared keys, with experts, or with neither."""
+    """Draw a config with layer inputs (and maybe shared keys), with experts, or with neither."""
     config, width = DECODER.draw(chosen, {}), chosen.choice((0, 1, 3, 8))
     rows = {"hidden_size_per_layer_input": width, "vocab_size_per_layer_input": chosen.choice((VOCAB, VOCAB + 3))}
     earlier = config["layer_types"][:-1]
@@ -328,7 +337,8 @@ _EXPERT = _MIXTURE + "experts.{expert}."
 _DENSE = {f"{T}mlp.{name}": f"{B}feed_forward.dense.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 _NORMED = [*SANDWICH.items()]
 _BEFORE = {T + "pre_feedforward_layernorm": B + "feed_forward.dense_norm"}
-"""The norm before a feed-forward with experts next to it. Files name it like the norm of other feed-forwards."""
+"""The norm before the dense feed-forward in layers that also have experts. In files, it has the same name as the norm
+before the feed-forward of other layers."""
 _EXPERTS = (
     Leaf(T + "router.scale", _MIXTURE + "router_norm.weight"),
     Leaf(T + "router.per_expert_scale", _MIXTURE + "expert_scale.weight"),

@@ -1,6 +1,6 @@
 """GLM-4.5 (2508.06471): llama with RoPE on a part of each head, optional norms on query and key heads, and
-DeepSeek-V3's mixtures. They have a sigmoid router with a bias for the choice, groups of experts, a scale and shared
-experts. The first layers are dense.
+DeepSeek-V3's mixtures of experts. They have a sigmoid router with a bias that affects only the choice of experts,
+groups of experts, a factor for the experts' weights, and shared experts. The first layers are dense.
 
 transformers also ignores the extra layers after the last one, which draft tokens.
 

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019): a decoder with LayerNorms, learned positions, biases everywhere and a tied head.
 
-Linears are Conv1D: weights are stored as [in, out], and c_attn contains q, k and v, one after the other along the
-output. The presets of GPT-3 have this architecture, with dense attention. GPT-SW3 (2305.12987) is GPT-2 under another
-name.
+Its linear layers are transformers' Conv1D: weights are stored as [in, out], and c_attn contains q, k and v, one after
+the other along the output dimension. The presets of GPT-3 have this architecture, with dense attention. GPT-SW3
+(2305.12987) is GPT-2 under another name.
 
 Source: transformers models/gpt2/{configuration,modeling}_gpt2.py.
 """
@@ -26,7 +26,7 @@ FUSED_BIAS = Layout("(part heads head_dim)", split="part", parts=("1", "1", "1")
 
 
 def _conv1d(outputs: str, inputs: str) -> Layout:
-    """Return the layout of a linear layer that is stored as [in, out]."""
+    """Return the layout of a linear layer's weight that is stored as [in, out]. The arguments name the two axes."""
     return Layout(f"({inputs}) ({outputs})", f"({outputs}) ({inputs})")
 
 

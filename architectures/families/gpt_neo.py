@@ -20,7 +20,7 @@ _GLOBAL, _LOCAL = "global", "local"
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each local layer, and None for global ones."""
+    """Return the window of each layer. It is None for layers of type "global"."""
     count = values["layers"]
     groups = config.raw("attention_types")
     kinds: list[Any] = []

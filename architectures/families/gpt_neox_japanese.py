@@ -20,12 +20,12 @@ from ..usual import GROUPED_WEIGHT
 
 
 def _width(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward, which config.json gives in widths of the hidden states."""
+    """Read the width of the feed-forward. In config.json, it is a multiple of the hidden size."""
     return config.integer(name, default, most=4096) * config.integer("hidden_size", 2560)
 
 
 def _times(spec: ModelSpec) -> int:
-    """Return the width of the feed-forward in widths of the hidden states. Raise CannotExpress for a fraction."""
+    """Return the width of the feed-forward divided by the hidden size. Raises CannotExpress for a fraction."""
     width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
     if width % spec.hidden_size:
         raise CannotExpress(f"the feed-forward's width {width} is not a multiple of the hidden size {spec.hidden_size}")

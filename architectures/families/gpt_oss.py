@@ -1,5 +1,6 @@
-"""gpt-oss (OpenAI, 2508.10925): attention with sinks and biases, a window in every second layer, YaRN, and mixtures in
-every layer. The experts have biases. They clamp the gate and the up projection, and add 1 to the latter.
+"""gpt-oss (OpenAI, 2508.10925): attention with sinks and biases, a sliding window in every second layer, YaRN, and
+mixtures of experts in every layer. The experts have biases. They limit the outputs of the gate and up projections, and
+add 1 to that of the up projection.
 
 One tensor contains all experts, stored as [in, out], in which columns of gate and up alternate. The released files have
 experts in MXFP4, which `converter.quantised` converts to floating point.
@@ -58,7 +59,7 @@ _DECODER = DecoderFamily(
 MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 
 BOTH = {suffix: (f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}") for suffix in ("weight", "bias")}
-"""The shared names of an expert's gate and up projections."""
+"""The shared names of an expert's gate and up projections, by "weight" or "bias"."""
 
 _TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "stack": "experts"}
 _LEAVES = (

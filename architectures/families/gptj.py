@@ -21,7 +21,10 @@ from ..obstacles import Kinds, of_kind
 
 
 def rotary_dims(rounding: Literal["input", "keys"]) -> Lens:
-    """Return the lens of `rotary_dim`, the number of elements of a head that RoPE rotates."""
+    """Return the lens of `rotary_dim`, the number of elements of a head that RoPE rotates.
+
+    `rounding` is the value of `Rotary.rounding`.
+    """
 
     def layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         count, head_dim = values["layers"], values["head_dim"]
@@ -38,7 +41,7 @@ def rotary_dims(rounding: Literal["input", "keys"]) -> Lens:
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config field of the positions."""
+    """Return the config field that says how many elements of a head RoPE rotates."""
     return {"rotary_dim": of_kind(spec.blocks[0].attention.position, Rotary).dim}
 
 

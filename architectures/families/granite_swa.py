@@ -1,5 +1,5 @@
-"""Granite with windows (IBM 2026): granite with attention sinks, a window in three of four layers, and a RoPE base per
-layer, or no positions.
+"""Granite with sliding windows (IBM 2026): granite with attention sinks and a window in three of four layers. Every
+layer has its own RoPE base, or no RoPE.
 
 Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 """

@@ -56,7 +56,7 @@ SHARED_MLP = {
     )
     for place, units in (("feed_forward.shared", "shared"), ("feed_forward", "intermediate"))
 }
-"""The leaves of a shared expert, and of a feed-forward that takes its place in a model without other experts."""
+"""The leaves of the module shared_mlp: a shared expert, or the only feed-forward of a layer without other experts."""
 
 GRANITEMOE = _DECODER.architecture(
     "granitemoe",

@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025): granite with Mamba-2 instead of attention in most layers. Attention usually has no positions.
-Feed-forwards are mixtures with a shared expert, or only this expert.
+"""Granite 4 (IBM 2025): granite with Mamba-2 instead of attention in most layers. Attention usually has no position
+encoding. Feed-forwards are mixtures with a shared expert, or consist of this expert only.
 
 Source: transformers models/granitemoehybrid/{configuration,modeling}_granitemoehybrid.py.
 """
@@ -35,7 +35,7 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
 
 
 def _positions(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return no positions for any layer, unless `position_embedding_type` is rope."""
+    """Return fields of attention for every layer: no position encoding, unless `position_embedding_type` is rope."""
     layers = values["layers"]
     kind = config.raw("position_embedding_type")
     if kind not in (None, "nope", "rope"):
@@ -54,7 +54,7 @@ def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw_sparse(chosen: Random, _: Sizes) -> Config:
-    """Draw a model without experts, or nothing."""
+    """Draw the config fields of a model without experts, or no fields."""
     return chosen.choice(({}, {"num_local_experts": 0, "num_experts_per_tok": 0}))
 
 

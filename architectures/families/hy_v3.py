@@ -1,8 +1,8 @@
-"""Hunyuan 3 (Tencent 2025): qwen3's attention, and mixtures with a sigmoid router, a bias for the choice of experts, a
-scale and shared experts. The first layer is dense.
+"""Hunyuan 3 (Tencent 2025): qwen3's attention, and mixtures with a sigmoid router, a router bias that affects only the
+choice of experts, a factor for the experts' weights, and shared experts. The first layer is dense.
 
-The outputs of experts and shared experts are added in fp32 and rounded once. Any sum of two numbers is rounded like
-this, so the tree needs no field for it.
+transformers adds the outputs of routed and shared experts in fp32 and rounds the sum once. This gives the same bits as
+an addition in the model's dtype, so the tree needs no field for it.
 
 Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py.
 """
@@ -49,7 +49,7 @@ _RENAMED = (
         for name in (f"{part}_proj.{kind}" for part in ("down", "gate", "up") for kind in ("weight", "bias"))
     ),
 )
-"""The parameters that transformers' modules name differently from files."""
+"""The parameters that have other names in transformers' modules than in files."""
 
 _HY_V3 = _DECODER.architecture(
     "hy_v3",

@@ -1,4 +1,4 @@
-"""InternLM 3 (Shanghai AI Laboratory 2025): llama with other field names, and one switch for all biases.
+"""InternLM 3 (Shanghai AI Laboratory 2025): llama with other field names, and one config field for all biases.
 
 Source: transformers models/internlm3/configuration_internlm3.py. The model is LlamaForCausalLM.
 """

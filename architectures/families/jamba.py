@@ -1,5 +1,5 @@
 """Jamba (AI21 2403.19887): llama with Mamba instead of attention in most layers, and with a mixture of experts in every
-second layer. Mamba has norms, and attention has no positions.
+second layer. Mamba has norms, and attention has no position encoding.
 
 Source: transformers models/jamba/{configuration,modeling}_jamba.py.
 """

@@ -1,7 +1,7 @@
-"""Kolibri 1 (Aleph Alpha 2026): EXAONE 4 with norms also before sub-layers, and with mixtures in every layer. They have
-a shared expert and a router bias for the choice.
+"""Kolibri 1 (Aleph Alpha 2026): EXAONE 4 with norms also before sub-layers, and with mixtures of experts in every
+layer. They have a shared expert, and a router bias that affects only the choice of experts.
 
-Files have other names than transformers' modules for the bias and for the norms after sub-layers.
+The router bias and the norms after sub-layers have other names in files than in transformers' modules.
 
 Source: transformers models/kolibri1/{configuration,modeling}_kolibri1.py, and conversion_mapping.py.
 """

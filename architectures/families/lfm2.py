@@ -22,7 +22,7 @@ CONV = "conv"
 
 
 def _attends(config: ConfigReader, layers: int) -> Sequence[bool]:
-    """Return which layers have attention if `layer_types` is absent: those of `full_attn_idxs`, and otherwise all."""
+    """Return which layers have attention if `layer_types` is absent: those in `full_attn_idxs`, by default all."""
     full = config.raw("full_attn_idxs")
     if full is not None and (not isinstance(full, list) or any(type(layer) is not int for layer in full)):
         raise config.fail("full_attn_idxs", full, "a list of layer numbers")
@@ -32,7 +32,8 @@ def _attends(config: ConfigReader, layers: int) -> Sequence[bool]:
 def _units(config: ConfigReader, name: str, default: int) -> int:
     """Read the width of the feed-forward.
 
-    With `block_auto_adjust_ff_dim`, it is two thirds of the stated width, times a factor, rounded up to a multiple.
+    With `block_auto_adjust_ff_dim`, it is two thirds of the stated width, times `block_ffn_dim_multiplier`, rounded up
+    to a multiple of `block_multiple_of`.
     """
     stated = config.integer(name, default)
     of, factor = config.integer("block_multiple_of", 256), config.optional_number("block_ffn_dim_multiplier", 1.0)
@@ -56,7 +57,7 @@ ROPE = RotaryKind(1e6)
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with an adjusted or unadjusted width of the feed-forward."""
+    """Draw a config, with or without `block_auto_adjust_ff_dim`; see `_units`."""
     adjusted = {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3))}
     units = {"intermediate_size": chosen.choice((7, 33, 64)), "block_multiple_of": chosen.choice((1, 8, 24))}
     return {**_DECODER.draw(chosen, {}), **units, **sometimes(chosen, adjusted)}
@@ -95,7 +96,7 @@ MIXERS: tuple[Leaf, ...] = (
     Leaf(T + "conv.in_proj.bias", tuple(f"{part}.bias" for part in _PARTS), Layout("(part channels)", **_THREE)),
     *leaves_of({T + "conv.out_proj": B + "convolution.o_proj"}),
 )
-"""The leaves of a layer's mixers other than the feed-forward."""
+"""The leaves of attention and of the short convolution."""
 
 NORMS = (
     *leaves_of({T + "operator_norm": B + "attention_norm"}),

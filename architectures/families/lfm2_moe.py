@@ -1,5 +1,5 @@
 """LFM2-MoE (Liquid AI 2511.23404): lfm2 with mixtures of experts after the first layers. The router has sigmoid scores,
-divided by their sum plus 1e-6, and a bias for the choice of experts.
+and a bias that affects only the choice of experts. The scores of the chosen experts are divided by their sum plus 1e-6.
 
 Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and conversion_mapping.py.
 """

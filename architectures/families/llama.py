@@ -1,6 +1,6 @@
 """LLaMA (Touvron et al. 2302.13971), the origin of most of today's config fields and tensor names.
 
-Checkpoint tensors have the layouts of shared tensors, under other names.
+Checkpoint tensors have the same layouts as gptkit's own tensors, under other names.
 
 Source: transformers models/llama/{configuration,modeling}_llama.py.
 """

@@ -28,7 +28,10 @@ _CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the chunk of every layer, and either its positions and head norms, or the temperature of its queries."""
+    """Return the fields of attention that differ by layer.
+
+    Layers have RoPE and norms of queries and keys, or neither of them but a `temperature`. Some attend within chunks.
+    """
     count, head_dim = values["layers"], values["head_dim"]
     every, rope_flags = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     rope_flags = rope_flags or [int((layer + 1) % every != 0) for layer in range(count)]
@@ -73,7 +76,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
-    """Return which layers are mixtures: those of `moe_layers`, or one in every `interleave_moe_layer_step`."""
+    """Return which layers are mixtures: those in `moe_layers`, or else every `interleave_moe_layer_step`-th one."""
     count = values["layers"]
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
     listed = list(range(step - 1, count, step)) if listed is None else listed

@@ -16,7 +16,7 @@ from ..usual import B
 
 
 def _channels(config: ConfigReader) -> int:
-    """Return the number of channels: transformers' class prefers `intermediate_size` to `expand`."""
+    """Return the number of channels. `intermediate_size` takes precedence over `expand`, as in transformers' class."""
     if "intermediate_size" not in config.data:
         return width_of(config, "expand", config.integer("hidden_size", 768))
     config.integer("expand", 2)  # it has no effect then (falcon-mamba-7b has 16)
@@ -35,7 +35,7 @@ _MIXER = {
 
 
 def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
-    """Return the tree of a config. With `normed`, the step sizes, B and C have norms without weights."""
+    """Return the tree of a config. With `normed`, the step sizes and Mamba's b and c have norms without weights."""
     tree, mixer, inner = read_fields(_TREE, config), read_fields(_MIXER, config), _channels(config)
     own = {"eps": config.number("mixer_rms_eps", 1e-6), "gain": "none"} if normed else {}
     norms: dict[str, Any] = norms_of(mixer["rank"], mixer["state_size"], **own) if normed else {}

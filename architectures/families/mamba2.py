@@ -62,7 +62,10 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config. The width of all heads together is a multiple of the hidden size."""
+    """Draw a config.
+
+    The width of all heads together is a multiple of the hidden size, as transformers' class requires.
+    """
     expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
     expand = expand if heads * width % expand == 0 else 1
     tree = {**draw_fields(_TREE, chosen, {"vocab": VOCAB}), "hidden_size": heads * width // expand}

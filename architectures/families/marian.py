@@ -22,11 +22,11 @@ BASE = "MarianModel"
 _SHARED = "share_encoder_decoder_embeddings"
 
 SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPositions}
-"""Arguments of `bart.stack` for positions that are sines and cosines computed by numpy."""
+"""Arguments of `bart.stack` for sinusoidal positions whose angles are computed in float64, as numpy does it."""
 
 
 def _sines(spec: ModelSpec) -> Any:
-    """Return the table of positions, (positions, hidden size). The first half of the columns are the sines."""
+    """Return the table of positions, (positions, hidden size): first the columns of sines, then of cosines."""
     import numpy as np
 
     rows = of_kind(spec.positions, SinusoidalPositions).length
@@ -36,7 +36,7 @@ def _sines(spec: ModelSpec) -> Any:
 
 
 TABLES = {f"model.{stack}.embed_positions.weight": _sines for stack in ("encoder", "decoder")}
-"""The names of the tables of positions in files, with the function that computes them. Both stacks have one."""
+"""The names of both stacks' tables of positions in files -> the function that computes them."""
 
 _STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder", tokens=58101, **SINES))
 
@@ -80,7 +80,7 @@ def _leaves() -> tuple[Leaf, ...]:
 
 
 def _unwritten(spec: ModelSpec) -> int:
-    """Return the number of values in the tables of positions of both stacks."""
+    """Return the number of elements of both stacks' tables of sinusoidal positions, which files need not contain."""
     stacks = [stack for stack in (spec, spec.encoder) if stack is not None]
     return sum(stack.positions.length * stack.hidden_size for stack in stacks if stack.positions is not None)
 

@@ -1,5 +1,5 @@
-"""Mellum 2 (JetBrains 2026): qwen3-moe with a window in some layers, and separate RoPE settings for the two kinds of
-layer.
+"""Mellum 2 (JetBrains 2026): qwen3-moe with a sliding window in some layers, and separate RoPE settings for layers with
+and without a window.
 
 transformers also ignores the tensors of `mtp.`, which draft tokens.
 

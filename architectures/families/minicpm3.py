@@ -16,7 +16,7 @@ from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json. Fields that are null are computed from the sizes."""
+    """Read the tree of a config.json. If a field is null, it is computed from other sizes."""
     layers, hidden = config.layers("num_hidden_layers", 62), config.integer("hidden_size", 2560)
     value_dim = config.optional_integer("v_head_dim")
     if value_dim is None:
@@ -34,7 +34,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _written(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config fields of the multipliers and of the width of values."""
+    """Return the config fields of the multipliers and of the width of a value head."""
     root, multiplier = math.sqrt(len(spec.blocks)), spec.blocks[0].sublayers[0].multiplier
     tried = (float(f"{multiplier * root:.{digits}g}") for digits in range(1, 18))
     return {

@@ -1,5 +1,5 @@
 """MiniMax-M2 (MiniMax 2025): mixtral with one norm over all query heads and one over all key heads, and with RoPE on a
-part of each head. The router has sigmoid scores and a bias for the choice.
+part of each head. The router has sigmoid scores, and a bias that affects only the choice of experts.
 
 Tensors have mixtral's names.
 

@@ -1,6 +1,7 @@
-"""Ministral 3 (Mistral 2025): mistral with YaRN, and queries scaled by position.
+"""Ministral 3 (Mistral 2025): mistral with YaRN, and queries that are multiplied by a factor that grows with their
+position.
 
-The scale of the queries is among the RoPE parameters.
+The parameter of this factor is among the RoPE parameters.
 
 Source: transformers models/ministral3/{configuration,modeling}_ministral3.py.
 """
@@ -33,7 +34,10 @@ _YARN = {
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the temperature of queries, which temperature with the position. It is the same in all layers."""
+    """Return the factor by which queries are multiplied, which grows with their position.
+
+    It is the same in all layers.
+    """
     count = values["layers"]
     ropes = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     rope = config.inner("rope_scaling" if ropes[0].data else "rope_parameters")
@@ -65,7 +69,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config without RoPE parameters, or with parameters that include the scale of the queries."""
+    """Draw a config without RoPE parameters, or with parameters that include the growth of the queries' factor."""
     config = _DECODER.draw(chosen, {})
     growth = {ORIGINAL: chosen.choice((8, 32)), _GROWTH: 0.3}
     rope = config.get("rope_parameters")

@@ -42,7 +42,7 @@ KINDS = {
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of every layer: half of `local_attention` on both sides, and the token itself."""
+    """Return the window of every layer: the token itself, and half of `local_attention` tokens on either side."""
     layers = values["layers"]
     every = config.integer("global_attn_every_n_layers", 3)
     types = config.layer_types(["sliding_attention" if layer % every else "full_attention" for layer in range(layers)])
@@ -113,7 +113,10 @@ _ENCODER = Encoder(
 
 
 def without_first_norm(spec: ModelSpec) -> ModelSpec:
-    """Return the tree without a norm before the first attention, which reads the output of the embedding's norm."""
+    """Return the tree without the norm before the first attention, as in ModernBERT.
+
+    The first attention reads the output of the embedding's norm.
+    """
     return structs.replace(spec, blocks=(spec.blocks[0].replaced(attention_norm=None), *spec.blocks[1:]))
 
 

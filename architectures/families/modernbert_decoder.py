@@ -51,7 +51,7 @@ def _draw_windows(chosen: Random, sizes: Sizes) -> Config:
 
 
 class _ModernBertDecoder(DecoderFamily):
-    """A decoder whose first attention has no norm before it, and whose head has a transform."""
+    """A decoder family without a norm before the first attention, and with a `HeadTransform` before the head."""
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
         spec = modernbert.without_first_norm(super().read(config, **more))

@@ -1,8 +1,8 @@
 """MPT (MosaicML 2023): GPT-2 with ordinary linear layers, ALiBi instead of learned positions, and no biases, also in
 LayerNorms. Some models have clipped queries, keys and values.
 
-transformers has no sdpa path for this family. ALiBi counts back from the last key. Its slopes are the paper's, with a
-maximum of 8 whatever the config states.
+transformers has no sdpa path for this family. ALiBi's positions count back from the last key. ALiBi's slopes are those
+of the paper: transformers always uses a maximum bias of 8, whatever the config states.
 
 Source: transformers models/mpt/{configuration,modeling}_mpt.py.
 """

@@ -1,5 +1,5 @@
-"""Nemotron-H (NVIDIA 2504.03624) and Nemotron 3 Nano: one mixer per layer, which is Mamba-2, attention without
-positions, a plain feed-forward with squared ReLU, or a mixture of such feed-forwards.
+"""Nemotron-H (NVIDIA 2504.03624) and Nemotron 3 Nano: one mixer per layer. It is Mamba-2, attention without a position
+encoding, a plain feed-forward with squared ReLU, or a mixture of such feed-forwards.
 
 Conversions keep the tensors of `mtp.`, which draft tokens.
 
@@ -74,7 +74,7 @@ _MIXTURE = {
 
 
 def _types(config: ConfigReader) -> list[str]:
-    """Return the kind of every layer. The length of the list is the number of layers."""
+    """Return the layer type of every layer. The length of the list is the number of layers."""
     pattern, types = config.raw("hybrid_override_pattern"), config.kinds_of_layers()
     if types is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) > MAX_LAYERS or not {*pattern} <= _KINDS.keys():
@@ -94,7 +94,7 @@ def _types(config: ConfigReader) -> list[str]:
 
 
 def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> MixtureOfExperts:
-    """Return the mixture of experts. `inner` has the fields of the dense feed-forward, without its width."""
+    """Return the mixture of experts. `inner` has the fields of the dense feed-forward, except its width."""
     own, width = read_fields(_MIXTURE, config), config.optional_integer("moe_latent_size")
     plain = {**inner, "up_bias": False, "down_bias": False}
     plain |= {} if width is None else {"hidden_size": width, "inside": True}
@@ -150,7 +150,7 @@ _PARTS: dict[type, tuple[str, Fields]] = {
     FeedForward: ("mlp", _FEED_FORWARD),
     MixtureOfExperts: ("moe", _MIXTURE),
 }
-"""The kind of a layer in config.json, and the fields of its mixer."""
+"""The kinds of mixers -> their name as a layer type in config.json, and the config fields of the mixer."""
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """OLMoE (2409.02060): OLMo with one norm over all query heads, one over all key heads, and a mixture of experts in
 every layer.
 
-Queries, keys and values are clipped after their norms. The norms are as wide as the hidden states, so heads cannot have
-another width.
+Queries, keys and values are clipped after these norms. The norm of the queries is as wide as the hidden states, so all
+heads together must be as wide as the hidden states, too.
 
 Source: transformers models/olmoe/{configuration,modeling}_olmoe.py.
 """

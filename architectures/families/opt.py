@@ -1,5 +1,5 @@
-"""OPT (Zhang et al. 2205.01068): ReLU, and a position table that starts at its third row and does not count padding.
-OPT-350m has post-norm, no final norm, and an embedding half as wide as the hidden states.
+"""OPT (Zhang et al. 2205.01068): a decoder with ReLU, and a position table that starts at its third row and does not
+count padding. OPT-350m has post-norm, no final norm, and an embedding half as wide as the hidden states.
 
 Queries are scaled before they are multiplied by keys.
 

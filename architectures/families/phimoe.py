@@ -1,8 +1,9 @@
 """Phi-3.5-MoE (Microsoft 2024, 2404.14219): mixtral with LayerNorms with biases, LongRoPE, and separate softmaxes for
 the weights of the two experts (SparseMixer).
 
-transformers always uses two experts. It uses LongRoPE's short factors for all texts. The model's own code uses the long
-factors for texts longer than the original context. gptkit follows transformers: a tree has the short factors twice.
+transformers always uses two experts per token. It uses LongRoPE's short factors for all texts, while the model's own
+code uses the long factors for texts longer than the original context. gptkit follows transformers: in a tree, the long
+factors equal the short ones.
 
 Source: transformers models/phimoe/{configuration,modeling}_phimoe.py.
 """
@@ -30,7 +31,7 @@ _FACTORS = ("short_mscale", "long_mscale")
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the positions of all layers. LongRoPE's tables are multiplied by a factor from the config."""
+    """Return RoPE, which is the same in all layers. If it is LongRoPE, the config states the factor of cos and sin."""
     count, head_dim = values["layers"], values["head_dim"]
     context = _DECODER.fields["max_position_embeddings"].value(config, "max_position_embeddings")
     rotary = read_rotary(config, head_dim, context, _ROTARY)
@@ -77,7 +78,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config whose LongRoPE has the same factors before and after the original context."""
+    """Draw a config whose LongRoPE has the same factor of cos and sin for short and for long texts."""
     config = _DECODER.draw(chosen, {}, **{"mixture.experts": chosen.choice((2, 3, 5))})
     scale = chosen.choice((1.0, 1.2))
     factors = [chosen.uniform(0.5, 2) for _ in range(config["head_dim"] // 2)]

@@ -24,7 +24,10 @@ FIELDS = with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=24, 
 
 
 def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of every layer from `layer_types`, or of every other layer below `max_window_layers`."""
+    """Return the window of every layer, from `layer_types`.
+
+    By default, every other layer below `max_window_layers` has one.
+    """
     layers = values["layers"]
     on, below = config.boolean("use_sliding_window", False), config.raw("max_window_layers", 28)
     off = not on and config.raw("sliding_window") == 0  # transformers writes this

@@ -29,7 +29,10 @@ _RECURRENT, _WHOLE = "recurrent", "attention"
 
 
 def _half(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward. The field is the width of gate and up together."""
+    """Read the width of the feed-forward.
+
+    The config field is twice this width, for the gate and up projections together.
+    """
     both = config.integer(name, default)
     if both < 2:
         raise config.fail(name, both, "at least 2, because gate_proj and up_proj each get half of it")
@@ -37,14 +40,17 @@ def _half(config: ConfigReader, name: str, default: int) -> int:
 
 
 def _root(values: Mapping[str, Any]) -> float:
-    """Return √hidden rounded to bf16, as transformers' class stores it for every dtype."""
+    """Return √hidden, rounded to bf16. transformers' class stores it in bf16 for every dtype of the model."""
     (bits,) = struct.unpack("<I", struct.pack("<f", values["hidden"] ** 0.5))
     (rounded,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
     return float(rounded)
 
 
 def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU | None]:
-    """Return the recurrence of every layer without attention, and None for other layers. `block_types` repeats."""
+    """Return the recurrence of every layer without attention, and None for layers with attention.
+
+    The config field `block_types` is a pattern, which is repeated until there is a type for every layer.
+    """
     names, count = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE]), values["layers"]
     known = isinstance(names, list) and all(name in (_RECURRENT, _WHOLE) for name in names)
     types = (names * 100)[:count] if known else []
@@ -119,7 +125,10 @@ _DECODER = DecoderFamily(
 
 
 def _draw_config(chosen: Random) -> Config:
-    """Draw a config. The number of heads, which is also that of gates, divides the hidden size."""
+    """Draw a config.
+
+    The hidden size is a multiple of the number of heads, which is also the number of a gate's matrices.
+    """
     sizes = _DECODER.draw_sizes(chosen)
     return _DECODER.draw(chosen, {}, **{**sizes, "hidden": sizes["heads"] * chosen.choice(ODD)})
 
@@ -137,7 +146,7 @@ def _gate(theirs: str, ours: str) -> tuple[Leaf, ...]:
 
 
 def _prepare(model: Any) -> None:
-    """Make recurrences forget the states of an earlier text before a pass that begins a new text."""
+    """Make recurrences forget their states before a pass that begins a new text."""
 
     def forget(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if not bool(named["position_ids"][:, 0].any()):

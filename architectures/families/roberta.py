@@ -28,14 +28,14 @@ _HEAD = (
 
 
 def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_first: bool = False) -> Architecture:
-    """Return a family with RoBERTa's trees.
+    """Return a family with the same trees as RoBERTa.
 
     Args:
         name: the name of the family.
         hf_name: the prefix of transformers' classes.
         released: the date of the first release, as in `Architecture`.
         vocab: the default of `vocab_size`.
-        head_first: whether transformers' class has the head before the other modules, which decides the order of
+        head_first: whether transformers' class creates the head before the other modules. This decides the order of
             tensors in files.
     """
     encoder = Encoder(

@@ -1,9 +1,9 @@
 """RWKV-4 (Peng et al. 2305.13048): a recurrent model without attention. Every layer has a weighted mean over time and a
 channel mixing, and both read a token and the token before it.
 
-Except in training, transformers' class halves the hidden states after every `rescale_every` layers, and everything that
-later layers add to them. This is exact in binary. Dividing the input of a norm by s has the same effect as multiplying
-its eps by s², so the tree has larger eps instead.
+Except in training, transformers' class halves the hidden states after every `rescale_every` layers. It also halves
+everything that later layers add to them. This is exact in binary. Dividing the input of a norm by s has the same effect
+as multiplying its eps by s², so the tree has larger eps instead.
 
 Source: transformers models/rwkv/{configuration,modeling}_rwkv.py.
 """
@@ -24,7 +24,7 @@ _EPS = 1e-5  # the eps of the last norm, whatever config.json states
 
 
 def _widened(eps: float, halvings: int) -> float:
-    """Return the eps of a norm whose input, the hidden states, was halved `halvings` times."""
+    """Return the eps in the tree of a norm whose input transformers' class has halved `halvings` times."""
     return eps * 4.0**halvings
 
 
@@ -93,7 +93,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rescaled(spec: ModelSpec) -> dict[str, float]:
-    """Return the tensors that write into the hidden states, with the factors by which transformers multiplies them."""
+    """Return the tensors that write to the hidden states -> the factors by which transformers multiplies them."""
     first, factors = of_kind(spec.embedding.norm, LayerNorm), dict[str, float]()
     for layer, block in enumerate(spec.blocks):
         times = (first.eps / of_kind(block.sublayers[0].norm, LayerNorm).eps) ** 0.5
@@ -120,7 +120,14 @@ _CHANNELS = {"key": "up", "receptance": "gate", "value": "down"}
 
 
 def _mixer(theirs: str, ours: str, names: Mapping[str, str], last: str) -> tuple[Leaf, ...]:
-    """What a mixer has by these names, ours for theirs; the `last` does not read the stream."""
+    """Return the leaves of a mixer.
+
+    Args:
+        theirs: the prefix of its names in checkpoints.
+        ours: the prefix of its shared names.
+        names: the projections' names in checkpoints -> their shared names.
+        last: the name in checkpoints of the output projection, which has no weights for mixing two tokens.
+    """
     mix = Layout("one 1 hidden", "(one 1 hidden)")
     mixes = {f"{theirs}time_mix_{name}": f"{ours}{own}_mix" for name, own in names.items() if name != last}
     return (

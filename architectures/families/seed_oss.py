@@ -1,4 +1,5 @@
-"""Seed-OSS (ByteDance 2025): llama with biases on q, k and v, and a separate switch for the output's bias.
+"""Seed-OSS (ByteDance 2025): llama with biases on q, k and v, and a separate config field for the output projection's
+bias.
 
 Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 """

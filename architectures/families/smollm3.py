@@ -1,4 +1,4 @@
-"""SmolLM 3 (Hugging Face 2025): llama, without positions in every fourth layer.
+"""SmolLM 3 (Hugging Face 2025): llama, without a position encoding in every fourth layer.
 
 Source: transformers models/smollm3/{configuration,modeling}_smollm3.py.
 """
@@ -18,7 +18,7 @@ from ..usual import LEAVES
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each layer, and which layers have no positions."""
+    """Return the window of each layer, and which layers have no position encoding."""
     count = values["layers"]
     every = config.integer("no_rope_layer_interval", 4)
     rope_flags = config.raw("no_rope_layers")

@@ -1,7 +1,7 @@
 """StableLM (Stability AI 2023): llama with LayerNorms, RoPE on a quarter of each head, and parallel blocks in some
 models.
 
-In StableLM 2 12B, every head has its own norm, which is a separate tensor.
+In StableLM 2 12B, every query and key head has its own norm, whose weight is a separate tensor.
 
 Source: transformers models/stablelm/{configuration,modeling}_stablelm.py.
 """

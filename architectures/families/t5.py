@@ -21,12 +21,12 @@ from ..obstacles import of_kind
 
 
 def _decoder_layers(config: ConfigReader, name: str, default: int) -> int:
-    """Read the number of decoder layers, by default that of encoder layers."""
+    """Read the number of decoder layers. The default is the number of encoder layers."""
     return config.layers("num_layers", default) if config.raw(name) is None else config.layers(name)
 
 
 def _scale(config: ConfigReader, name: str, _: Any) -> float:
-    """Read the factor of the hidden states before the head. By default, tied heads have one."""
+    """Read the factor of the hidden states before the head. By default, it is 1 unless the head is tied."""
     scaled = config.boolean(name, config.boolean("tie_word_embeddings", True))
     return float(config.integer("d_model", 512) ** -0.5) if scaled else 1.0
 
@@ -45,7 +45,7 @@ def _activation(config: ConfigReader, name: str, default: str) -> Any:
 
 
 def _named(activation: Any, gated: bool) -> str:
-    """Return the field that `_activation` reads. Raises CannotExpress for a gated exact GELU."""
+    """Return the value of the field that `_activation` reads. Raises CannotExpress for a gated exact GELU."""
     name = "gelu" if gated and activation == "gelu_new" else name_of(activation)
     if gated and activation == "gelu":
         raise CannotExpress(
@@ -55,7 +55,7 @@ def _named(activation: Any, gated: bool) -> str:
 
 
 def _stack(gated: bool, both: bool) -> DecoderFamily:
-    """Return the table of one of the two stacks. With `both`, attention looks in both directions."""
+    """Return the description of the encoder or the decoder. With `both`, attention is bidirectional."""
     return DecoderFamily(
         {
             "vocab_size": Field("vocab", 32128),
@@ -122,7 +122,13 @@ def _is_gated(block: Block) -> bool:
 
 
 def _layers(stack: str, shared: str, parts: tuple[str, ...]) -> tuple[Leaf, ...]:
-    """Return the leaves of a stack, in which the modules of a layer are numbered by sub-layer."""
+    """Return the leaves of a stack.
+
+    Args:
+        stack: the prefix of its names in checkpoints.
+        shared: the prefix of its shared names.
+        parts: the sub-layers of a layer. Checkpoints number them in this order.
+    """
     leaves: tuple[Leaf, ...] = ()
     names = {"attention": "SelfAttention", "cross_attention": "EncDecAttention"}
     for index, part in enumerate(parts):

@@ -46,7 +46,7 @@ def _types(config: ConfigReader) -> list[str]:
 
 
 def _refuse_others(config: ConfigReader, computed: dict[str, Any]) -> None:
-    """Refuse fields that transformers' class computes from others, unless they have the computed value."""
+    """Refuse config fields that do not have the values in `computed`, with which transformers overwrites them."""
     config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in computed.items()})
 
 
@@ -61,7 +61,7 @@ _MAMBA = {
 
 
 def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
-    """Return the mixer that every layer has."""
+    """Return the Mamba-2 mixer, which is the same in every layer."""
     sizes = read_fields(_MAMBA, config)
     heads, groups, inner = sizes["heads"], sizes["groups"], hidden * config.integer("mamba_expand", 2)
     if inner % heads or inner // heads > 2**31 - 1:
@@ -75,7 +75,7 @@ def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
 
 
 def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: bool) -> SharedTransformer:
-    """Return the shared block. The fields that differ by layer are not set."""
+    """Return the shared transformer block, without the fields that differ by layer."""
     heads, width = config.integer("num_attention_heads", 32), 2 * hidden
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if width % heads:
@@ -142,7 +142,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _several(shared: Sequence[Any]) -> int:
-    """Return the number of shared blocks. After the last one, the first one is used again."""
+    """Return the number of shared blocks. The layers that run one use them in turn."""
     return sum(of_kind(mixer, SharedTransformer).weights_from == "own" for mixer in shared)
 
 
@@ -216,12 +216,12 @@ _ATTENTION, _INNER = _BLOCK + "self_attn.", _BLOCK + "feed_forward."
 
 
 def _gate_up(*columns: str) -> Layout:
-    """Return the layout of a tensor with gate above up; `columns` are its other axes."""
+    """Return the layout of a tensor with the rows of gate above those of up. `columns` are its other axes."""
     return Layout(" ".join(("(part intermediate)", *columns)), split="part", parts=("1", "1"))
 
 
 def _both(suffix: str, last: str) -> tuple[str, str]:
-    """Return the shared names of the gate and up projections."""
+    """Return the shared names gate_SUFFIX.LAST and up_SUFFIX.LAST."""
     return f"{_S}gate_{suffix}.{last}", f"{_S}up_{suffix}.{last}"
 
 
