@@ -63,7 +63,7 @@ def test_no_family_has_it() -> None:
     ("name", "words"),
     [
         ("bloom", "layer 0: linear attention supports only rotary positions"),
-        ("mistral", "layer 0: this Attention uses window, which LinearAttention does not support"),
+        ("mistral", "layer 0: the component Attention uses window, which LinearAttention does not support"),
         ("deepseek_v3", "layer 0 has no softmax attention to replace: it has attention (LatentAttention)"),
         ("qwen3_next", "layer 0 has no softmax attention to replace: it has recurrence (GatedDeltaNet)"),
         ("gpt_oss", ", which LinearAttention does not support"),
