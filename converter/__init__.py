@@ -1,1 +1,1 @@
-"""Checkpoints as bytes: resolve, open, plan, write, publish."""
+"""Read and write checkpoints: resolve a reference, open its files, plan an output, write and publish it."""

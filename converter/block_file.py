@@ -41,7 +41,7 @@ class FileBlock:
 
 
 class BlockFile:
-    """A new file with blocks. `close()` hashes and fsyncs it, and `record` then has the hashes. Padding is zero."""
+    """A new file with a header and blocks. Bytes outside of them are zero. After `close()`, `record` has the hashes."""
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[FileBlock], nbytes: int | None = None) -> None:
         """Create the file. `blocks` are in the order of the file, and may also be inside the header. `nbytes` is the
@@ -88,9 +88,9 @@ class BlockFile:
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Yield a function that writes the next bytes of the block.
+        """Yield a function that writes the next bytes of the block. It is called until the block is full.
 
-        Raises CheckpointError if some are missing at the end.
+        Raises CheckpointError if bytes are missing at the end.
         """
         block = self.blocks.get(name)
         if block is None:
@@ -153,10 +153,12 @@ class BlockFile:
                 self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with bytes of the open file `source`, beginning at `start`. `look` gets every chunk (uint8).
+        """Fill a block with bytes of the open file `source`, from byte `start` on. `look` is called with every chunk
+        (uint8).
 
-        A chunk must be read anyway, to compare and hash it, and writing it from the processor's cache takes half as
-        long as copy_file_range(2) (measured on ext4 and tmpfs). Raises as `pieces`, and if the source ends early.
+        This does not use copy_file_range(2). Every chunk must be read anyway, to compare and hash it, and writing it
+        from the processor's cache takes half as long (measured on ext4 and tmpfs). Raises as `pieces`; also
+        CheckpointError if the source ends early.
         """
         with self.pieces(name) as piece:
             nbytes = self.blocks[name].nbytes
@@ -194,7 +196,7 @@ class BlockFile:
             self.release()
 
     def _at_front(self, block: FileBlock) -> bool:
-        """Return whether the file's hash can be computed along with this block; if so, the thread now owns the hash."""
+        """Return whether the next byte to hash is the block's first. If so, the calling thread has locked the hash."""
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False
         with self._mutex:
@@ -206,7 +208,7 @@ class BlockFile:
         return front
 
     def _ready(self) -> int | None:
-        """Return the end of the next block to hash if it is complete, else None."""
+        """Return the byte at which the next block to hash ends, or None if that block is not complete."""
         with self._mutex:
             if self._next < len(self._order) and self._order[self._next].name in self._digests:
                 return self._order[self._next].end
@@ -234,7 +236,7 @@ class BlockFile:
             raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
 
     def release(self) -> None:
-        """Close the file, which is complete only after `close`."""
+        """Close the file descriptor. Without a previous `close()` the file is incomplete."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
@@ -253,7 +255,7 @@ _BUFFERS = threading.local()
 
 
 def _buffer(name: str) -> np.ndarray:
-    """Return a chunk of memory of this thread, which is reused because the system would clear new memory every time."""
+    """Return the calling thread's buffer of this name. It is reused, because the system clears every new allocation."""
     if not hasattr(_BUFFERS, name):
         setattr(_BUFFERS, name, np.empty(CHUNK, np.uint8))
     buffer: np.ndarray = getattr(_BUFFERS, name)

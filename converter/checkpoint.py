@@ -1,4 +1,4 @@
-"""Open a checkpoint: read its tree, and the place of every shared tensor in its files. Only headers are read.
+"""Open a checkpoint: read its tree, and find where its files store every tensor. Only headers are read.
 
 Every kind of reference opens to a `Checkpoint`. All faults of the files are reported together, before anything is
 written.
@@ -99,7 +99,9 @@ def _checked(
     partial: bool = False,
     stored: bool = False,
 ) -> Checkpoint:
-    """Return the checkpoint that a reader opened, or raise with everything that does not fit."""
+    """Make a checkpoint of the files that a reader opened. Raises CheckpointError that lists everything that does not
+    fit.
+    """
     assert resolved.path is not None and resolved.source is not None
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
@@ -148,7 +150,10 @@ def open_files(
     headers_only: bool = False,
     **options: bool,
 ) -> TensorFiles:
-    """Open a checkpoint. If its family is unknown or gptkit cannot load it, return its tensors by name instead."""
+    """Open a checkpoint. If its family is unknown or gptkit cannot load it, return its tensors by name instead.
+
+    The `options` are further arguments of `open_checkpoint`.
+    """
     how = {"offline": offline, "allow_pickle": allow_pickle, "headers_only": headers_only}
     try:
         return open_checkpoint(reference, **how, **options)
@@ -195,7 +200,10 @@ _FIRST_ONE = "Use the unquantised model from which these weights were made."
 
 
 def _usable(resolved: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the result of `read_spec`. Refuse quantised weights before gigabytes are fetched, except `methods`."""
+    """Return the tree, its origin and its unknown fields (`read_spec`).
+
+    Raises Quantised, before any weight is fetched, if the weights are quantised by a method that is not in `methods`.
+    """
     spec, origin, unknown = read_spec(resolved)
     method = quantised(resolved, origin)
     if method is not None and method[0].partition(",")[0] not in methods:
@@ -216,7 +224,10 @@ def _find(
     headers_only: bool,
     check: Callable[[Reference], object] | None,
 ) -> tuple[Reference, WeightFiles | None]:
-    """Resolve a reference and fetch its files; with `headers_only`, return the headers of weights on the hub."""
+    """Resolve a reference and fetch its files. `check` is called with them before any weight is fetched.
+
+    With `headers_only`, weights on the hub are not fetched; their headers are the second result.
+    """
     find = functools.partial(
         resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check
     )
@@ -236,7 +247,12 @@ def _read(
     check: Callable[[Reference], tuple[ModelSpec, Origin, list[str]]],
     dequantise: str | None,
 ) -> Opened:
-    """Open a folder or weight file of a family, or of gptkit's own format."""
+    """Open a folder or weight file of a family, or of gptkit's own format.
+
+    `remote` has the headers of weights on the hub; it is None for local weights. `check` returns the tree, its origin
+    and its unknown fields. `dequantise` is the dtype in which quantised weights are read, or None to leave them as
+    stored.
+    """
     assert resolved.path is not None
     if resolved.format == "tree":
         raise InvalidInput(
@@ -273,7 +289,7 @@ def _match(
     partial: bool,
     stored: bool,
 ) -> None:
-    """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
+    """Pair the leaves of the tree with the tensors in the files, or raise with everything that does not fit."""
     weights, family = checkpoint._weights, architecture or checkpoint.architecture
     pairs = match(checkpoint.spec, checkpoint.leaves, weights, architecture, family, integers=integers)
     if "scales" in pairs.carried and not stored:
@@ -319,7 +335,10 @@ def _match(
 
 
 def _refuse_other_class(path: Path, pairs: Match, architecture: Architecture | None, name: str) -> None:
-    """Raise OtherClass if only the head of the class `name` differs from a language model."""
+    """Raise OtherClass if the tensors differ from those of a language model only in the head.
+
+    `name` is the class that config.json names.
+    """
     head, head_tensors = getattr(architecture, "head", ""), pairs.own_head(architecture)
     if pairs.missing not in ([], [head]) or head_tensors != pairs.extra or not (pairs.missing or head_tensors):
         return
@@ -346,7 +365,7 @@ def _lacking(pairs: Match) -> str:
 
 
 def _absent_first(pairs: Match) -> list[str]:
-    """Return the missing leaves. Those that the files may store under another prefix come last."""
+    """Return the missing leaves, those last that a file may store under a longer or shorter name."""
 
     def suffixes(name: str) -> set[str]:
         parts = name.split(".")
@@ -413,7 +432,9 @@ def _refuse(
 
 
 def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
-    """Set the checkpoint's leaves to the tensors of the files: drop missing leaves, and add extra tensors."""
+    """Give the checkpoint leaves for the tensors in the files: drop `missing` leaves, and add one for each `extra`
+    tensor.
+    """
     checkpoint.missing = tuple(name for leaf in missing for name in declared[leaf].shared)
     info = checkpoint._weights.info
     declared_names = {name for leaf in declared.values() for name in leaf.shared}
@@ -431,6 +452,6 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
 
 
 def stated_dtype(config: Mapping[str, Any] | None) -> str | None:
-    """Return the dtype in a config.json under its name in safetensors, or None if gptkit does not support it."""
+    """Return the dtype in a config.json by its name in safetensors, or None if gptkit does not support it."""
     stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     return next((dtype for dtype, name in HF_NAMES.items() if stated in (name, f"torch.{name}")), None)

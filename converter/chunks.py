@@ -1,4 +1,7 @@
-"""Combine tensors from chunks, which are boxes that several processes saved, when the tensors are read."""
+"""Join tensors that are stored in chunks when they are read.
+
+A chunk is a rectangular part of a tensor, as a process of a distributed run saves it.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +19,10 @@ _MAX_CHUNKS = 2**14  # of one tensor
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: its offsets, and its stored part. Before `located`, `stored` spans its whole archive."""
+    """A rectangular part of a tensor."""
 
-    offsets: tuple[int, ...]
-    stored: Stored
+    offsets: tuple[int, ...]  # the index of its first element in every dimension of the tensor
+    stored: Stored  # where it is stored; in a .distcp file the whole archive, until `located` finds the data in it
 
 
 class Chunked(NamedTuple):
@@ -32,7 +35,10 @@ class Chunked(NamedTuple):
 
 
 def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: str) -> tuple[Chunk, ...]:
-    """Return the chunks without empty ones. Raises CheckpointError unless every element is in exactly one chunk."""
+    """Return the chunks of a tensor without empty ones, in the order of their offsets.
+
+    Raises CheckpointError unless every element of `shape` is in exactly one chunk. `where` and `hint` are texts for it.
+    """
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > _MAX_CHUNKS:
         raise CheckpointError(

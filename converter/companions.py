@@ -120,7 +120,10 @@ def companions_in(folder: Path) -> list[Companion]:
 
 
 def _within(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders. A deeper folder gives one path, so that it is seen."""
+    """Yield the files in a folder and its subfolders.
+
+    A folder inside a subfolder yields one path, so that `travelling` sees that the subfolder has folders.
+    """
     for path in folder.iterdir():
         if not path.is_dir():
             yield path
@@ -136,7 +139,7 @@ def _is_own(path: Path, home: Path, blobs: Path) -> bool:
 
 
 def is_tokenizers(name: str) -> bool:
-    """Return whether a file of this name is one of `TOKEN_FILES` and not code."""
+    """Return whether a file of this name belongs to a tokenizer (`TOKEN_FILES`) and is not code."""
     return any(fnmatchcase(name, pattern) for pattern in TOKEN_FILES) and not name.lower().endswith(_CODE)
 
 

@@ -38,7 +38,11 @@ class Confined:
     """A worker process. It ends with this object, or after `seconds`. Raises OSError if it cannot start."""
 
     def __init__(self, worker: str | Sequence[str], seconds: float | None = None) -> None:
-        """Start a worker module of this folder by its name, or a program that calls `work` by Python's arguments."""
+        """Start the worker, and end it after `seconds`.
+
+        `worker` is the name of a worker module in this folder. For another program that calls `work`, it is the list of
+        arguments with which Python starts that program.
+        """
         import subprocess  # here and below, because the worker must start quickly
         import weakref
         from threading import Timer, current_thread, main_thread
@@ -109,10 +113,15 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def allow(nbytes: int, most: _Costs, data: int | None = None) -> None:
-    """Limit this process to its present memory and time plus those in `most` for `nbytes` bytes.
+    """Limit the memory and processor time that this process may use from now on, by the size of a file in bytes.
 
-    The system kills it if it takes more time. `data` also limits the memory that it can write to, in bytes. Workers
-    that import torch need this, because torch reserves much more address space than it uses.
+    The system kills the process if it takes more time.
+
+    Args:
+        nbytes: the size of the file that will be read.
+        most: the allowed memory and time, constant and per byte of the file.
+        data: the limit of writable memory in bytes. Workers that import torch need it, because torch reserves much more
+            address space than it uses.
     """
     memory, per_byte, seconds, seconds_per_byte = most
     with suppress(OSError, ValueError):  # systems without /proc do not have this limit either
@@ -134,7 +143,7 @@ def _limit(name: str, soft: int) -> None:
 
 
 def _main() -> None:
-    """Confine this process, and answer every question on stdin with the worker that the command line names."""
+    """Confine this process, and answer every question on stdin with the worker module that the command line names."""
     _end_with_parent()
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
         _limit(name, 0)
@@ -148,7 +157,10 @@ def _main() -> None:
 
 
 def work(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -> None:
-    """Answer every question on stdin while the parent lives, in a program that is not a worker of this folder."""
+    """Answer every question on stdin until the parent ends.
+
+    Programs call this that `Confined` starts, but that are no worker modules of this folder. It sets no limits.
+    """
     _end_with_parent()
     _limit("RLIMIT_CORE", 0)
     _serve(answer, reason)

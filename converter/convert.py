@@ -154,14 +154,18 @@ def plan_output(
 def _as_composite(
     architecture: Architecture, leaves: Sequence[BoundLeaf], outside: Sequence[BoundLeaf], headers: Collection[str]
 ) -> list[BoundLeaf]:
-    """Return the leaves by their names in a composite checkpoint, followed by those `outside` the language model."""
+    """Rename the leaves of a language model to their names in a composite checkpoint.
+
+    The leaves in `outside` are not part of the language model: they keep their names and come last. A family with
+    several prefixes chooses one by the `headers` of the original files.
+    """
     names = {leaf.checkpoint for leaf in outside}
     inside = [leaf for leaf in leaves if leaf.checkpoint not in names]
     return [replace(x, checkpoint=architecture.as_composite(x.checkpoint, headers)) for x in inside] + [*outside]
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
-    """Return the dtype of most values of the blocks' matrices, where `dtypes` are by shared name.
+    """Return the dtype that most values in the matrices of layers have. `dtypes` maps shared names to dtypes.
 
     transformers computes in the one dtype that config.json names, even if some tensors have another.
     """
@@ -239,8 +243,10 @@ def plan_conversion(
 
 
 def _with_dtype(source: Checkpoint, asked: str | None) -> Origin:
-    """Return where a GGUF comes from, with a config.json that names the dtype of its matrices if all have the same, or
-    the dtype that was asked for. Norms are F32 in every GGUF, so they say nothing about the model's dtype.
+    """Return the origin of a GGUF, with the model's dtype in its config.json.
+
+    This is the dtype that was asked for, or that of the GGUF's matrices if all have the same. Norms do not count,
+    because they are F32 in every GGUF.
     """
     from ..architectures.gguf_architecture import ALWAYS_FP32  # with tables that nothing else needs
 
@@ -376,9 +382,9 @@ def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Chec
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """Return the checkpoint with the nearest tree that the target family can express, and the target.
+    """Return the checkpoint with the nearest tree that the target's family can express, and the target.
 
-    "auto" becomes the first family that can express a tree. Raises CannotExpress.
+    For the family "auto", use the first family that can express such a tree. Raises CannotExpress.
     """
     if to.family is None:
         return source, to
@@ -436,6 +442,6 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """List tensors without their layers and duplicates: attention.q_proj.bias, …"""
+    """List tensor names without their layer numbers and without duplicates, as text: attention.q_proj.bias, …"""
     kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
     return ", ".join(kinds)

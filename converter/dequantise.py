@@ -1,7 +1,8 @@
 """Dequantise weights: fp8, MXFP4, GPTQ, AWQ, int8, nf4 and fp4 of bitsandbytes, compressed-tensors and torchao.
 
-`METHODS` has an entry for every method. The values have the same bits as those of the method's own reader: they are
-computed in fp32 and rounded to the type that this reader gives (mostly the scales'), before any cast.
+`METHODS` has an entry for every method. The values have the same bits as those that the method's own program reads.
+They are computed in fp32 and rounded to the dtype that this program returns (mostly that of the scales), before any
+cast.
 
 Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 7 (nn_modules/qlinear,
 utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
@@ -31,7 +32,7 @@ _LINE = 64  # bytes of a cache line
 
 
 class Numbers(NamedTuple):
-    """A dequantised weight that is not yet computed."""
+    """A weight whose values are dequantised only when they are read."""
 
     dtype: str
     shape: Shape
@@ -42,7 +43,7 @@ class Numbers(NamedTuple):
 
 
 class Parts:
-    """The tensors that store a quantised weight, by the ends of their names."""
+    """The tensors that store one quantised weight: values, scales and so on. Their keys are the ends of their names."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names
@@ -55,19 +56,19 @@ class Parts:
         return self._weights.read(self._names[part])
 
     def called(self, names: Mapping[str, str]) -> "Parts":
-        """Return the same tensors under other names, where `names` maps old to new."""
+        """Return the same tensors under other keys. `names` maps each old key to its new one."""
         return Parts(self._weights, {ours: self._names[part] for part, ours in names.items() if part in self._names})
 
     def kind(self, part: str) -> str:
-        """Return the dtype of a part, or "" if there is none."""
+        """Return the dtype of the tensor with this key, or "" if there is none."""
         return self._weights.info[self._names[part]][0] if part in self._names else ""
 
     def shape(self, part: str) -> Shape:
-        """Return the shape of a part, or () if there is none."""
+        """Return the shape of the tensor with this key, or () if there is none."""
         return self._weights.info[self._names[part]][1] if part in self._names else ()
 
     def described(self) -> str:
-        """Return the names, dtypes and shapes of the parts for messages, with the bits first."""
+        """Return the names, dtypes and shapes of the first three tensors for messages; the quantised values first."""
         whole = [(name, *self._weights.info[name]) for name in self._names.values()]
         first, *others = [f"{name} is {kind} {list(shape)}" for name, kind, shape in whole[:3]]
         return ", ".join([first, *(other.replace(" is ", " ", 1) for other in others)])
@@ -75,34 +76,38 @@ class Parts:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store a quantised weight. Its fields of names are endings of tensor names."""
+    """A way to store a quantised weight in several tensors. Their names have one beginning and different endings."""
 
     bits: str
-    """The tensor with the quantised values."""
+    """The ending of the tensor with the quantised values."""
     needs: tuple[str, ...]
-    """The other tensors that it needs."""
+    """The endings of the other tensors that the weight needs."""
     fit: Callable[[_Settings, Parts, str], Numbers | str]
-    """(settings in config.json, parts, dtype asked for) -> numbers, or the reason why they do not fit."""
+    """(settings in config.json, parts, dtype asked for) -> the weight, or the reason why the parts do not fit."""
     may: tuple[str, ...] = ()
-    """The other tensors that it may have."""
+    """The endings of tensors that the weight may also have."""
     kinds: tuple[str, ...] = ()
     """The possible types of the quantised values; empty for any."""
     result: str = ""
-    """The dequantised weight."""
+    """The ending of the dequantised weight's name."""
     other: Mapping[str, str] = field(default_factory=dict)
-    """Other names of the tensors in `needs`, which some programs use."""
+    """Endings that some programs write instead, by the usual ending."""
 
     def named(self, part: str, base: str, names: Container[str]) -> str | None:
-        """Return the name of a part's tensor, or None."""
+        """Return the name in `names` of the tensor with the ending `part`, or None if there is none.
+
+        `base` is the common beginning of the weight's tensors.
+        """
         return next((base + end for end in (part, self.other.get(part, part)) if base + end in names), None)
 
 
 @dataclass(frozen=True)
 class _Method:
-    """The ways in which a program stores weights. `refuses` returns why gptkit cannot read the settings, or None."""
+    """A quantisation method of config.json: the schemes in which its program stores weights."""
 
     schemes: tuple[Scheme, ...]
     refuses: Callable[[_Settings], str | None] = lambda _: None
+    """Return the reason why gptkit cannot read weights with these settings, or None if it can."""
 
 
 def _whole(value: Any) -> bool:
@@ -147,10 +152,10 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
 
 
 def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
-    """Return a function that computes rows as transformers does: products in fp32, rounded once.
+    """Return a function that computes rows as transformers does: products in fp32, rounded once to `dtype`.
 
-    Usually this is arithmetic on the bits. If there are NaNs or huge scales, the 256 products of a block's scale are
-    computed once and looked up.
+    Usually the function computes on the bits (`_multiplied`). If there are NaNs or huge scales, it instead computes the
+    products of every scale and all 256 byte values once, and looks them up.
     """
     values = to_float64(np.arange(256, dtype=np.uint8), parts.kind("")).astype(np.float32)
     bits = parts[""]
@@ -198,9 +203,9 @@ _STEP = 2**16  # elements to compute at a time, so that intermediate results sta
 
 
 def _halfway(scales: Array) -> bool:
-    """Return whether a product of a scale and a number of F8_E4M3 may be halfway between two numbers of bf16.
+    """Return whether a product of a scale and an F8_E4M3 value may be exactly halfway between two bf16 values.
 
-    If the product in fp32 is a normal number, only the eight mantissas of F8_E4M3 matter.
+    Only the eight mantissas of F8_E4M3 need to be tried, if the product is a normal number in fp32.
     """
     products = np.multiply.outer(np.arange(8, 16, dtype=np.float32), scales).view(np.uint32)
     small = (np.abs(scales) < 2**-100) & (scales != 0)
@@ -208,11 +213,12 @@ def _halfway(scales: Array) -> bool:
 
 
 def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array, even: bool) -> None:
-    """Multiply bytes of F8_E4M3 without NaNs by `factors`, which are 2^120 times the scales, and write to `out`.
+    """Multiply bytes of F8_E4M3 without NaNs by the scales, and write the products to `out`, which is fp32 or bf16.
 
-    The bits of a byte, moved to the positions of fp32, are 2^-120 of its value, also for subnormal values. So the
-    product is that of the value and the scale. `one` and `two` are fp32 buffers that are overwritten. `even` says
-    whether products halfway between two numbers must be rounded to the even one, because there may be such products.
+    `factors` has the scale of every column times 2^120. The bits of a byte, moved to the positions of fp32, are 2^-120
+    times its value, also for subnormal values, so the powers of two cancel. `one` and `two` are fp32 buffers that are
+    overwritten. `even` says whether a product may be halfway between two bf16 values; it is then rounded to the even
+    one.
     """
     signed = one.view(np.int32)
     np.copyto(signed, bits.view(np.int8))  # sign extension sets all upper bits
@@ -235,7 +241,7 @@ def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array,
 
 
 def _scales(scales: Array, kind: str) -> Array:
-    """Return scales as fp32. A byte is an exponent of two plus 127."""
+    """Return scales in fp32. If `kind` is F8_E8M0 or U8, a scale is a byte e that means 2^(e - 127)."""
     if kind not in _EXPONENTS:
         return to_float64(scales, kind).astype(np.float32)
     powers = np.exp2(scales.astype(np.float32) - 127)
@@ -259,8 +265,10 @@ def _mxfp4(_: _Settings, parts: Parts, __: str) -> Numbers | str:
 
 
 def _mxfp4_rows(parts: Parts) -> _Rows:
-    """Return a function for rows of [experts, in, out], from bytes [experts, out, groups, 16] and scales [experts, out,
-    groups]. It transposes the bytes, which are half as many as the values, in strips that fit into a core's cache.
+    """Return a function that computes rows of weights [experts, in, out].
+
+    They are stored as bytes [experts, out, groups, 16] and scales [experts, out, groups]. The function transposes the
+    bytes, which are half as many as the values, in strips that fit into a core's cache.
     """
     bits, exponents, pairs = parts["_blocks"], parts["_scales"], _mxfp4_pairs()
     out = bits.shape[1]
@@ -283,7 +291,10 @@ def _mxfp4_rows(parts: Parts) -> _Rows:
 
 @cache
 def _mxfp4_pairs() -> Array:
-    """Return the two bf16 values (low four bits first) of every scale (the high byte of the index) and byte."""
+    """Return a table of the two bf16 values that a byte stores, by 256 * scale + byte.
+
+    Each entry has 32 bits. Its low half is the value of the byte's low four bits.
+    """
     byte = np.arange(256)
     scaled = np.ldexp(np.concatenate([_FP4, -_FP4]), byte[:, None] - 127)
     numbers = cast_freely(scaled, "BF16").astype("<u4")
@@ -297,7 +308,7 @@ def _mxfp4_pairs() -> Array:
 def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
     """Unpack unsigned integers of `bits` bits from words of 32 bits: [rows, words] -> [rows, integers], as bytes.
 
-    `order` has the position of every integer in its word, if that is not its number.
+    Integer i of a word is at position `order[i]` in it, or at position i without an order.
     """
     unit = 32 // math.gcd(bits, 32)  # the number of integers that fill whole words
     groups = words.view(np.uint32).reshape(len(words), -1, unit * bits // 32)
@@ -312,10 +323,10 @@ def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
 
 
 def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | None, kind: str) -> Array:
-    """Compute (values - zeros) * scales in fp32, in which these differences are exact, rounded to the scales' type.
+    """Compute (values - zeros) * scales in fp32, and round the products to the dtype `kind` of the scales.
 
-    `values` [rows, columns] is fp32 and overwritten; scales and zeros are [rows, groups]. `groups` has the group of
-    every column, unless the groups are consecutive and of equal width.
+    The differences are exact. `values` [rows, columns] is fp32 and is overwritten; scales and zeros are [rows, groups].
+    `groups` has the group of every column; None if the groups are consecutive and of equal width.
     """
     if groups is None:
         grouped = values.reshape(len(values), scales.shape[1], -1)
@@ -330,7 +341,11 @@ def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | N
 
 
 def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | None:
-    """Return the group of every column, None if they are consecutive, or the reason why the tensor is wrong."""
+    """Return the number of every column's group, as the tensor `part` gives it for `columns` columns and `count`
+    groups.
+
+    Return None if the groups are consecutive and of equal width, and a reason in words if the tensor is wrong.
+    """
     if part not in parts or not parts.fetched:
         return None
     if parts.kind(part) not in ("I32", "I64") or parts.shape(part) != (columns,):
@@ -344,7 +359,7 @@ def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | 
 
 
 def _transposed(matrix: Array, start: int, end: int) -> Array:
-    """Return columns of a matrix as contiguous rows. Copying them first is faster, because columns are strided."""
+    """Return columns `start` to `end` of a matrix as contiguous rows. For speed, they are copied first."""
     return np.ascontiguousarray(np.ascontiguousarray(matrix[:, start:end]).T)
 
 
@@ -367,7 +382,10 @@ def _gptq_format(settings: _Settings) -> Any:
 
 
 def _packed(parts: Parts, bits: str = "qweight") -> str | None:
-    """Return what is wrong with the types and dimensions of packed integers, zeros and scales, or None."""
+    """Return what is wrong with the dtypes and dimensions of packed integers, zeros and scales, or None.
+
+    `bits` is the key of the packed integers.
+    """
     if parts.kind(bits) not in ("I32", "U32") or parts.kind("qzeros") not in ("I32", "U32"):
         return "the packed integers and zeros must be I32 or U32"
     if parts.kind("scales") not in ("F16", "BF16", "F32"):
@@ -531,7 +549,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
 
 
 def _state(parts: Parts, part: str) -> Mapping[str, Any]:
-    """Return the JSON object stored in a tensor, empty if it is none."""
+    """Return the JSON object that a tensor of bytes contains, or an empty one if it contains none."""
     if parts.kind(part) != "U8" or math.prod(parts.shape(part)) > _STATE_BYTES:
         return {}
     try:
@@ -605,7 +623,10 @@ def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
 
 # Complex: one branch for each scheme of compressed-tensors.
 def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # noqa: C901
-    """Return the numbers if they are stored as a group in config.json says, else the reason why not."""
+    """Return the weight that is stored as a group in config.json (`args`) says, or the reason why it does not fit.
+
+    `own` is the key of the quantised values: "weight_packed" for packed integers, or "weight".
+    """
     bits, strategy, size = args.get("num_bits"), args.get("strategy") or "tensor", args.get("group_size")
     block, scales, kind = args.get("block_structure"), parts.shape("weight_scale"), parts.kind("weight_scale")
     rows, columns = parts.shape(own)
@@ -657,7 +678,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # 
 
 
 def _indexed(parts: Parts) -> bool:
-    """Return whether weight_g_idx is used; -1 means that it is not."""
+    """Return whether weight_g_idx gives the groups of columns. If it contains -1, it is unused."""
     return not parts.fetched or not (parts["weight_g_idx"] == -1).any()
 
 
@@ -671,7 +692,12 @@ def _compressed_rows(
     groups: Array | None,
     zeroed: bool,
 ) -> _Rows:
-    """Return a function for rows in the dtype `kind`. `grid` is (rows per scale, scales down, scales across)."""
+    """Return a function that computes rows in the dtype `kind`.
+
+    `own` is the key of the quantised values. `grid` has the number of rows that share a scale, and the numbers of rows
+    and columns of the matrix of scales. `groups` has the group of every column; None if the groups are consecutive and
+    of equal width. `zeroed` says whether there are zero points.
+    """
     stored, (high, down, across) = parts[own], grid
     rows, columns = shape
     scales = to_float64(parts["weight_scale"], parts.kind("weight_scale")).astype(np.float32).reshape(down, across)

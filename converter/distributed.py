@@ -179,8 +179,9 @@ class _Interrupted(KeyboardInterrupt):
 class _Team(_Alone):
     """The common part of host and guests.
 
-    A message is a word and its content; the word "lost" means a closed connection. `hear` handles a message while
-    `changed` is locked. `leave` is called at the end, and raises if another process ended the run.
+    A message is a word and its content. The word "lost" means that the connection to the sender is closed. `hear`
+    handles a message; the lock `changed` is held meanwhile. `leave` is called at the end, and raises if another process
+    ended the run.
     """
 
     hear: Callable[[int, str, Any], None]
@@ -324,14 +325,17 @@ class _Host(_Team):
         self.part(verdict, error)
 
     def _silence(self, error: BaseException) -> None:
-        """After an error, stop all processes and wait until none writes."""
+        """After an error of this process, stop all processes and wait until none of them writes."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
                 self._settle(_Verdict.on(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, _ANSWER)
 
     def _settle(self, verdict: _Verdict) -> None:
-        """Record a failure. The first counts, but not an interruption, which torchrun causes if a process is lost."""
+        """Record a failure and stop all processes. Only the first failure is kept.
+
+        A later one replaces an interruption, because torchrun interrupts the other processes if one is lost.
+        """
         first = self.verdict is None
         if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
             self.verdict = verdict
@@ -361,15 +365,16 @@ class _Host(_Team):
 
 
 class _Guest(_Team):
-    """Another rank, which writes its share into the host's folder."""
+    """A rank other than 0, which writes its share into the host's folder."""
 
     offer: tuple[str, list[str], str] | None = None
+    """The host's folder, the names of the finished files in it, and the digest of the work; None before they arrive."""
 
     def staging(self, target: Path, force: bool) -> Staging:
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """Wait for the host's folder, and return its path, the finished files in it, and the digest of the work."""
+        """Wait until the host has made its folder, and return `offer`. Raises Elsewhere if the run has failed."""
         self.wait(lambda: self.offer or self.stop.is_set())
         self.check()
         assert self.offer is not None

@@ -84,7 +84,9 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
-    """Cast an array to another float type, both in carriers, to nearest even. Raises CheckpointError: out of range."""
+    """Cast an array to another float type, to nearest even. Both are in carriers. Raises CheckpointError if out of
+    range.
+    """
     if dtype == target:
         return array
     if dtype in ("F64", "I32", "U32"):
@@ -127,7 +129,10 @@ def _to_bf16(single: Array, odd: int) -> Array:
 
 
 def _in_range(narrow: Array, dtype: str, odd: int) -> Array:
-    """Return a rounded array. Raises CheckpointError if more than `odd` of its values are not finite."""
+    """Return an array that was cast to a narrower dtype, if no value became infinite. Raises CheckpointError otherwise.
+
+    `odd` is the number of values that were NaN or infinite before the cast.
+    """
     if lost := not_finite(narrow, dtype) - odd:
         raise CheckpointError(f"{lost} values are too large for {HF_NAMES[dtype]}")
     return narrow
@@ -137,7 +142,10 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 
 
 def not_finite(array: Array, dtype: str) -> int:
-    """Return the number of NaN and infinite values. `array` is contiguous, of any type with these bytes."""
+    """Return the number of NaN and infinite values of a contiguous array of this dtype.
+
+    The array may have its carrier's type or another one with the same bytes.
+    """
     if dtype not in _EXPONENTS or not array.size:
         return 0
     carrier, mask = _EXPONENTS[dtype]

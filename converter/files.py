@@ -79,7 +79,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """Return the bytes of a file that gptkit wrote, as `read_small`. Raises OSError also for a link."""
+    """Return the bytes of a file that gptkit wrote, as `read_small`. Raises OSError also for a symbolic link."""
     return _read(path, most, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -97,7 +97,7 @@ def _read(path: Path, most: int, flags: int) -> bytes:
 
 
 def at_once(work: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
-    """Return the results of `work` on the items, in order, with a few threads, which hash and wait in parallel."""
+    """Return the results of `work` for the items, in their order. A few threads work in parallel."""
     from concurrent.futures import ThreadPoolExecutor  # here, because most commands never need it
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -120,7 +120,7 @@ def seal(path: Path) -> int:
 
 
 def open_own(path: Path) -> io.BufferedReader:
-    """Open a plain file that belongs to this user and has one name. Raises OSError for anything else."""
+    """Open a plain file that belongs to this user and has no other hard link. Raises OSError for anything else."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
@@ -130,7 +130,7 @@ def open_own(path: Path) -> io.BufferedReader:
 
 
 def failed(what: str, path: Path, error: OSError) -> GptkitError:
-    """Return the error for a failed operation on a path, with a hint if the disk is full."""
+    """Return the error for a failed operation (`what`, a verb) on a path, with a hint if the disk is full."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "Free some space, or write to another disk." if full else None
     return GptkitError(f"could not {what} {path}: {error.strerror or error}", hint)
@@ -138,9 +138,10 @@ def failed(what: str, path: Path, error: OSError) -> GptkitError:
 
 @contextmanager
 def locked(target: Path) -> Iterator[bool]:
-    """Lock a target with flock on a sibling `.<name>.lock`, which ends even with kill -9.
+    """Lock a target with flock on the file `.<name>.lock` next to it. The lock ends with this process, even by kill -9.
 
-    Yield whether it is locked, because some file systems have no locks. Raises GptkitError if another process has it.
+    Yield whether the target is locked; some file systems have no locks. Raises GptkitError if another process has the
+    lock.
     """
     path = target.parent / f".{target.name}.lock"
     while (lock := _take(path, target)) is None:
