@@ -1,7 +1,8 @@
 """Quantise to fp8 with a scale for every block of 128 x 128, the format of DeepSeek-V3 and Qwen3.
 
-A block's largest value becomes fp8's largest, 448. The bits are identical to those of transformers
-(integrations/finegrained_fp8.py, Fp8Quantize). It does not quantise partial blocks at an edge; gptkit scales them too.
+The largest value of a block becomes the largest value of fp8, 448. The bits are identical to those of transformers
+(integrations/finegrained_fp8.py, Fp8Quantize). transformers does not quantise matrices with partial blocks at an edge;
+gptkit does.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,7 +23,10 @@ _ROLES = ("reads", "writes", "inner")
 
 
 def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
-    """Return the names of the leaves that transformers quantises to fp8: layer matrices [out, in] but routers."""
+    """Return the names of the leaves that transformers quantises to fp8.
+
+    These are the matrices of layers that are stored as [out, in], except those of routers.
+    """
     parameters = {parameter.name: parameter for parameter in spec.parameters()}
     names = set()
     for leaf in leaves:
@@ -39,7 +43,7 @@ def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
 
 
 def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str) -> dict[str, Any]:
-    """Return config.json's quantization_config, with the matrices that transformers must not quantise."""
+    """Return the quantization_config for config.json. It lists the matrices that transformers must not quantise."""
     unquantised = [leaf.checkpoint for leaf in leaves if len(leaf.shape) == 2 and leaf.checkpoint not in quantised]
     names = sorted({name.removesuffix(".weight") for name in (*unquantised, head) if name.endswith(".weight")})
     return {
@@ -52,7 +56,7 @@ def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str)
 
 
 def stored(leaf: BoundLeaf) -> list[Entry]:
-    """Return the entries of a leaf's bits and of its scales, in this order."""
+    """Return the two tensors that store a quantised leaf: its fp8 values, and its scales."""
     grid = (-(-leaf.shape[0] // _BLOCK), -(-leaf.shape[1] // _BLOCK))
     scales = replace(leaf, checkpoint=f"{leaf.checkpoint}_scale_inv", shape=grid)
     return [Entry(leaf, "F8_E4M3", _bits, _numbers, _BLOCK), Entry(scales, "F32", _inverses, None, _BLOCK)]
@@ -94,7 +98,7 @@ def _rounded(values: Array) -> Array:
 
 
 def _numbers(bits: Array, rows: Array, dtype: str) -> Array:
-    """Return the values of quantised bits. `rows` are the values before quantising."""
+    """Return the values that quantised rows represent. `rows` are their values before quantising."""
     table = to_float64(np.arange(256, dtype=np.uint8), "F8_E4M3").astype(np.float32)
     values = table.take(bits).reshape(rows.shape)
     return values * _spread(_inverses(rows, dtype), values.shape)

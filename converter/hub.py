@@ -46,7 +46,7 @@ WAY_ON = f"Go online, or {_NO_NETWORK}"
 
 
 class NoConfig(InvalidInput):
-    """A repository has no config.json; it may have files of another kind."""
+    """The repository has no config.json. It may have files of another format."""
 
     def __init__(self, repository: Repository) -> None:
         hint = "It may contain a GGUF, which gptkit params can read, or an adapter: gptkit swap BASE OUT"
@@ -58,7 +58,7 @@ class NoModel(InvalidInput):
 
 
 class _RemoteFile(msgspec.Struct):
-    """The fields of a file in a repository's listing that gptkit uses."""
+    """A file in the hub's list of a repository. Only the fields that gptkit uses are read."""
 
     rfilename: str = ""
     size: int | None = None
@@ -84,15 +84,19 @@ class Repository:
     """The files at the top level; None if the hub lists none. Offline, the files in the cache."""
     notes: list[str] = field(default_factory=list)
     why_offline: str = "network access is off"
+    """The reason for messages, if files may not be fetched."""
     nested: Mapping[str, _RemoteFile] = field(default_factory=dict)
-    """The files in folders."""
+    """The files in subfolders, by their paths."""
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
     @classmethod
     def open(cls, repo: str, revision: str | None, *, offline: bool = False) -> Repository:
-        """Open a repository at the hub's commit, or at the cache's, with a note, if the hub cannot be reached."""
+        """Open a repository at the commit that the hub reports for a revision.
+
+        If the hub cannot be reached, open it at the commit in the cache, with a note.
+        """
         asked = cls(repo, revision, "", online=not offline)
         if offline:
             return asked.as_cached()
@@ -111,9 +115,10 @@ class Repository:
         return asked
 
     def as_cached(self) -> Repository:
-        """Return the repository in the cache, at its commit if that is known.
+        """Return the repository as it is in the cache, at its commit if that is known. Raises Offline if it is not
+        there.
 
-        A note says so unless this is --offline.
+        If the hub was tried and could not be reached, a note says so.
         """
         config = self._cached(CONFIG) if self.commit else self._cached(CONFIG, self.revision)
         why = "the hub could not be reached" if self.online else self.why_offline
@@ -126,7 +131,10 @@ class Repository:
         return Repository(self.repo, self.revision, commit, False, files, [*notes], why, nested)
 
     def list_files(self) -> None:
-        """Fetch the list of all files, once. If the hub does not list them, `_has` asks for every file separately."""
+        """Fetch the list of all files, once.
+
+        Some mirrors do not list files. `files` then stays None, and gptkit asks for every file separately.
+        """
         if not self.online or self.files is not None:
             return
         try:
@@ -141,9 +149,9 @@ class Repository:
             _log.debug("%s cannot be listed: %r", self, error)
 
     def siblings(self) -> list[_RemoteFile]:
-        """Return the files in the hub's API.
+        """Ask the hub's API for the files of the repository, and return them.
 
-        Raises InvalidInput if the list is too long, because a server may never end.
+        Raises InvalidInput if the answer is too long, because a server might never end it.
         """
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
@@ -176,7 +184,10 @@ class Repository:
                 return None
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
-        """Return the complete file in the cache, at the commit or another revision (None: the default branch)."""
+        """Return a file in the cache if it is complete, else None.
+
+        It is that of the repository's commit, or of another `revision` (None: the default branch).
+        """
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 
@@ -278,7 +289,7 @@ class Repository:
             )
 
     def record(self) -> None:
-        """Record in the cache the commit of the branch, so that the branch can be used offline."""
+        """Record in the cache which commit the branch is at, so that the branch can be used offline."""
         if not self.online or self.revision == self.commit:
             return
         config = self._cached(CONFIG, self.revision)
@@ -288,7 +299,7 @@ class Repository:
             hf_hub_download(self.repo, CONFIG, revision=self.revision)
 
     def settle(self, name: str = CONFIG) -> None:
-        """Find the commit, with a HEAD request for a file that should exist."""
+        """Find the commit, by a HEAD request for the file `name`. Raises InvalidInput if there is no such file."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
@@ -308,7 +319,10 @@ class Repository:
         self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
-        """Return the cached file, complete or not, at the commit or another revision (None: the default branch)."""
+        """Return a file in the cache, even if it is incomplete, or None.
+
+        It is that of the repository's commit, or of another `revision` (None: the default branch).
+        """
         try:
             path = try_to_load_from_cache(self.repo, name, revision=self.commit if revision == "" else revision)
         except (OSError, ValueError) as error:  # the library refuses the name, or cannot read the cache
@@ -317,9 +331,9 @@ class Repository:
 
 
 def _counting(repository: Repository, name: str) -> Any:
-    """Return a progress bar class that stops a download that is too long.
+    """Return a class for progress bars that raises InvalidInput if a download is too long.
 
-    It is called before every piece is written.
+    The library calls it before it writes every piece.
     """
     limit = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
     most = min((size for size in (repository.size(name), limit) if size is not None), default=None)
@@ -341,7 +355,7 @@ def _counting(repository: Repository, name: str) -> Any:
 
 @contextmanager
 def _short_refusals(repository: Repository) -> Iterator[None]:
-    """Prevent the library from reading a long error answer, which it would read into memory."""
+    """Refuse long error answers inside a `with`. The hub library would read them into memory."""
 
     def refuse(response: Any) -> None:
         long = (stated_length(response) or 0) >= _MAX_REFUSAL
@@ -358,7 +372,7 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
 
 @contextmanager
 def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the uncompressed answer to a GET, whose body is not yet read. Raises as `typed_errors`."""
+    """Yield the uncompressed response to a GET request before its body is read. Raises as `typed_errors`."""
     with _library.http_stream_backoff(
         "GET",
         url,
@@ -379,7 +393,7 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
 
 
 def stated_length(response: Any) -> int | None:
-    """Return the Content-Length of an answer, or None."""
+    """Return the Content-Length of a response, or None."""
     length = response.headers.get("Content-Length", "")
     return int(length) if length.isdecimal() else None
 
@@ -392,7 +406,10 @@ def _is_nested(name: str) -> bool:
 def gather(
     repository: Repository, check: Callable[[Path], object], *, weights: bool, companions: bool, allow_pickle: bool
 ) -> Path:
-    """Fetch files of a repository and return their folder. `check` gets the folder before any weight is fetched."""
+    """Fetch the files of a repository that are asked for, and return their folder.
+
+    `check` is called with the folder once config.json is there, before any weight is fetched.
+    """
     folder = repository.folder()
     check(folder)
     if weights or companions:
@@ -424,7 +441,9 @@ def offline_by_environment() -> bool:
 
 @contextmanager
 def typed_errors(repository: Repository, fetching: str | None = None) -> Iterator[None]:
-    """Turn errors of the hub library and the network into gptkit's; `fetching` is the file that is being fetched."""
+    """Turn errors of the hub library and the network into gptkit's. `fetching` is the name of the file, if one is
+    fetched.
+    """
     # The base class of the HTTP library's errors. The hub library has changed its HTTP library twice.
     transport = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
     repo = repository.repo
@@ -474,7 +493,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refused(repository: Repository, status: int, text: str = "", reason: str | None = None) -> GptkitError:
-    """Return the error for an answer that is not a success."""
+    """Return the error for a response whose status is not a success."""
     if status >= 500 or status in (408, 429):
         return Offline(
             f"{repository}: the hub answered with the HTTP status {status}", f"Try again later, or {_NO_NETWORK}"

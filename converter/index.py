@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint: one file, or shards with an index; every tensor with its file and place."""
+"""Find the weight files of a checkpoint, one file or shards with an index, and the place of every tensor in them."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,18 +31,18 @@ _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: a view of the `nbytes` bytes from `start`. A tensor without a file is zeros."""
+    """A tensor in a file. Its elements are in the `nbytes` bytes from byte `start`."""
 
-    path: Path | None
+    path: Path | None  # None if the tensor is in no file; it is then zero
     dtype: str
     shape: tuple[int, ...]
     start: int = 0
     nbytes: int = 0
     strides: tuple[int, ...] | None = None  # in elements; None for a contiguous tensor
-    offset: int = 0  # in elements
-    decode: Callable[[np.ndarray], np.ndarray] | None = None  # computes the values, if they are not stored as they are
+    offset: int = 0  # of the first element, in elements from `start`
+    decode: Callable[[np.ndarray], np.ndarray] | None = None  # computes the values from the stored bytes
     kind: str = ""  # the type of quantised bytes
-    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # bytes per piece -> the values, whole rows at a time
+    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # piece size in bytes -> values in whole rows
 
     @property
     def itemsize(self) -> int:
@@ -54,12 +54,14 @@ class Stored:
 
     @property
     def place(self) -> int:
-        """Return the offset of the first element in the file."""
+        """Return the byte of the file at which the first element begins."""
         return self.start + (self.offset * self.itemsize if self.offset else 0)
 
     @property
     def reach(self) -> int:
-        """Return the number of elements that the view spans in the file."""
+        """Return the number of elements from the first to the last one in the file, with those between that are not
+        used.
+        """
         if self.strides is None or not self.count:
             return self.count
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -137,7 +139,10 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
 
 
 def index_of(folder: Path, files: WeightFiles) -> str | None:
-    """Return the text of an index that lists exactly the tensors of a single file, or None for another index."""
+    """Return the text of the index next to a single weight file.
+
+    Return None if there is no index, or if it does not list exactly the tensors of the file.
+    """
     path = folder / INDEX
     try:
         return path.read_text("utf-8") if read_index(path) == dict.fromkeys(files.tensors, SINGLE) else None
@@ -221,7 +226,9 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
-    """Return the weights of shards, by their headers. Raises CheckpointError if the index lists other tensors."""
+    """Return the weights of shards from their headers. Raises CheckpointError unless the index lists exactly their
+    tensors.
+    """
     files_of: dict[str, list[str]] = {}
     for name, header in headers.items():
         for tensor in header.tensors:

@@ -29,7 +29,10 @@ _Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex: a tenth of a second sha256's cost."""
+    """The place of a tensor in its file, bytes `start` to `end` (exclusive), and the hash of these bytes.
+
+    XXH3-128 (in hex) takes a tenth of the time of a second sha256.
+    """
 
     start: _Place
     end: _Place
@@ -37,7 +40,7 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file's sha256 in hex, and its tensors by name. Bytes of no tensor are its header and padding."""
+    """A file's sha256 in hex, and its tensors by name. Its other bytes are header and padding."""
 
     sha256: str
     tensors: Mapping[str, TensorRecord] = {}
@@ -93,7 +96,9 @@ def walk(folder: Path) -> Iterator[str]:
 
 
 def check_manifest(folder: Path) -> list[str]:
-    """Hash a folder's files again, and return the differences from manifest.json as text, by tensor."""
+    """Hash the files of a folder again. Return the differences from manifest.json as lines of text, by tensor if
+    possible.
+    """
     try:
         record = read_manifest(folder / MANIFEST)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ class Match:
     extra: list[str] = field(default_factory=list)
     """Tensors without a place in the model."""
     twice: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of tensors that are the same leaf under two names."""
+    """Pairs of tensors that store the same leaf under two names."""
     shaped: list[str] = field(default_factory=list)
     """Leaves whose tensors have another shape."""
     typed: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Match:
     carried: dict[str, dict[str, str]] = field(default_factory=dict)
     """Tensors that no layer computes with, but that are copied along, by group: leaf -> tensor."""
     altered: list[str] = field(default_factory=list)
-    """Tensors that no layer reads, and whose values differ from those that the family computes with."""
+    """Tensors that no layer of gptkit reads, although their values differ from those that gptkit computes with."""
     dropped: list[str] = field(default_factory=list)
     """Buffers that are not weights."""
 
@@ -53,7 +53,10 @@ class Match:
         return [name for name in self.declared if name not in self.matched]
 
     def own_head(self, family: Architecture | None) -> list[str]:
-        """Return the tensors of a head that the family does not have: outside the layers, and without its prefix."""
+        """Return the extra tensors that may be the head of another class, such as a classifier.
+
+        They are outside of the layers, and their names do not begin with the prefix of the language model.
+        """
         prefixes = () if family is None or not family.prefix else (family.prefix,)
         layer_tensors = [name for name in self.extra if any(part.isdecimal() for part in name.split("."))]
         return [name for name in self.extra if name not in layer_tensors and not name.startswith(prefixes)]
@@ -133,8 +136,10 @@ def _is_tied(pairs: Match, spec: ModelSpec, weights: Weights, name: str) -> bool
 
 
 def _altered(pairs: Match, spec: ModelSpec, weights: Weights, family: Architecture | None) -> list[str]:
-    """Return the tensors that no layer reads, and that differ from the tensor that they repeat, or from the values that
-    follow from the config. transformers would compute with the stored values.
+    """Return the tensors of group "unused" with other values than gptkit assumes.
+
+    Such a tensor repeats another one or follows from the config, so gptkit does not read it. transformers would compute
+    with its stored values.
     """
     wrong: list[str] = []
     unused: Mapping[str, str] = {} if family is None else pairs.carried.get("unused", {})

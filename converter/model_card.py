@@ -29,16 +29,16 @@ _MOST = 200
 
 
 class _Measured(msgspec.Struct):
-    """The figures of a model on the held-out text: means over its runs, and the largest KL minus the smallest."""
+    """The KL divergence and loss of a model on the held-out text."""
 
-    kl: float
-    loss: float
-    kl_spread: float = 0.0
+    kl: float  # the mean over the runs
+    loss: float  # the mean over the runs
+    kl_spread: float = 0.0  # the largest KL of a run minus the smallest
     runs: list[Any] = []
 
 
 class _Healing(msgspec.Struct):
-    """A healing in a history, as far as the card shows it."""
+    """The result of a `heal`, as the history in gptkit.json records it. The card shows these fields."""
 
     tokens: int
     train: str

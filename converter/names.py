@@ -24,12 +24,15 @@ POINTER = b"version https://git-lfs"
 
 
 def is_plain(name: str) -> bool:
-    """Return whether this is a plain file name. The file may be a symlink, as in the hub's cache."""
+    """Return whether this is the name of a file in a folder, without any path. Such a file may be a link."""
     return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
 
 
 def listing(path: Path) -> frozenset[str] | None:
-    """Return the names of a folder's files, or None for a file. Raises OSError; InvalidInput for a pipe."""
+    """Return the names of the files in a folder, or None if the path is a file.
+
+    Raises OSError; InvalidInput for a pipe or device.
+    """
     try:
         with os.scandir(path) as entries:
             return frozenset(entry.name for entry in entries if _is_file(entry))
@@ -83,7 +86,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def json_bytes(data: Any) -> bytes:
-    """Return JSON as transformers writes config files. Lone surrogates, which UTF-8 does not have, are escaped."""
+    """Return JSON as transformers writes config files. Lone surrogates, which UTF-8 cannot encode, are escaped."""
     try:
         return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -98,8 +101,8 @@ def stated_name(path: Path) -> str:
     """Return the name of a folder that a small file such as `latest` contains.
 
     Raises:
-        CheckpointError: the file cannot be read. UntrustedInput: it is a link out of its folder, except to the blobs of
-            the hub's cache, to which all files of a snapshot link.
+        CheckpointError: the file cannot be read.
+        UntrustedInput: the file is a link out of its folder. Links into the blobs of the hub's cache are allowed.
     """
     home, target = path.parent.resolve(), path.resolve()
     if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":

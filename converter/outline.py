@@ -29,12 +29,12 @@ class Outline:
     assumed: tuple[str, ...] = ()  # notes of sizes that config.json leaves to transformers' defaults
 
     def __deepcopy__(self, _: object) -> Self:
-        """Return this outline itself: it never changes, and `texts` may be in mapped files, which cannot be copied."""
+        """Return this outline itself. It never changes, and `texts` may be in mapped files, which cannot be copied."""
         return self
 
     @property
     def family(self) -> str:
-        """Return the name of its family, or "" if it has none."""
+        """Return the name of the family that the model came from, or "" if it has none."""
         return self.origin.family or ""
 
 
@@ -92,8 +92,9 @@ def _of_hub(resolved: Reference, offline: bool, companions: bool) -> Outline:
 
 
 def _unfit(resolved: Reference) -> tuple[str, ...]:
-    """Return notes on weights that do not match their config.json, and on other files in the folder. Nothing is
-    refused, because the weights may not be complete yet.
+    """Return notes on weights next to a config.json that do not match it, and on tensors that gptkit does not compute.
+
+    Nothing is refused, because the weights may be incomplete yet.
     """
     if not {SINGLE, INDEX} & (resolved.names or frozenset()):
         return ()

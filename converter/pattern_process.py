@@ -14,7 +14,10 @@ _COSTS = (MEMORY, 2**10, 1.0, 1 / 2**17)
 
 
 def answer(question: dict[str, list[str]]) -> list[int]:
-    """Return, for every name, the index of the first expression that matches all of it, or -1."""
+    """Return, for every name, the index of the first expression that matches the whole name, or -1.
+
+    The question has the expressions and the names.
+    """
     allow(sum(map(len, (*question["patterns"], *question["names"]))), _COSTS)
     patterns = [re.compile(pattern) for pattern in question["patterns"]]
     indices = []

@@ -17,9 +17,9 @@ _LONGEST = 4096  # characters of all expressions together
 
 
 def first_matches(where: str, patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """Return, for every name, the first pattern that matches its end after a dot, or None, as peft's `get_pattern_key`.
+    """Return, for every name, the first pattern that matches the name or its end after a dot, or None.
 
-    Raises InvalidInput, which begins with `where`.
+    This is what peft's `get_pattern_key` does. Raises InvalidInput, whose message begins with `where`.
     """
     if sum(map(len, patterns)) > _LONGEST:
         raise InvalidInput(f"{where}: its regular expressions have more than {_LONGEST:,} characters in total")

@@ -60,14 +60,17 @@ _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 class _RefusedError(Exception):
-    """The file cannot be read, for the reason in the text."""
+    """The file cannot be read. The text gives the reason."""
 
 
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
 def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[str, tuple[int, int]]:
-    """Return the first byte and length of every member. Raises RefusedError if one is compressed or they overlap."""
+    """Return the first byte and length of every member of a zip archive that `writer` made.
+
+    Raises RefusedError if a member is compressed, or if members overlap.
+    """
     file.seek(0)
     beginning = file.read(4)
     try:
@@ -106,10 +109,10 @@ def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[
 
 
 class _Known(NamedTuple):
-    """A stand-in for a name that a pickle may use. `element` is the element type of a storage or dtype."""
+    """A stand-in for a class or function that a pickle may name."""
 
     name: str
-    element: str = ""
+    element: str = ""  # the element type, if the name is that of a storage class or dtype
 
     def __call__(self, *args: Any) -> Any:
         if self.name == "OrderedDict":
@@ -146,7 +149,7 @@ class _UnreadObject(NamedTuple):
 
 
 class _PickledStorage:
-    """The `nbytes` bytes of the file from byte `start`."""
+    """A storage of a pickled tensor: the `nbytes` bytes of the file from byte `start`."""
 
     def __init__(self, element: str, start: int, nbytes: int) -> None:
         self.element, self.start, self.nbytes = element, start, nbytes
@@ -266,10 +269,11 @@ class _ArchivePart:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads the plain data of a pickle that uses only `names`, with the places of its tensors.
+    """An unpickler for plain data and tensors that only uses `names`.
 
-    The places are in `places` for an archive; a stream's `storages` get them later. This is the unpickler in C, which
-    is only safe in confined processes, because one opcode can use any amount of memory.
+    `places` gives the first byte and length of every storage in an archive. In a stream they are not yet known, so
+    `storages` keeps the storages until they are. This is Python's unpickler in C, which is only safe in confined
+    processes, because one opcode can use any amount of memory.
     """
 
     def __init__(
@@ -320,7 +324,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _bytes_of(element: str) -> int:
-    """Return the bytes of an element type, whose name has its bits."""
+    """Return the size in bytes of one element of a type. The type's name contains its number of bits."""
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
@@ -389,7 +393,7 @@ def _archived(file: _ArchivePart, size: int) -> Any:
 
 
 class _Plain:
-    """Converts values to JSON, at most `_MAX_VALUES`, because a pickle may refer to one object many times."""
+    """Converts values to JSON. It stops after `_MAX_VALUES`, because a pickle may refer to one object many times."""
 
     def __init__(self) -> None:
         self._values, self._text = _MAX_VALUES, _MAX_TEXT
@@ -467,7 +471,10 @@ def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
 
 
 def _stream(file: BinaryIO, size: int) -> Any:
-    """Read a stream: pickles, and then the number of elements and data of every storage. Raises RefusedError."""
+    """Read the older format: pickles, followed by the number of elements and the data of every storage.
+
+    Raises RefusedError.
+    """
     file.seek(0)
     part = io.BytesIO(file.read(min(size, _MAX_PICKLE)))
     _allow(min(size, _MAX_PICKLE))
@@ -513,7 +520,7 @@ nothing replace their objects.
 
 
 class _Stand:
-    """A stand-in for an object of a class, with the state that was pickled."""
+    """A stand-in for an object of any class. It keeps the state that was pickled."""
 
     state: Any = None
 

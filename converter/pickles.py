@@ -35,14 +35,14 @@ _OTHER = {
 
 @dataclass(frozen=True, slots=True)
 class Unplain:
-    """Something in a file that is neither plain data nor a plain tensor."""
+    """A stand-in for an object in a file that is neither plain data nor a plain tensor."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class PickledShard:
-    """A rank's part of a tensor, with the fields of `pickle_process._Shard`."""
+    """A rank's part of a tensor. The fields are those of `pickle_process._Shard`."""
 
     local: Stored
     shape: tuple[int, ...]
@@ -107,8 +107,10 @@ def _refuse_other(path: Path) -> None:
 
 
 class Unpickler:
-    """A process that reads pickles; a new one is started if it dies. `parts` is the number of questions about parts of
-    a file. `hint` is the advice for a file that cannot be read.
+    """A process that reads pickles. If it dies, a new one is started.
+
+    `parts` is the number of questions about parts of a file. `hint` is the advice in errors for files that cannot be
+    read.
     """
 
     def __init__(self, parts: int = 0, hint: str = _HINT) -> None:
@@ -117,7 +119,10 @@ class Unpickler:
         self._process: Confined | None = None
 
     def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
-        """Return the process's answer about a file, with tensors as `Stored`. Errors begin with `where`."""
+        """Ask the process about a file, and return its answer with tensors as `Stored`.
+
+        Errors begin with `where`, and say that `what` cannot be read.
+        """
         try:
             self._process = self._process or Confined("pickle_process", self._seconds)
         except OSError as error:
@@ -199,7 +204,7 @@ def _names_of(owner: str, prefix: str) -> str:
 
 
 def _way_on(keys: str, prefix: str, only: bool) -> str:
-    """Return how to write a file that has only the tensors, under the family's names."""
+    """Return advice for the user: how to write a file with only the tensors, under the family's names."""
     state = f"torch.load(FILE){keys}"
     if prefix or only:
         name = f"k.removeprefix({prefix!r})" if prefix else "k"
@@ -210,7 +215,7 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
 
 
 def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
-    """Yield a dictionary and all nested ones: the path of keys, its tensors, and its number of entries."""
+    """Yield a dictionary and all nested ones: the keys that lead to it, its tensors, and its number of entries."""
     if not isinstance(value, dict) or len(where) > _DEPTH:
         return
     named = {key: item for key, item in value.items() if isinstance(key, str)}

@@ -11,7 +11,7 @@ _MAX_VALUES = 2**16
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """The loader in Python, whose recursion is limited, without merge keys, which can copy without limit."""
+    """PyYAML's loader in Python, with limited recursion. Merge keys are off, because they can copy without limit."""
 
     def flatten_mapping(self, node: Any) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):

@@ -83,13 +83,16 @@ class Staging:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Lock the target while the work is prepared and `key` may change. Raises what entering would raise."""
+        """Lock the target inside a `with`, while the work is prepared and `key` may change.
+
+        Raises the same errors as entering the Staging.
+        """
         with contextlib.ExitStack() as stack:
             self._claim(stack)
             yield
 
     def check(self) -> None:
-        """Raise what entering would raise now."""
+        """Raise the errors that entering the Staging would raise now."""
         with self.reserved():
             pass
 
@@ -185,7 +188,7 @@ class Staging:
         return kept
 
     def _rename(self, path: Path) -> Path | None:
-        """Make `path`, or the single file in it, the target. Return the folder to remove now, or None."""
+        """Give `path`, or the single file in it, the target's name. Return the folder to remove afterwards, or None."""
         self._check_target()  # again, because the work since the first check may have taken an hour
         if self.single is not None:
             file = path / self.target.name
@@ -224,7 +227,7 @@ class Staging:
         return aside
 
     def _claim(self, stack: contextlib.ExitStack) -> None:
-        """Lock the target on the stack, and check that it may be made. Raises UsageError, GptkitError."""
+        """Lock the target until the stack is closed, and check that it may be made. Raises UsageError, GptkitError."""
         require_place(self.target)
         try:
             if self._locked is None:
@@ -269,7 +272,10 @@ class Staging:
             users_files(target)
 
     def _open(self) -> None:
-        """Make the folder, or continue with the one of this key, and remove the others. Raises OSError."""
+        """Make the partial folder, or continue in that of an interrupted run with the same key. Remove all others.
+
+        Raises OSError.
+        """
         self.finished, self._known = {}, {}
         for folder in self._siblings("partial"):
             # Rename it first. If a process on another machine still uses it (some network file systems do not share
@@ -291,7 +297,10 @@ class Staging:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
 
     def _siblings(self, kind: str) -> list[Path]:
-        """Return this user's folders of this kind from earlier runs; empty without a lock, as they may be in use."""
+        """Return the folders of this user that earlier runs for the same target have left.
+
+        `kind` is "partial" or "old". Without a lock return none, because a folder may be in use.
+        """
         if not self._locked:
             return []
         pattern = re.compile(re.escape(f".{self.target.name}.{kind}-") + r"[0-9]+-[0-9a-f]{8}")
@@ -375,7 +384,7 @@ def _is_listed(path: Path, entry: object) -> bool:
 
 
 def _free(folder: Path, name: str) -> str:
-    """Return a free name in a folder: `.old` is added to a part that exists already."""
+    """Return a free name for a file in a folder. If the path or a part of it is taken, that part becomes NAME.old."""
     parts = name.split("/")
     for at in range(1, len(parts) + 1):
         part = folder.joinpath(*parts[:at])
@@ -455,7 +464,7 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of a Staging, its journal last.
+    """Remove a folder that a Staging made, its journal last, so that an interrupted removal can be repeated.
 
     A failure is only logged, because the next Staging tries again.
     """
@@ -562,6 +571,6 @@ def read_journal(folder: Path) -> list[dict[str, object]]:
 
 
 def _is_plain(name: object) -> TypeGuard[str]:
-    """Return whether this is the name of a file in the folder itself, and not of the journal or manifest."""
+    """Return whether this is the name of a file directly in the folder, other than the journal and the manifest."""
     reserved = (".", "..", MANIFEST, JOURNAL, f"{JOURNAL}.new")
     return isinstance(name, str) and bool(name) and name not in reserved and not set(name) & {"/", "\0"}

@@ -1,8 +1,8 @@
 """Read quantised weights, which are stored with their scales, as floating-point numbers.
 
-The suffixes of their names show which tensors belong together. The method in config.json (`dequantise.METHODS`) says
-which shapes and types fit, and computes the numbers. Numbers are computed when a tensor is read, some rows at a time,
-so any reader of tensors can read them, and needs memory only for the rows that it reads.
+The endings of tensor names show which tensors belong together. The method in config.json (`dequantise.METHODS`) says
+which shapes and types fit, and computes the values. They are computed when a tensor is read, some rows at a time, so
+every reader of tensors can read quantised weights, and needs memory only for the rows that it reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,11 +31,14 @@ _ACTIVATION_SCALES = (
 
 
 def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: Path) -> tuple[Weights, str]:
-    """Return the tensors of a checkpoint as numbers, by the method in its config.json (one of `METHODS`), and a note
-    that says so. `dtype` is the result's dtype if the method does not fix it: "F32", or "BF16", rounded once.
+    """Return the tensors of a checkpoint with dequantised weights, and a note that says so.
+
+    The method is the one in config.json, and one of `METHODS`. `dtype` is the result's dtype if the method does not
+    determine it: "F32", or "BF16" (rounded once).
 
     Raises:
-        Quantised: bits without scales, scales without bits, shapes, types or settings that do not fit; all of them.
+        Quantised: values without scales, scales without values, or shapes, types or settings that do not fit. The
+            message lists all of them.
     """
     settings, description = config["quantization_config"], quantisation(config)
     assert description is not None
@@ -91,7 +94,11 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
 
 
 def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-    """Return whether a tensor has quantised bits: by a unique suffix, by its dtype, or because it has scales."""
+    """Return whether a tensor has the quantised values of a weight.
+
+    Its ending must be the scheme's. If plain weights have this ending too, the dtype or the scales of the tensor
+    decide.
+    """
     kind = info[name][0]
     if not name.endswith(scheme.bits) or (scheme.kinds and kind not in scheme.kinds):
         return False
@@ -101,7 +108,7 @@ def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int,
 
 
 def _pieces(numbers: Numbers, nbytes: int) -> Iterator[Array]:
-    """Yield the numbers in pieces of whole rows, of about `nbytes` bytes."""
+    """Yield the values of a quantised weight in pieces of whole rows, of about `nbytes` bytes."""
     *matrices, rows, columns = numbers.shape
     per_row = max(1, columns * DTYPES[numbers.dtype].itemsize)
     step = max(1, nbytes // per_row // numbers.step) * numbers.step

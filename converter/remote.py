@@ -1,8 +1,9 @@
 """Read only the headers of weight files on the hub, by range requests of a few kilobytes.
 
-huggingface_hub has a function for this, but it accepts whatever a server sends for a range, even gigabytes, and checks
-little of a header and not the file's size. gptkit uses its session, addresses and tokens, with its own checks: it
-checks the length of a header before it reads it, and closes the connection to a server that ignores ranges.
+huggingface_hub has a function for this. But it accepts whatever a server sends for a range, even gigabytes, hardly
+checks the header, and does not check the file's size. gptkit uses the session, addresses and tokens of huggingface_hub
+with checks of its own: it checks the length of a header before it reads it, and closes the connection to a server that
+ignores ranges.
 """
 
 import re
@@ -28,7 +29,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
-    """Return every tensor of a repository, from the cache or by range requests; None if it has only pickles."""
+    """Return the headers of a repository's weights, from the cache or by range requests; None for pickles only."""
     folder = repository.folder()
     repository.list_files()
     names = repository.weight_names(allow_pickle)
@@ -45,9 +46,10 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
 
 
 class _Remote:
-    """A file of a repository.
+    """A file of a repository that is fetched in parts.
 
-    `data` is the beginning that was fetched so far, and `size` the bytes of the whole file.
+    `data` is the beginning of the file that was fetched so far, and `size` the file's size in bytes. `otherwise` is the
+    advice in errors.
     """
 
     def __init__(self, repository: Repository, name: str, otherwise: str) -> None:
@@ -80,7 +82,7 @@ class _Remote:
             )
 
     def sample(self, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (exclusive) from the server. Raises InvalidInput, Offline."""
+        """Fetch bytes `start` to `end` (exclusive), without keeping them. Raises InvalidInput, Offline."""
         self.sampled = True
         data, _, _ = self._read(start, end)
         if len(data) != end - start:
@@ -143,7 +145,10 @@ _GGUF_MOST = 2**27  # bytes of a header; the largest vocabulary with its merges 
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
-    """Return the only GGUF file of a repository without config.json. Raises `why` if there is none, InvalidInput."""
+    """Return the name of the only GGUF file in a repository without config.json.
+
+    Raises `why` if there is none, and InvalidInput if there are several, or an adapter.
+    """
     names = [sibling.rfilename for sibling in Repository(repo, revision, "", True).siblings()]
     files = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
     if not files and ADAPTER_CONFIG in names:
@@ -168,7 +173,8 @@ def read_gguf(
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
     """Return (spec, origin, commit, notes) of a GGUF file in a repository. Raises InvalidInput, Offline.
 
-    A few kilobytes of both decide whether the head is tied to the embedding; a note says so.
+    A file may store both an embedding and a head. gptkit then compares a few kilobytes of the two to decide whether the
+    head is tied, and a note says so.
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():

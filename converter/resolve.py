@@ -71,7 +71,7 @@ class Reference:
 
     @property
     def is_own(self) -> bool:
-        """Return whether the tree is in gptkit's own format, and the weights have shared names."""
+        """Return whether this is gptkit's own format: the tree is in gptkit.json, and the tensors have shared names."""
         return self.format in ("local", "tree")
 
 
@@ -213,7 +213,7 @@ def resolve(
 
 
 def _here(text: str) -> Reference | None:
-    """Return the reference of the local path with that name, or None if there is no such path."""
+    """Return the reference of the local path that a text names, or None if there is no such path."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111, because Path's own raises for an unknown user
     try:
         resolved = located(path, text)

@@ -23,11 +23,17 @@ def rewrite(
     other: FileScan | None = None,
     from_other: Collection[str] = (),
 ) -> None:
-    """Write tensors under their names in `names`, in the same number of files, and copy the other files.
-    `config` is the new config.json; by default it is copied.
+    """Write tensors under new names, in the same number of files, and copy the other files.
 
-    from_other: the tensors that are copied from the checkpoint `other`, under the names that they have there. They join
-        the weight file of `files` if there is only one. Otherwise they are written to files of their own.
+    Args:
+        files: the checkpoint.
+        names: the new name of every tensor that is written, by its old name.
+        out: the folder to make.
+        force: replace an existing checkpoint folder.
+        config: the new config.json; by default it is copied.
+        other: a checkpoint from which tensors are added.
+        from_other: the names of these tensors, which stay the same. They are added to the weight file of `files` if
+            there is only one. Otherwise they are written to files of their own.
 
     Raises:
         CheckpointError: a tensor of a packed type, which cannot be moved.

@@ -37,15 +37,15 @@ _EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to find the er
 
 @dataclass(frozen=True, slots=True)
 class _Dtype:
-    """An element type, and the numpy dtype of its carrier (same bits), or None for packed types (4 and 6 bits)."""
+    """An element type."""
 
     name: str
-    bits: int
-    carrier: np.dtype[np.generic] | None
+    bits: int  # packed types have 4 or 6
+    carrier: np.dtype[np.generic] | None  # the numpy dtype that arrays have (same bits); None for packed types
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element. Raises CheckpointError for a packed type."""
+        """The size of an element in bytes. Raises CheckpointError for a packed type."""
         if self.carrier is None:
             raise CheckpointError(
                 f"gptkit cannot convert the dtype {self.name}, which packs elements of {self.bits} bits into bytes"
@@ -102,7 +102,10 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check a header's bytes without the first 8, and the file's size if it is known. Raises CheckpointError."""
+    """Check the JSON text of a header (`raw`, without the first 8 bytes), and return the header.
+
+    `size` is the size of the file, which is checked too if it is known. Raises CheckpointError.
+    """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
     infos, metadata = _read_entries(where, raw)
@@ -146,7 +149,10 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
-    """Return the tensors in the header's order, and the metadata. Typed decoding makes no other objects."""
+    """Return the tensors in the order of the JSON text, and the metadata.
+
+    The JSON is decoded straight into typed records, so no other objects take memory.
+    """
     what = f"the header of {where}"
     members: dict[str, msgspec.Raw] = {}
     try:
@@ -204,14 +210,20 @@ def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
 
 
 def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
-    """Return an object's members, not yet decoded. Raises CheckpointError for too many, or errors in `_MALFORMED`."""
+    """Return the members of a JSON object, not yet decoded.
+
+    Raises CheckpointError if there are too many, and an error in `_MALFORMED` if the JSON is invalid.
+    """
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, too many for an index")
     return _MEMBERS.decode(raw)
 
 
 def _refuse_twins(what: str, raw: bytes, count: int) -> None:
-    """Raise CheckpointError if valid JSON with `count` decoded keys has more colons, because a key occurs twice."""
+    """Raise CheckpointError if a key occurs twice in an object of valid JSON.
+
+    `count` is the number of keys after decoding. It is then smaller than the number of colons outside of strings.
+    """
     if raw.count(b":") == count or colons(raw) == count:
         return
     if len(raw) <= _EXPLAINED:
@@ -229,7 +241,7 @@ def colons(raw: bytes) -> int:
 
 
 def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
-    """Raise CheckpointError with what is wrong with a header that did not decode."""
+    """Raise CheckpointError that says what is wrong with a header that could not be decoded."""
     what = f"the header of {where}"
     parsed = parse_json_object(raw, what) if len(raw) <= _EXPLAINED else {}
     metadata = parsed.pop("__metadata__", None)
@@ -274,7 +286,7 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
     """Parse a JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates.
 
-    It needs 100 times the text's memory.
+    Parsing needs up to 100 times as much memory as the text.
     """
 
     def refuse(name: str) -> NoReturn:
@@ -301,7 +313,7 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
-    """Return whether a tensor of this shape has `nbytes` bytes; `_nbytes` finds what is wrong."""
+    """Return whether a tensor of this shape and element size in bits has `nbytes` bytes."""
     if bits * math.prod(shape) != 8 * nbytes or len(shape) > MAX_DIMS:
         return False
     return bits * (math.prod(shape) or math.prod(filter(None, shape))) <= _MAX_BYTES
@@ -332,7 +344,10 @@ def _is_sizes(value: object) -> bool:
 
 
 def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor. Raises CheckpointError if they are too many or not whole (packed types)."""
+    """Return the size of a tensor in bytes.
+
+    Raises CheckpointError if it is too large, or if a packed type does not fill whole bytes.
+    """
     bits = DTYPES[dtype].bits
     # Without zeros, because numpy refuses a shape that would overflow without its zeros.
     if bits * math.prod(size for size in shape if size) > _MAX_BYTES:

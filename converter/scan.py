@@ -28,7 +28,7 @@ from .weights import Weights
 
 
 class _About(msgspec.Struct):
-    """The metadata of an index."""
+    """The metadata in an index."""
 
     metadata: dict[str, Any] | None = None
 
@@ -44,7 +44,7 @@ class FileScan:
     names: frozenset[str]
     """The names of all files in the folder or repository."""
     headers: Mapping[str, Header]
-    """The weight files that can be read. The types in a GGUF's header are ggml's."""
+    """The headers of the weight files that can be read, by file name. Dtypes in a GGUF's header have ggml's names."""
     broken: Mapping[str, str]
     """Weight files that cannot be read -> the reason."""
     index: Mapping[str, str] | None = None
@@ -77,12 +77,12 @@ class FileScan:
 
     @property
     def own(self) -> tuple[str, str]:
-        """Return the names of a single weight file and of an index in this format."""
+        """Return the usual names of a single weight file and of an index: those of safetensors or of pickles."""
         return (PICKLE_SINGLE, PICKLE_INDEX) if self.format == "pickle" else (SINGLE, INDEX)
 
     @cached_property
     def holders(self) -> dict[str, list[str]]:
-        """Return every tensor's name, and the files that have a tensor of that name."""
+        """Return the files that have a tensor of each name, by the tensor's name."""
         files_of: dict[str, list[str]] = {}
         for file, header in self.headers.items():
             for name in header.tensors:
@@ -91,7 +91,7 @@ class FileScan:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return every tensor. If several files have it, the index decides, or else the first file is used."""
+        """Return every tensor by name. If several files have it, use the file in the index, or else the first one."""
         infos = {}
         for name, files in self.holders.items():
             file = (self.index or {}).get(name, files[0])
@@ -100,12 +100,12 @@ class FileScan:
 
     @cached_property
     def weights(self) -> Weights:
-        """Return the tensors that can be read as numbers."""
+        """Return the tensors for reading as numbers. Those of other types are given as bytes."""
         return self.raw.numeric()
 
     @cached_property
     def raw(self) -> Weights:
-        """Return the tensors as they are stored."""
+        """Return the tensors with their stored types."""
         if self.stored is not None:
             return self.stored
         stored = {}
@@ -117,9 +117,9 @@ class FileScan:
         return Weights(stored, fetched=self.fetched)
 
     def weight_files(self) -> WeightFiles:
-        """Return the headers for `open_checkpoint`, so that none is downloaded twice.
+        """Return the headers for `open_checkpoint`, so that no header is read twice.
 
-        Raises CheckpointError if they and the index disagree.
+        Raises CheckpointError if the headers and the index disagree.
         """
         if SINGLE in self.headers or self.index is None:
             name = SINGLE if SINGLE in self.headers else next(iter(self.headers))
@@ -170,7 +170,10 @@ def _of_folder(resolved: Reference) -> FileScan:
 
 
 def _of_format(resolved: Reference, allow_pickle: bool) -> FileScan:
-    """Open another format by its own reader. Pickles that it does not know as a model are read as they are."""
+    """Scan a checkpoint of another format with its own reader.
+
+    If the reader finds no model in a file of pickled tensors, the tensors themselves are returned.
+    """
     assert resolved.path is not None and resolved.source is not None and resolved.other is not None
     assert resolved.other.read is not None and resolved.format is not None
     plain = _of_folder(resolved)

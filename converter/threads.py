@@ -22,12 +22,19 @@ _SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def worth(parameters: int, free: int) -> int:
-    """Return the number of threads for a model of `parameters` parameters on `free` free cores."""
+    """Return the number of threads that is worth using for a model with this number of parameters on `free` cores."""
     return max(1, min(free, parameters // _PARAMETERS))
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """Return the number of free cores: `available`, within `quota`, minus the machine's `load`; at least 1."""
+    """Return the number of free cores, at least 1.
+
+    Args:
+        available: the number of cores that this process may use.
+        quota: the CPU limit in cores; None without one.
+        cores: the number of cores of the machine.
+        load: the load average of the machine.
+    """
     free = min(available, cores - load, available if quota is None else quota)
     return max(1, int(free))
 
@@ -101,7 +108,10 @@ def as_before() -> Iterator[None]:
 
 @cache
 def _by_itself() -> frozenset[int]:
-    """Return torch's possible default numbers of threads: one per core, where MKL does not count hyperthreads."""
+    """Return the numbers of threads that torch may choose by default.
+
+    They are the number of cores of this process or of the machine or, with MKL, that without hyperthreads.
+    """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores]
     together = {file.read_text() for file in files if file.is_file()}

@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, with added ones. A model's embedding may have more rows."""
+        """The number of tokens, including added ones. A model's embedding may have more rows."""
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -118,9 +118,9 @@ def _unicode(text: str) -> str:
 class StreamDecoder:
     """Decodes ids one by one. All pieces, with that of `finish`, give the same text as decoding all ids at once.
 
-    After a `prompt`, the pieces are the text that follows it, with the space at its beginning. Text that later ids
-    could still change is delayed: bytes of an incomplete character, and byte tokens like <0xE4> until another token
-    follows. (The DecodeStream of tokenizers never returns these.)
+    With a `prompt`, the pieces are the text that follows the prompt, including a space at the beginning. Text that
+    later ids could still change is delayed: bytes of an incomplete character, and byte tokens like <0xE4> until another
+    token follows. (The DecodeStream of tokenizers never returns these.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
@@ -160,7 +160,10 @@ class StreamDecoder:
 
 
 def _after(given: str, text: str) -> str:
-    """Return a text after its common prefix with `given`. The last, incomplete character of a prompt may change."""
+    """Return the rest of a text after its common prefix with `given`.
+
+    `text` may not begin with all of `given`, because the last character of a prompt may be incomplete.
+    """
     same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
     return text[same:]
 

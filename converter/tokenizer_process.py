@@ -42,7 +42,7 @@ def answer(question: dict[str, Any]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return the library's text of an error."""
+    """Return the error message of the library."""
     return f"{error!s:.1000}" or type(error).__name__
 
 

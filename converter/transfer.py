@@ -1,7 +1,8 @@
 """Write a checkpoint's tensors into the files of a plan, at the speed of copying.
 
-A tensor that is stored in the same way in both is copied as bytes. Others are read through their layouts, as views of
-the memory-mapped file, and written a few rows at a time, in the source's order and within a limit of memory.
+A tensor that has the same bytes in the source and in the output is copied. Others are read through their layouts, as
+views of the memory-mapped file. They are written a few rows at a time, in the order of the source, and within a memory
+limit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StoppedError(Exception):
 
 
 class Scheduler:
-    """Runs jobs in order, within limits of threads and memory. A job that needs more memory runs alone."""
+    """Runs jobs in order, within limits of threads and memory. A job above the memory limit runs alone."""
 
     def __init__(self, workers: int, limit: int, stop: threading.Event | None = None) -> None:
         """`limit` is the most bytes that all running jobs may use. Setting `stop` from outside ends the work soon."""
@@ -56,7 +57,10 @@ class Scheduler:
             raise StoppedError
 
     def run(self, jobs: Iterable[Any], work: Callable[[Any], None]) -> None:
-        """Do all jobs, each of which has the bytes that it uses (`memory`). The first error ends the rest."""
+        """Run `work` on all jobs. The attribute `memory` of a job is the number of bytes that it uses.
+
+        After the first error no job is started, and the error is raised.
+        """
         running: list[Future[None]] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="gptkit") as pool:
             try:
@@ -96,7 +100,10 @@ class Scheduler:
 
 
 def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return the connected components of the numbers below `count`, where each of `pairs` connects its numbers."""
+    """Return the connected components of the graph with nodes 0 to `count` - 1.
+
+    Every item of `pairs` connects all nodes in it.
+    """
     first = list(range(count))
 
     def root(index: int) -> int:
@@ -130,16 +137,16 @@ _READ = 1 << 23  # bytes to produce before the pages of their sources are releas
 
 @dataclass(frozen=True)
 class _TransferJob:
-    """The outputs that need the same source tensors."""
+    """The outputs that are made of the same source tensors."""
 
     sources: tuple[BoundLeaf, ...]
     outputs: tuple[tuple[Shard, Output], ...]
     copied: bool
-    """Whether it copies bytes."""
+    """Whether the job copies bytes, and computes nothing."""
     memory: int
-    """The bytes that it uses, with mapped files."""
+    """The number of bytes that the job uses, with pages of mapped files."""
     pieced: bool = False
-    """Whether it dequantises some rows at a time."""
+    """Whether the job dequantises some rows at a time."""
 
 
 @dataclass
@@ -195,14 +202,14 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
 
 
 def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
-    """Return whether an output of the same layout has the same bytes as the source's tensor."""
+    """Return whether an output has the same bytes as the source's tensor, provided that the layouts are the same."""
     if output.encode is not None or output.around is not None or source.dtype_of(leaf) != output.dtype:
         return False
     return source.span(leaf) is not None
 
 
 def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
-    """Return whether an output has the values of the source's tensor in the same order."""
+    """Return whether an output has the elements of the source's tensor in the same order."""
     if (leaf.shared, leaf.shape) != (output.leaf.shared, output.leaf.shape):
         return False
     ours, theirs = leaf.layout, output.leaf.layout
@@ -210,7 +217,10 @@ def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
 
 
 def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> int:
-    """Return the most bytes of tensors in memory at once. Raises UsageError if a job needs more than `max_memory`."""
+    """Return the largest number of bytes of tensors that the jobs have in memory at the same time.
+
+    Raises UsageError if a job needs more than `max_memory`.
+    """
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
@@ -280,6 +290,7 @@ class _Carrier:
     crcs: dict[tuple[str, str], int] = field(default_factory=dict)
     """The crc32 of tensors in archives, by file and tensor."""
     sources: dict[Path, int] = field(default_factory=dict)
+    """The file descriptors of the source files that were opened."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, shard: Shard) -> None:
@@ -346,7 +357,7 @@ class _Carrier:
         self.source.release()
 
     def _released(self, pieces: Iterable[np.ndarray], leaf: BoundLeaf) -> Iterator[np.ndarray]:
-        """Yield the pieces of a leaf, and release the pages of their sources from time to time."""
+        """Yield the pieces of a leaf. From time to time, release the pages of the source files that were read."""
         read = 0
         for piece in pieces:
             yield piece
@@ -410,9 +421,9 @@ class _Carrier:
 
 
 def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
-    """Yield slices of the first axis of about _ROWS bytes, with a multiple of `multiple` rows.
+    """Yield slices of the first axis, of about `_ROWS` bytes each. The number of rows is a multiple of `multiple`.
 
-    A scalar or an empty array has one slice, of everything.
+    For a scalar or an empty array, yield one slice of everything.
     """
     if array.ndim == 0 or array.size == 0:
         yield ...

@@ -20,7 +20,11 @@ _BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 s
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the class name and its parameters with their shapes (shared ones once), or, if asked, the `fields`."""
+    """Return the class of a config, and the names and shapes of its parameters (shared parameters once).
+
+    If the question has tensors, the answer also has "loading" (`_loading`). If it asks for `fields`, only these are
+    returned (`_fields`).
+    """
     allow(0, LIBRARIES, DATA)
     sys.path += question["libraries"]
     tempfile.tempdir = os.sep  # which torch asks for, and to look for one is to write a file: this process writes none
@@ -46,7 +50,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: Any, whole: bool = True) -> dict[str, Any]:
-    """Return a config's attributes as JSON, with defaults, aliases and computed values; if `whole`, nested configs."""
+    """Return a config's attributes as JSON, including defaults, aliases and computed values.
+
+    `whole` includes nested configs.
+    """
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     for name in {*vars(config), *dir(config), *config.attribute_map}:
         with suppress(Exception):  # a config's own code may raise anything
@@ -112,7 +119,7 @@ def _loading(model: Any, tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _class_name(auto: Any, config: dict[str, Any]) -> str:
-    """Return the class that config.json names, or else the causal language model of its model_type."""
+    """Return the class that config.json names, or else transformers' causal language model for its model_type."""
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str):
         return named[0]

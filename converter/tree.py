@@ -40,10 +40,9 @@ class Origin:
     revision: str | None = None
     """The commit on the hub."""
     history: tuple[dict[str, Any], ...] = ()
-    """The changes since."""
+    """The changes since, such as swaps and healing, oldest first."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The texts of the headers of the original's weight files and of its index, by file name, from which gptkit can
-    write identical files."""
+    """The headers of the original's weight files and its index, as texts by file name. They allow identical files."""
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -56,7 +55,10 @@ class Quantised(InvalidInput):
 
 
 class OtherClass(CheckpointError):
-    """A model of a known family has no language model head: its config.json names another class."""
+    """The model is of a known family but has no language model head.
+
+    Its config.json names another class, such as a classifier.
+    """
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
@@ -95,7 +97,8 @@ _BESIDE = {
 
 
 def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the quantization_config that a config.json lacks, from the quantising program's file in the same folder.
+    """Return the quantization_config that a config.json lacks, from a file of the quantising program in the same
+    folder.
 
     Return None if config.json has one, or if there is no such file. Raises ConfigError.
     """
@@ -113,13 +116,13 @@ def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] 
 
 
 def _with_weights(folder: Path) -> list[str]:
-    """Return the folders up to two levels below that may contain weights."""
+    """Return the folders, one or two levels below a folder, that may contain weights."""
     files = chain.from_iterable(islice(folder.glob(pattern), 1000) for pattern in ("*/*", "*/*/*"))
     return sorted({str(file.parent) for file in files if is_weights(file.name)})
 
 
 def _refuse_adapter(path: Path, folder: Path) -> None:
-    """Raise InvalidInput, with the command that merges it, if a path is a peft adapter or inside one."""
+    """Raise InvalidInput if a path is a peft adapter or inside one. The hint is the command that merges the adapter."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     config, _ = read_config_file(folder / ADAPTER_CONFIG)
@@ -139,7 +142,10 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Put the file's name into errors: families name config.json, and the checks of the tree name no file."""
+    """Put the name of a file into errors that are raised inside a `with`.
+
+    The code that reads config.json names config.json in its errors, and the checks of the tree name no file.
+    """
     try:
         yield
     except ConfigError as error:
@@ -149,7 +155,7 @@ def _naming(file: str) -> Iterator[None]:
 
 
 def _is_tree(path: Path, data: Mapping[str, Any]) -> bool:
-    """Return whether a .json file is of gptkit's own format. A family's config.json has a model_type instead."""
+    """Return whether a .json file has gptkit's own format. A family's config.json has a model_type instead."""
     return path.name != CONFIG and "spec" in data and "model_type" not in data
 
 

@@ -35,7 +35,7 @@ class _DependsOnUnknown(Exception):
 
 
 class _Kind(type(Protocol)):  # type: ignore[misc]
-    """The metaclass of stand-ins for imported classes, functions and values, of which only the name is known."""
+    """The metaclass of stand-ins for imported classes, functions and values. Only the name of an import is known."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -61,7 +61,7 @@ class _Kind(type(Protocol)):  # type: ignore[misc]
 
 
 class _Unknown(metaclass=_Kind):
-    """An unknown value or module, which accepts all tensors that it is asked to load."""
+    """A stand-in for an unknown value or module. It accepts all tensors that it is asked to load."""
 
     _is_protocol = False
 
@@ -101,7 +101,7 @@ class _Unknown(metaclass=_Kind):
 
 
 def _decorated(given: Any, named: Any) -> Any:
-    """Return the function or class if this call looks like that of a decorator, else None."""
+    """Return the function or class that a call decorates, if it looks like the call of a decorator; else None."""
     return given[0] if len(given) == 1 and not named and isinstance(given[0], (type, types.FunctionType)) else None
 
 
@@ -112,7 +112,7 @@ def _elsewhere(name: str) -> Any:
 
 
 class _Off(_Unknown):
-    """An option that is not set, and every attribute of it."""
+    """A stand-in for an option that is not set. All of its attributes are off too."""
 
     def _no(self, *_: Any) -> bool:
         return False
@@ -142,7 +142,10 @@ class _Options(types.SimpleNamespace):
 
 
 class _Config(dict[str, Any]):
-    """config.json. If it is not `complete`, missing fields have defaults of their class, which are unknown."""
+    """config.json, as vLLM's models read it.
+
+    If it is not `complete`, missing fields have the defaults of transformers' config class, which are unknown here.
+    """
 
     complete, kind = False, ""
 
@@ -324,11 +327,11 @@ class _Layer(_Module):
     """A layer of vLLM or torch."""
 
     names: tuple[str, ...] = ("weight",)
-    """The names of its parameters, without the bias."""
+    """The names of the layer's parameters, without the bias."""
     bias_else: bool | None = None
-    """Whether it has a bias by default; None if it never has one."""
+    """Whether the layer has a bias by default; None if it never has one."""
     place: int | None = None
-    """The position of the argument `bias`."""
+    """The position of the argument `bias` in the constructor."""
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         return object.__new__(cls) if named.get("quant_config") is None else _elsewhere("a quantised layer")()
@@ -368,7 +371,7 @@ class _Head(_Embedding):
 
 
 class _Experts(_Layer):
-    """The experts of a mixture, which load tensors by the expert's number and name."""
+    """The experts of a mixture. They load tensors by the number of the expert and the name of the projection."""
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         own = named.get("quant_config") is not None or {"routed_experts_cls", "runner_cls"} & {*named}
@@ -395,7 +398,10 @@ class _Experts(_Layer):
 
 
 def _numbered(_: Any, **named: Any) -> list[Any]:
-    """Replace `fused_moe_make_expert_params_mapping`, with which models find the parameter of an expert's tensor."""
+    """Replace vLLM's `fused_moe_make_expert_params_mapping`.
+
+    Models use its result to find the parameter for the tensor of an expert.
+    """
     kinds = (("w1", "gate", "w13"), ("w2", "down", "w2"), ("w3", "up", "w13"))
     return [(f"experts.routed_experts.{place}_", f"experts.{expert}.{named[f'ckpt_{word}_proj_name']}.", expert, shard)
             for expert in range(named["num_experts"]) for shard, word, place in kinds]  # fmt: skip
@@ -458,7 +464,7 @@ _HAVE: dict[str, Any] = {
 
 
 class _UnknownModule(types.ModuleType):
-    """A module that is not executed."""
+    """A module that is not executed. All of its attributes are stand-ins."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -517,7 +523,10 @@ _LOG: _Log = _Log()
 
 
 def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what a model does with a checkpoint's tensors."""
+    """Return what happens when a model loads a checkpoint's tensors.
+
+    The result has the names of "ignored", "unexpected", "unread" and "missing" tensors, and "halves" (`_halves`).
+    """
     remaining = dict(tensors)
 
     def weights() -> Iterator[tuple[str, _StubTensor]]:
@@ -560,7 +569,10 @@ def _says(error: Exception) -> str:
 
 
 def _halves(taken: Mapping[str, set[str]]) -> list[str]:
-    """Return parts of parameters that no tensor fills, if tensors fill this part in other layers or other parts."""
+    """Return the parts of fused parameters (such as q of qkv) that no tensor fills.
+
+    A part is reported if tensors fill it in another layer, or fill the other parts of the same parameter.
+    """
     alike: dict[str, set[str]] = defaultdict(set)
     stacked = ({"q", "k", "v"}, {"0", "1"})
     for name, parts in taken.items():

@@ -4,7 +4,7 @@ A text that encodes only to selected tokens has the same encoding as before. Any
 smaller tokens:
 
 BPE        a selected token needs the tokens that its merges pass through. A merge stays if its two parts and its
-           result stay. Merges are applied by rank, so the encoding of such a text applies the same ones.
+           result stay. Merges are applied by rank, so a text of selected tokens is merged as before.
 Unigram    the best segmentation stays the best, if its pieces stay. The cost of an unknown character follows from the
            lowest score, so the piece with the lowest score stays.
 WordPiece  the longest piece that matches stays the longest, if it stays.
@@ -69,7 +69,7 @@ class Vocabulary:
     # --- what has to stay ---
 
     def required(self) -> dict[int, str]:
-        """Return the ids that must always stay, with the reason in words."""
+        """Return the ids of the tokens that must always stay. The values are the reasons in words."""
         reasons = {self.tokens[token]: "a character of its own" for token in self._characters()}
         model = self.data["model"]
         unknown = [self._pieces[model["unk_token"]]] if model.get("unk_token") in self._pieces else []
@@ -86,7 +86,7 @@ class Vocabulary:
         return reasons
 
     def _characters(self) -> Iterator[str]:
-        """Yield the single characters, or the byte tokens that replace them."""
+        """Yield the tokens that are single characters, or the byte tokens that replace them."""
         model = self.data["model"]
         if model.get("byte_fallback") and self._pieces.keys() >= _BYTES:
             yield from _BYTES
@@ -99,13 +99,15 @@ class Vocabulary:
                 yield token
 
     def _settings(self) -> dict[str, Any]:
-        """Return the parsed files whose fields name ids."""
+        """Return the parsed files that have fields with ids (tokenizer_config.json and others), by name."""
         names = [name for name in (SETTINGS, _GENERATION) if name in self.files]
         settings = {name: parse_config_text(self.files[name], name) for name in names}
         return settings | ({} if self.config is None else {CONFIG: parse_config_text(self.config, CONFIG)})
 
     def closed(self, ids: Iterable[int]) -> set[int]:
-        """Return these ids and all ids that they need, except those of `required`."""
+        """Return these ids, and the ids of all tokens that their tokens are merged from. Those of `required` are not
+        added.
+        """
         closure = set(ids)
         if self.kind != "BPE":
             return closure
@@ -140,7 +142,10 @@ class Vocabulary:
     # --- the files for fewer tokens ---
 
     def cut(self, table: _Table) -> dict[str, bytes | None]:
-        """Return the files that change when only the tokens of `table` stay, with new ids. None removes a file."""
+        """Return the new content of the files that change if only the tokens of `table` stay, with new ids.
+
+        The content None means that the file has to be removed.
+        """
         text = json_bytes(self._tokenizer(table))
         new_ids = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
         for (token, old), new in zip(self.tokens.items(), new_ids, strict=True):
@@ -208,7 +213,10 @@ def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str
 
 
 def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
-    """Return the tokens that merging the characters of `token` produces, or none if the result is not `token`."""
+    """Return all tokens that arise while the characters of `token` are merged, including its characters and itself.
+
+    Return none if the merges do not give `token`.
+    """
     parts, tokens = list(token), set(token)
     while len(parts) > 1:
         candidates = [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]
@@ -221,7 +229,7 @@ def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]
 
 
 def ids_in(data: Mapping[str, Any]) -> set[int]:
-    """Return the ids in fields of a config such as `eos_token_id`."""
+    """Return the ids in fields such as `eos_token_id` of a config."""
     ids: list[int] = []
     _over_ids(data, lambda token_id: ids.append(token_id) or token_id)  # type: ignore[func-returns-value]
     return set(ids)
@@ -257,7 +265,10 @@ def named_in(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], None], list[int]]]:
-    """Yield a setter and the ids for every place in tokenizer.json, outside the vocabulary, that names ids."""
+    """Yield the places in tokenizer.json that refer to tokens by id, outside of the vocabulary.
+
+    A place is a function that replaces its ids, and its present ids.
+    """
 
     def item(holder: Any, key: Any) -> Callable[[list[int]], None]:
         return lambda ids: holder.__setitem__(key, ids[0])

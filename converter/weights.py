@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint's files, by their names there: dtype, shape, place in the file, and values.
+"""Give access to the tensors of a checkpoint's files by their names: dtype, shape, place in the file, and values.
 
-Files are memory-mapped when they are first read from. They must not be truncated while an array of theirs is in use:
+Files are memory-mapped when they are first read. They must not be truncated while an array that views them is in use:
 the system answers a read past a file's end with SIGBUS.
 """
 
@@ -34,8 +34,11 @@ PIECE = 1 << 19
 
 
 class Weights:
-    """The tensors of files. `info` has the dtype after reading and the shape, by name. `blocks` has the type and bytes
-    in the file of tensors that are computed on reading. `fetched` is False if only the headers were downloaded.
+    """The tensors of files.
+
+    `info` has the dtype and shape that a tensor has when it is read, by name. `blocks` has the type and the number of
+    bytes in the file of tensors whose values are computed on reading. `fetched` is False if only the headers were
+    downloaded.
     """
 
     def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
@@ -63,7 +66,11 @@ class Weights:
                 self._mapped(tensor.path)
 
     def with_more(self, tensors: Mapping[str, Stored], alone: bool = False, without: Collection[str] = ()) -> Weights:
-        """Return the weights with more tensors. With `alone`, list only these; never list those in `without`."""
+        """Return the weights with more tensors.
+
+        `info` then lists all tensors except `without`; with `alone` only the new ones. Tensors that it does not list
+        can still be read.
+        """
         more = copy(self)
         more._tensors = {**self._tensors, **tensors}
         info = {name: (stored.dtype, stored.shape) for name, stored in tensors.items()}
@@ -84,7 +91,7 @@ class Weights:
         return {name: self._tensors[name] for name in names}
 
     def numeric(self) -> Weights:
-        """Return the same weights, with tensors of types that fp64 cannot represent as their raw bytes."""
+        """Return the same weights, but tensors of types that fp64 cannot represent become tensors of bytes."""
         other_types = {
             name: stored for name, stored in self._tensors.items() if stored.dtype not in (*FLOATS, *INTEGERS, *F8)
         }
@@ -100,7 +107,11 @@ class Weights:
         return tensor.path or Path(), tensor.place
 
     def span(self, name: str) -> tuple[Path, int] | None:
-        """Return the place of a tensor that is stored unchanged and contiguous, or None for any other tensor."""
+        """Return the file and first byte of a tensor that is stored unchanged and contiguous, so that its bytes can be
+        copied.
+
+        Return None for any other tensor.
+        """
         tensor = self._tensors[name]
         plain = tensor.path is not None and tensor.decode is None and tensor.pieces is None and tensor.contiguous
         return self.place(name) if plain else None
@@ -135,12 +146,15 @@ class Weights:
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
 
     def pieces(self, name: str) -> Iterator[np.ndarray] | None:
-        """Yield the tensor in contiguous pieces of whole rows. Return None if it is a view or computed at once."""
+        """Yield a dequantised tensor in contiguous pieces of whole rows.
+
+        Return None for any other tensor, which `read` returns as a view or computes at once.
+        """
         make = self._tensors[name].pieces
         return None if make is None else make(PIECE)
 
     def same(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same bytes: NaN equals NaN, and -0 differs from 0."""
+        """Return whether two tensors have the same bytes. So NaN equals NaN, and -0 differs from 0."""
         if self.info[name] != self.info[other]:
             return False
         if self.span(name) == self.span(other) is not None:
@@ -182,7 +196,7 @@ class Weights:
 
 
 class Tree(Protocol):
-    """A tree and its tensors by shared name. They are read from files (a `Checkpoint`) or computed on request."""
+    """A tree, and its tensors by shared name. They are read from files (`Checkpoint`) or computed on request."""
 
     spec: ModelSpec
 
@@ -244,15 +258,18 @@ class TensorFiles:
         return self._weights.fetched
 
     def nbytes_of(self, leaf: BoundLeaf) -> int:
-        """Return the bytes of a leaf's tensor in its carrier dtype."""
+        """Return the size in bytes of a leaf's tensor in its carrier dtype."""
         return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
 
     def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
-        """Return a leaf's element type and bytes in its file. A quantised leaf has a type of its format."""
+        """Return the element type and the number of bytes of a leaf's tensor in its file.
+
+        A quantised tensor has a type of its format, such as GGUF's Q8_0.
+        """
         return self._weights.blocks.get(self._names[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
 
     def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
-        """Return the file and offset of a leaf's tensor, or None if the tensor is computed on reading."""
+        """Return the file and first byte of a leaf's tensor if its bytes can be copied, else None (`Weights.span`)."""
         return self._weights.span(self._names[leaf.checkpoint])
 
     def read(self, leaf: BoundLeaf) -> np.ndarray:
@@ -260,7 +277,9 @@ class TensorFiles:
         return self._weights.read(self._names[leaf.checkpoint])
 
     def pieces(self, leaf: BoundLeaf) -> Iterator[np.ndarray] | None:
-        """Yield a leaf's tensor in pieces of whole rows. Return None if it is a view or computed at once."""
+        """Yield a leaf's dequantised tensor in pieces of whole rows. Return None for any other tensor, as
+        `Weights.pieces`.
+        """
         return self._weights.pieces(self._names[leaf.checkpoint])
 
     def release(self, leaf: BoundLeaf | None = None) -> None:
@@ -281,11 +300,11 @@ class TensorFiles:
 
     @cached_property
     def _holder(self) -> dict[str, BoundLeaf]:
-        """Return the leaf of every shared name."""
+        """Return, for every shared name, the leaf that stores it."""
         return {name: leaf for leaf in self.leaves for name in leaf.shared}
 
     def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
-        """Return every shared tensor's dtype: the stored one, or the one that the user asks for."""
+        """Return the dtype of every shared tensor: `asked`, or by default the stored one."""
         all_of_them = None if asked is None else parse_dtype(asked)
         kept = {leaf.checkpoint for leaf in getattr(self, "carried_leaves", ()) if self.dtype_of(leaf) not in FLOATS}
         return {
@@ -336,7 +355,7 @@ class Checkpoint(TensorFiles, Shown):
 
     @property
     def architecture(self) -> Architecture | None:
-        """Return its family, or None without one."""
+        """Return the family that the checkpoint came from, or None without one."""
         return None if self.origin.family is None else named(self.origin.family)
 
 
@@ -346,5 +365,5 @@ def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
 
 
 def own_leaves(shapes: Iterable[tuple[str, Shape]]) -> list[BoundLeaf]:
-    """Return leaves that store one shared tensor under its own name and shape."""
+    """Return a leaf for each tensor, which stores it under its own name and in its own shape."""
     return [BoundLeaf(name, shape, (name,), (shape,), IDENTITY, {}) for name, shape in shapes]

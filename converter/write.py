@@ -43,7 +43,7 @@ _Around = tuple[bytes, Callable[[int], bytes]]
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor, and its place in its file."""
+    """A tensor to write, and its place in its file."""
 
     leaf: BoundLeaf
     dtype: str
@@ -51,12 +51,12 @@ class Output:
     nbytes: int
     encode: Encode | None = None  # quantises the values; without it they are cast
     decode: _Decode | None = None  # the inverse of `encode`
-    around: _Around | None = None
+    around: _Around | None = None  # bytes before and after the tensor, in formats that need them
     rows: int = 1  # `encode` needs a multiple of this number of rows
 
 
 class Entry(NamedTuple):
-    """A tensor to write: an `Output` that has no place yet."""
+    """A tensor to write. It has the fields of an `Output` without the place in a file."""
 
     leaf: BoundLeaf
     dtype: str
@@ -78,13 +78,13 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the size in bytes of all tensors together."""
         return sum(output.nbytes for output in self.outputs)
 
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """Everything that will be in a folder: weights by shard, small files by their bytes, files copied as they are."""
+    """Everything that will be in a folder: weight files, small files with known content, and files to copy."""
 
     shards: tuple[Shard, ...]
     texts: Mapping[str, bytes]
@@ -92,12 +92,12 @@ class FolderPlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on disk of all files except the manifest."""
+        """Return the size in bytes of all files except the manifest."""
         files = sum(companion.path.stat().st_size for companion in self.companions)
         return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
 
     def digest(self, *about: object) -> str:
-        """Return a hash that identifies this plan, and `about`, which describes its source."""
+        """Return a hash of this plan and of `about`, the facts that identify its source."""
         digest = hashlib.sha256(f"{__version__} {about!r}".encode())
         for shard in self.shards:
             digest.update(repr((shard.name, shard.size)).encode() + shard.header)
@@ -113,7 +113,7 @@ class FolderPlan:
 
 
 def _lay_out(name: str, tensors: Sequence[Entry]) -> Shard:
-    """Return the plan of a safetensors file with these tensors, in the layout of the safetensors library."""
+    """Plan a safetensors file with these tensors, in the order that the safetensors library uses."""
     header, infos = build_header(
         [(entry.leaf.checkpoint, entry.dtype, entry.leaf.shape) for entry in tensors], _METADATA
     )
@@ -136,10 +136,17 @@ def plan(
     otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
     unwritten: int = 0,
 ) -> FolderPlan:
-    """Plan safetensors files for leaves; `dtypes` has the dtype of every shared tensor. `homes` maps tensors to source
-    files, and the plan has as many files. Without it, files are split as in transformers'
-    split_state_dict_into_shards_factory. A leaf of several shared tensors gets the widest dtype. `otherwise` has the
-    entries of leaves that are not cast. The index counts `unwritten` parameters that are in no file.
+    """Plan safetensors files for leaves.
+
+    Args:
+        leaves: the tensors to write. A leaf of several shared tensors gets the widest of their dtypes.
+        dtypes: the dtype of every shared tensor, by shared name.
+        texts: small files by name.
+        companions: files to copy.
+        max_shard_bytes: the size at which a new file begins, as in transformers' split_state_dict_into_shards_factory.
+        homes: the source file of every shared tensor. The plan then has one file for each of them, of any size.
+        otherwise: the entries of leaves that are not just cast, by checkpoint name.
+        unwritten: a number of parameters that the index counts although they are in no file.
     """
     tensors = [
         entry
@@ -186,8 +193,11 @@ def as_it_was(
     files: Mapping[str, str],
     canonical: Callable[[str, Mapping[str, Any]], str | None],
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
-    """Return the shards and the index in `files` (see Origin), or None if they have other tensors. `canonical` maps a
-    name to a leaf. The files may have been edited, so they are checked like any input.
+    """Return the shards and the index as in the original's `files` (see `Origin`), so that the output is identical to
+    it.
+
+    Return None if `files` have other tensors than `leaves`. `canonical` maps a tensor's name in them to the name of a
+    leaf. The user may have edited `files`, so they are checked like any input.
     """
     leaf_of = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}

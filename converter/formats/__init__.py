@@ -37,14 +37,14 @@ class Opened:
     origin: Origin
     """The family, and a config.json for it that is made from the files' metadata."""
     leaves: list[BoundLeaf]
-    """The leaves by the names in the files; with `architecture`, by the names of that family."""
+    """The leaves of the tree. Their names are those in the files, or in `architecture`."""
     weights: Weights
     files: tuple[Path, ...]
     texts: Mapping[str, bytes] = field(default_factory=dict)
-    """The small files stored inside (tokenizer.json, …), by name."""
+    """The small files that are stored inside the weight file (tokenizer.json, …), by name."""
     notes: list[str] = field(default_factory=list)
     architecture: Architecture | None = None
-    """The family whose checkpoints have these names. Older names, buffers and a stored tied head are then allowed."""
+    """The family whose tensor names the files have. Its older names, buffers and a tied head are then allowed too."""
     format: str = ""
     """The name of the format, if only the content of the files shows it."""
     home: Path | None = None

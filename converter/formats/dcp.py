@@ -37,7 +37,10 @@ _SHARDS = "shard-*-model-*-of-*.safetensors"
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return a folder of either kind, unless it is also a Hugging Face checkpoint."""
+    """Return the folder if it has `.metadata`, or safetensors files of the Hugging Face writer; else None.
+
+    Hugging Face checkpoints do not count.
+    """
     if names is None or SINGLE in names or INDEX in names:
         return None
     return path if _METADATA in names or fnmatch.filter(names, _SHARDS) else None
@@ -157,7 +160,7 @@ _FILES = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"l
 
 
 def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
-    """Lay out a file with one archive of torch.save per tensor, at multiples of 64 bytes."""
+    """Lay out a .distcp file: one archive of torch.save per tensor, each at a multiple of 64 bytes."""
     from ..write import Output, Shard
 
     at, laid = 0, []
@@ -171,7 +174,7 @@ def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
 
 
 def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:
-    """Return `.metadata`: torch's plan for these tensors, and their places.
+    """Return the content of `.metadata`: the tensors as torch plans them, and their places in the files.
 
     `tied` maps second names to shared names.
     """

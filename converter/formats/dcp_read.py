@@ -1,10 +1,10 @@
 """Find the tensors of a distributed checkpoint, which several processes saved in chunks.
 
 torch's own folder has `.metadata`, a pickle that gives the place of every chunk in the .distcp files; a chunk is an
-archive of torch.save. For the Hugging Face writer, the headers of the safetensors files say where in a tensor a part
-belongs. gptkit takes only names, numbers and places from them. Confined processes read the pickles, and every number is
-checked against the files before anything is allocated. gptkit does not use torch.distributed.checkpoint to read: its
-reader runs code in `.metadata`, and torch's weights-only reader does not know this pickle protocol
+archive of torch.save. The Hugging Face writer saves chunks in safetensors files, whose headers say where in a tensor a
+chunk belongs. gptkit takes only names, numbers and places from these files. Confined processes read the pickles, and
+every number is checked against the files before anything is allocated. gptkit does not use torch.distributed.checkpoint
+to read: its reader runs code in `.metadata`, and torch's weights-only reader does not know this pickle protocol
 (tests/converter/test_dcp.py, test_torchs_own_reader_runs_what_metadata_says).
 """
 
@@ -26,7 +26,10 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
-    """Return the tensors of a folder by name, whose chunks are not yet `located`, and the names of other entries."""
+    """Return the tensors of a folder by name, and the names of its other entries.
+
+    The chunks of the tensors span whole archives; `located` finds the data in them.
+    """
     path = folder / ".metadata"
     entries, others = Unpickler().ask(path, str(path), str(path.absolute()), "data")
     sizes: dict[str, int] = {}  # by the names of the files
@@ -41,7 +44,11 @@ def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
 
 
 def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
-    """Return the path of a file that has a chunk up to byte `end`. Raises UntrustedInput, CheckpointError."""
+    """Return the path of the file `name`, in which a chunk ends at byte `end`.
+
+    `sizes` caches the sizes of files. Raises UntrustedInput for a name outside of the folder, and CheckpointError if
+    the file is missing or too short.
+    """
     path = folder / name
     if name not in sizes:
         if not is_plain(name):
@@ -60,7 +67,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
 
 
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
-    """Return the tensors with the place of the data in every chunk's archive. Raises CheckpointError."""
+    """Return the tensors with every chunk narrowed to the data inside its archive. Raises CheckpointError."""
     process = Unpickler(parts=sum(len(tensor.chunks) for tensor in tensors.values()))
     return {
         name: tensor._replace(chunks=tuple(_located(name, chunk, process) for chunk in tensor.chunks))
@@ -82,7 +89,7 @@ def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
 
 
 def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
-    """Return the tensors of safetensors files that have parts of tensors. Raises CheckpointError."""
+    """Return the tensors whose chunks the Hugging Face writer saved in safetensors files. Raises CheckpointError."""
     boxes: dict[str, list[Chunk]] = {}
     for path in files:
         header = read_header(path)

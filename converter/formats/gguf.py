@@ -72,7 +72,7 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def describe_header(where: Path | str, header: GgufHeader) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree and its origin from a header that was already read. Raises InvalidInput."""
+    """Return the tree and its origin from a header that was already read; the list is empty. Raises InvalidInput."""
     model = _GgufModel(where, header)
     return model.spec, model.origin, []
 
@@ -131,7 +131,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 
 def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
-    """Return the tree in a file's metadata, the shapes of the tensors that it needs, and the names of superfluous ones.
+    """Return the tree in a file's metadata, the shapes of the tensors that it needs, and the names of those that it
+    does not need.
 
     Raises:
         InvalidInput: the header cannot be read. CannotExpress: GGUF has no tensors for such a tree.

@@ -210,7 +210,7 @@ class _Cursor:
         return at
 
     def numbers(self, format_: str, what: str) -> tuple[Any, ...]:
-        """Read the next numbers, in the letters of `struct`."""
+        """Read the next numbers. `format_` has a letter of `struct` for every number."""
         return struct.unpack_from(f"<{format_}", self.buffer, self.take(struct.calcsize(f"<{format_}"), what))
 
     def string(self, what: str, most: int | None = None) -> str:
@@ -227,7 +227,10 @@ class _Cursor:
             raise CheckpointError(f"{self.where}: {what} at byte {at} is not UTF-8") from error
 
     def read_text(self, length: int, what: str) -> None:
-        """Count bytes of strings. Raises CheckpointError if there are more than any header has."""
+        """Subtract the length of a string from the number of bytes that all strings of the header may have.
+
+        Raises CheckpointError if they have more.
+        """
         self.text -= length
         if self.text < 0:
             raise CheckpointError(
@@ -252,7 +255,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor, keys: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the values by key, and the byte at which each value ends."""
+    """Read the metadata. Return the values by key, and the byte at which each value ends."""
     metadata: dict[str, Any] = {}
     ends: dict[str, int] = {}
     for _ in range(keys):
@@ -324,9 +327,9 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 
 def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
-    """Return the tensors by name with their offsets in the file.
+    """Return the tensors by name, with offsets from the beginning of the file instead of that of the data.
 
-    Raises CheckpointError if they leave holes or overlap.
+    Raises CheckpointError if the tensors leave holes or overlap.
     """
     tensors: dict[str, GgufTensor] = {}
     data = at = -(-end // alignment) * alignment

@@ -43,12 +43,14 @@ JsonObject = dict[str, Any]
 
 
 def _split(pattern: str) -> JsonObject:
-    """Return a step that splits off matches and keeps the text between them."""
+    """Return a pre-tokenizer step that makes each match of a pattern, and the text between two matches, one piece."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _byte_level(use_regex: bool) -> JsonObject:
-    """Return the step that writes bytes as printable characters, with or without GPT-2's pattern."""
+    """Return a pre-tokenizer step that writes bytes as printable characters. `use_regex` first splits by GPT-2's
+    pattern.
+    """
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
@@ -60,7 +62,9 @@ def _split_first(pattern: str) -> tuple[JsonObject, ...]:
 
 
 def _letters(numbers: str) -> tuple[JsonObject, ...]:
-    """Llama 3's pattern and Qwen's, which differ in how many digits go together."""
+    """Return the pre-tokenizer of Llama 3 or Qwen. `numbers` is the pattern for a group of digits, in which they
+    differ.
+    """
     return _split_first(rf"{_SHORTENED}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}")
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as GGUF metadata, by the conventions of llama.cpp.
+"""Describe a Hugging Face tokenizer as GGUF metadata, by the conventions of llama.cpp.
 
 llama.cpp has a name for each kind of tokenizer: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece's BPE
 with scores, and "t5" is SentencePiece's unigram model. It also has names for the ways to split text before byte-level
@@ -50,12 +50,13 @@ class _Metadata:
     metadata: dict[str, Value] = field(default_factory=dict)
     """The metadata in llama.cpp's order."""
     notes: list[str] = field(default_factory=list)
-    """What the metadata cannot express, for the user."""
+    """Notes for the user on what the metadata cannot express."""
     rows: int = 0
     """The number of rows of the embedding."""
     texts: dict[int, str] = field(default_factory=dict)
     """The tokens by id."""
     types: dict[int, int] = field(default_factory=dict)
+    """llama.cpp's types of tokens, by id."""
     scores: dict[int, float] = field(default_factory=dict)
 
     def say(self, **values: Value) -> None:
@@ -63,7 +64,11 @@ class _Metadata:
         self.metadata |= {PREFIX + key: value for key, value in values.items()}
 
     def add_tokens(self, added: Iterable[Mapping[str, Any]], space: str = SPACE) -> None:
-        """Add the tokens that were added to a vocabulary, by id. llama.cpp looks for them in the raw text."""
+        """Add the tokens that tokenizer.json lists as added. llama.cpp looks for them in the text before it splits the
+        text.
+
+        `space` is the character that stands for a space in the vocabulary.
+        """
         for token in added:
             index, text = int(token["id"]), str(token["content"])
             # Some checkpoints do not mark special tokens as such. llama.cpp's converter guesses them in the same way.
@@ -194,7 +199,10 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
 
 
 def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a pre-tokenizer or normalizer, with nested sequences flattened."""
+    """Yield the steps of a pre-tokenizer or normalizer, without nesting.
+
+    `inner` is the key of the steps that a sequence contains.
+    """
     if isinstance(step, dict):
         if step.get("type") == "Sequence":
             for part in step[inner]:

@@ -1,9 +1,9 @@
 """Plan a GGUF file with everything that llama.cpp needs, from the tree, the tokenizer's files and a dtype.
 
 A file has its metadata and the list of its tensors, and then the tensors, each at a multiple of 32 bytes. Everything
-except the weights is known in advance, also tensors with numbers of the tree (`rope_freqs.weight`). All of this is the
-header here. Some tensors are always fp32, and F16 replaces Q8_0 if the rows are not a multiple of its blocks: both are
-llama.cpp's conventions (conversion/base.py).
+except the weights is known in advance, also tensors with numbers that follow from the tree (`rope_freqs.weight`). The
+plan has all of this as the file's header. Some tensors are always fp32, and F16 replaces Q8_0 if the rows are not a
+multiple of its blocks: both are llama.cpp's conventions (conversion/base.py).
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ _BLOCK = TYPES[_CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> FolderPlan:
-    """Plan one GGUF file, with the source's companions in the same folder. Notes are added to those of the source."""
+    """Plan one GGUF file, with the source's companions in the same folder. Adds notes to those of the source."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)
     dtypes = request.source.shared_dtypes()
@@ -134,7 +134,7 @@ def _source_type(leaf: BoundLeaf, dtypes: Mapping[str, str]) -> str:
 
 
 def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
-    """Return the type of most values of the matrices, after which the file is named."""
+    """Return the type that most values in the matrices have. The name of the file contains it."""
     values: dict[str, int] = {}
     for leaf, kind in types:
         if len(leaf.shape) > 1 and not leaf.checkpoint.endswith(ALWAYS_FP32):
@@ -183,7 +183,11 @@ def _lay_out(
     tensors: Sequence[tuple[BoundLeaf, str]],
     factors: Collection[str],
 ) -> Shard:
-    """Lay out the file. A tensor named "KEY.N" is value N of the list in the metadata KEY."""
+    """Lay out the file.
+
+    `extras` are tensors with known values. `factors` has the shared names of norm weights that are stored plus 1. A
+    tensor named "KEY.N" is value N of the list in the metadata KEY.
+    """
     inside = [leaf for leaf, _ in tensors if leaf.checkpoint.rpartition(".")[0] in metadata]
     tensors = [(leaf, kind) for leaf, kind in tensors if leaf not in inside]
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
@@ -273,7 +277,9 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 
 def _numbered(request: Request) -> dict[str, Any]:
-    """Return the fields of config.json, overridden by generation_config.json, for the ids of special tokens."""
+    """Return the fields that may have ids of special tokens: those of config.json, overridden by
+    generation_config.json.
+    """
     name = "generation_config.json"
     beside = (path.read_bytes() for path in request.companions if path.name == name)
     text = request.source.texts.get(name) or next(beside, None)

@@ -32,7 +32,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special
 
 
 def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[str]]:
-    """Return tokenizer files and notes, from tok512.bin, tokenizer.bin or Hugging Face's files in a model's folder."""
+    """Return tokenizer files and notes for a model, from tok512.bin, tokenizer.bin or Hugging Face's files in its
+    folder.
+    """
     folder = path.parent
     names = [f"tok{sizes.vocab_size}.bin", TOKENIZER, *sorted(entry.name for entry in folder.glob("tok*.bin"))]
     unused = []
@@ -53,7 +55,7 @@ def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[st
 
 
 def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
-    """Return the tokens of a file and their scores, or None unless it has exactly `count` tokens."""
+    """Return the tokens of a tokenizer.bin and their scores, or None unless it has exactly `count` tokens."""
     if not 0 < path.stat().st_size <= _MAX_BYTES:
         return None
     data = path.read_bytes()
@@ -72,7 +74,7 @@ def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
 
 
 def _as_header(path: Path, pieces: list[tuple[str, float]]) -> GgufHeader:
-    """Return the same tokenizer as a GGUF header, which gptkit can convert to Hugging Face's files."""
+    """Return the tokens as a GGUF header, because gptkit can convert its tokenizer to Hugging Face's files."""
     tokens = [text.replace(" ", SPACE) for text, _ in pieces]
     types = [NORMAL] * len(tokens)
     for index, text, kind in ((0, "<unk>", UNKNOWN), (_BOS, "<s>", CONTROL), (_EOS, "</s>", CONTROL)):

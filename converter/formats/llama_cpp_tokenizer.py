@@ -66,7 +66,10 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
 
 
 def _collapsed(text: str) -> str:
-    """Return the text on which the expressions are matched."""
+    """Return a text with every character outside of ASCII replaced by one that stands for its Unicode category.
+
+    llama.cpp matches its regular expressions on this text.
+    """
     return "".join(
         letter
         if ord(letter) < 128
@@ -78,7 +81,10 @@ def _collapsed(text: str) -> str:
 
 
 def split(text: str, name: str) -> list[str]:
-    """Return the parts in which llama.cpp merges bytes, one after the other."""
+    """Split a text as llama.cpp does before it merges bytes, and return the pieces in order.
+
+    `name` is the value of `tokenizer.ggml.pre`.
+    """
     seen, cuts = _collapsed(text), [0, len(text)]
     blanks = "".join(_BLANK if ord(letter) > 127 and letter.isspace() else letter for letter in text)
     for expression in SPLITS[name]:
@@ -103,7 +109,7 @@ _BYTES = _visible_bytes()
 
 
 class LlamaCpp:
-    """The tokenizer that llama.cpp makes of the metadata of a GGUF file, without the tokens around a text."""
+    """The tokenizer that llama.cpp makes of the metadata of a GGUF file. It adds no special tokens around a text."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -117,7 +123,7 @@ class LlamaCpp:
         return self._metadata.get(PREFIX + key, otherwise)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without those that are put before and after it."""
+        """Return the ids of a text, without special tokens before and after it."""
         how: Callable[[str, bool], Iterable[int]] = {
             "gpt2": self._merged,
             "llama": self._scored,
@@ -134,7 +140,9 @@ class LlamaCpp:
         return ids
 
     def _cut(self, text: str) -> list[str | int]:
-        """Split a text at special tokens, longest first, and return the texts between them and their ids."""
+        """Split a text at special tokens, the longest first. Return the texts between them, and the tokens' ids, in
+        order.
+        """
         parts: list[str | int] = [text]
         for token in self._special:
             if token in text:
@@ -200,7 +208,7 @@ class LlamaCpp:
             yield from [self._ids[symbol]] if symbol in self._ids else self.of_bytes(symbol)
 
     def of_bytes(self, text: str) -> Iterator[int]:
-        """Yield the ids of a text's bytes, and that of the unknown token for bytes without a token."""
+        """Yield the id of the byte token for every byte of a text, or the unknown token's if there is no byte token."""
         for byte in text.encode():
             yield self._ids.get(f"<0x{byte:02X}>", self._unknown)
 
@@ -214,7 +222,7 @@ class LlamaCpp:
             last = index
 
     def pieces(self, given: str) -> list[tuple[str, int]]:
-        """Return the most likely pieces of a normalized text, each with its id."""
+        """Return the most likely segmentation of a normalized text: (piece, id)."""
         best: list[tuple[float, int, int]] = [(0.0, 0, self._unknown)] + [(-math.inf, 0, self._unknown)] * len(given)
         for start in range(len(given)):
             single = False
@@ -250,7 +258,7 @@ class LlamaCpp:
         return min(normal, default=0.0) - 10.0
 
     def normalized(self, text: str) -> str:
-        """Return the text that "t5" tokenizes: characters are mapped, and spaces are marked, added and merged."""
+        """Return the text that "t5" tokenizes: characters are replaced, and spaces are marked, added and merged."""
         merged, result, within = self._get("remove_extra_whitespaces", False), "", False
         prefixed = not self._get("add_space_prefix", True)
         for letter in mapped(text, self._get("precompiled_charsmap", b"")):
@@ -293,10 +301,10 @@ def mapped(text: str, blob: bytes) -> str:
 def sentencepiece(
     metadata: Mapping[str, Any], charsmap: bytes, merged: bool, by_bytes: bool
 ) -> Callable[[str], list[int]]:
-    """Return a function that encodes text as SentencePiece itself does, for the model behind this metadata.
+    """Return a function that encodes text as SentencePiece itself does, for the model that this metadata describes.
 
-    `charsmap` is the normalizer's map of characters, `merged` says whether it merges spaces, and `by_bytes` whether
-    characters without a piece become bytes. Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and
+    `charsmap` is the normalizer's map of characters, `merged` says whether the normalizer merges spaces, and `by_bytes`
+    whether characters without a piece become bytes. Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and
     src/unigram_model.cc.
     """
     model, unknown = LlamaCpp(metadata), metadata.get(PREFIX + "unknown_token_id", 0)

@@ -42,7 +42,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of the ranks in a folder, which may be the folder of one rank; empty if there are none."""
+    """Return the files of all ranks in a folder; empty if there are none. The folder may be that of a single rank."""
     places = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
     ranks = [place for place in places if _RANK.fullmatch(place.name)]
     ranks = ranks[:1] if ranks[:1] == [folder] else ranks
@@ -51,7 +51,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def step_in(folder: Path) -> Path | None:
-    """Return the folder of the latest step of a training run, or None if this is no run. Raises CheckpointError."""
+    """Return the folder of a run's latest step, or None if the folder is no training run. Raises CheckpointError."""
     pointer = folder / LATEST
     if not pointer.is_file():
         return None
@@ -65,7 +65,9 @@ def step_in(folder: Path) -> Path | None:
 
 
 def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside: ModelSpec | None) -> Opened:
-    """Return the model in the files of all ranks. `beside` is the tree of a config.json there, which must be equal.
+    """Return the model in the files of all ranks. `contents` are the contents of `files`.
+
+    `beside` is the tree of a config.json in the folder, which must describe the same model; None without one.
 
     Raises:
         CheckpointError: ranks are missing or do not match each other. ConfigError: as `config_of`.
@@ -150,7 +152,7 @@ def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
 
 
 def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
-    """Raise CheckpointError if the arguments claim more layers than there are tensors, before a tree is made."""
+    """Raise CheckpointError, before a tree is made, if the arguments claim more layers than `there` are tensors."""
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
         raise CheckpointError(
@@ -259,7 +261,7 @@ _OWN = ("rank", "local_rank", "iteration", "curr_iteration", "data_parallel_rand
 
 
 def _flat(folder: Path, state: Any) -> dict[str, Stored]:
-    """Return the tensors of a rank by the names of the leaves. Older checkpoints nest dictionaries."""
+    """Return the tensors in a rank's state dict by the names of the leaves. Older checkpoints nest dictionaries."""
     from ..weights import Stored
 
     tensors: dict[str, Stored] = {}

@@ -99,7 +99,10 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
-    """Return the sizes, and whether there are biases. The first versions do not say so, and have biases."""
+    """Return the sizes of the model, and whether it has biases.
+
+    Checkpoints of nanoGPT's first versions do not say whether they have biases, and always have them.
+    """
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
     if other or missing:
@@ -142,7 +145,10 @@ TANH = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, 
 
 
 def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]], activation: Activation) -> bytes:
-    """Return the pickle that train.py saves before the first step, without the optimizer. The head is the embedding."""
+    """Return the pickle that train.py saves before the first step, without the optimizer.
+
+    The head is stored as the same tensor as the embedding.
+    """
     state = {
         leaf.checkpoint: pickled_tensor(str(index), dtype, leaf.shape) for index, (leaf, dtype) in enumerate(tensors)
     }

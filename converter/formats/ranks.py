@@ -28,7 +28,7 @@ _Tensors = Mapping[str, Any]
 
 
 def tables(content: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield every dictionary with tensors in a file's content: the keys that lead to it, and its tensors."""
+    """Yield every nested dictionary with tensors in a file's content: the keys that lead to it, and its tensors."""
     if not isinstance(content, dict) or len(where) > _DEPTH:
         return
     entries = {key: value for key, value in content.items() if isinstance(key, str)}
@@ -42,7 +42,10 @@ def tables(content: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 def joined(
     files: Sequence[Path], parts: Sequence[_Tensors], shapes: Mapping[str, tuple[int, ...] | None]
 ) -> dict[str, Chunked]:
-    """Return the tensors of the files by name, where `shapes` are those of the tree. Raises CheckpointError."""
+    """Return the tensors of the files by name, joined from all ranks. Raises CheckpointError.
+
+    `parts` are the tensors of every file, and `shapes` those of the tree (None if unknown).
+    """
     holders: dict[str, list[int]] = {}
     for index, table in enumerate(parts):
         for name in table:
@@ -135,7 +138,10 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
 
 
 def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Chunked:
-    """Join a tensor from parts that do not say how it is split; a rank may also have all of it."""
+    """Join a tensor from parts that do not say how it is split. `shape` is its shape in the tree.
+
+    Every rank may also have the whole tensor.
+    """
     (one, first), *others = values.items()
     shapes = [list(part.shape) for part in values.values() if isinstance(part, Stored)]
     if len(shapes) != len(values) or len({part.dtype for part in values.values()}) > 1:
@@ -249,7 +255,7 @@ def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
 
 
 def _cut(group: Sequence[Stored], start: int, width: int) -> list[Stored]:
-    """Return elements `start` to `start + width` of the concatenation of flat tensors."""
+    """Return the parts that have elements `start` to `start + width` of the concatenation of flat tensors."""
     pieces, at = [], 0
     for tensor in group:
         begin, end = max(start - at, 0), min(start + width - at, tensor.count)
@@ -260,7 +266,7 @@ def _cut(group: Sequence[Stored], start: int, width: int) -> list[Stored]:
 
 
 def _flat(where: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Stored]]) -> Chunked:
-    """Return a tensor that concatenates the ranks' pieces; the last piece may be padded."""
+    """Return a tensor of this shape that concatenates the ranks' flat pieces; the last piece may be padded."""
     count, at, chunks = math.prod(shape), 0, []
     for piece in (part for rank in ranks for part in rank):
         size = min(piece.count, count - at)

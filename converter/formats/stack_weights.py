@@ -1,4 +1,4 @@
-"""The weights of checkpoints under another program's names (`architectures.stacks`)."""
+"""Read checkpoints that have the tensor names of another training program (`architectures.stacks`)."""
 
 from __future__ import annotations
 

@@ -75,13 +75,13 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Archive:
-    """An archive.
+    """The layout of a zip archive that torch.save would write.
 
-    `header` is everything before the tensors. `head` and `tail` surround the bytes of a single tensor.
+    `head` and `tail` are the bytes before and after the tensor in an archive that has only one.
     """
 
-    header: bytes
-    members: tuple[_Member, ...]
+    header: bytes  # everything before the tensors
+    members: tuple[_Member, ...]  # the small files
     tensors: tuple[_Member, ...]
 
     @property
@@ -101,7 +101,7 @@ class _Archive:
         return self.tensors[0].tail(crc) + self.end([crc])
 
     def end(self, crcs: Sequence[int]) -> bytes:
-        """Return the directory, from the crc32 of every tensor."""
+        """Return the zip directory that ends the file. `crcs` has the crc32 of every tensor."""
         entries = [member.entry(member.crc or 0) for member in self.members]
         entries += [member.entry(crc) for member, crc in zip(self.tensors, crcs, strict=True)]
         text, at, count = b"".join(entries), self._directory, len(entries)
@@ -114,7 +114,7 @@ class _Archive:
 
 
 def _short(value: int) -> int:
-    """Return a size or offset for a field of four bytes."""
+    """Return a number for a field of four bytes: itself, or the mark that it is in the zip64 fields."""
     return value if value < _LIMIT else _ELSEWHERE
 
 

@@ -70,7 +70,10 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def _looks_right(path: Path) -> bool:
-    """Return whether a file may have weights. A .bin file needs the right first bytes, because it may be anything."""
+    """Return whether a file may have weights, by its suffix.
+
+    A .bin file may be anything, so it must also begin as a file of torch.save does.
+    """
     if not path.name.endswith(".bin"):
         return path.name.endswith(_SUFFIXES)
     with suppress(CheckpointError), plain_file(path) as file:
@@ -146,10 +149,11 @@ def _tree(
     tied: bool | None = None,
     inside: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """Return the tree of the configs in the folder, of this stack or of any stack; None if there is no config.
+    """Return the tree of the config in the folder, or None if there is no config that describes the model.
 
-    `tied` says whether the weights have a tied head, because other programs' configs do not say this. `inside` is a
-    config that is stored in the file of the weights.
+    `stack` is the training program that wrote the weights; None considers the configs of all programs. `rows` is the
+    number of rows of the embedding, `tied` says whether the weights have a tied head, and `inside` is a config that is
+    stored in the weight file. All three are for programs whose own config does not say this.
     """
     if inside is not None and stack is not None:
         return _with_head(*_described(stack.config(inside, rows)), bool(tied))
@@ -175,13 +179,15 @@ def _tree(
 
 
 def _theirs(folder: Path) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """Return the tree of a family's config.json in one of the `_places`, or None."""
+    """Return the tree of a Hugging Face config.json in one of the `_places`, or None."""
     file = next((place / CONFIG for place in _places(folder) if (place / CONFIG).is_file()), None)
     return None if file is None else read_description(file, file.parent, folder=True)
 
 
 def _places(folder: Path) -> tuple[Path, ...]:
-    """Return the folders that may have config.json and the tokenizer: the weights', verl's, or that of DeepSpeed's
+    """Return the folders that may have config.json and the tokenizer.
+
+    They are the folder of the weights, its subfolder `huggingface` (verl), and its parent if that has DeepSpeed's
     `latest`.
     """
     return (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
@@ -202,7 +208,7 @@ def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _with_head(spec: ModelSpec, origin: Origin, unknown: list[str], tied: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the same description with a tied or a separate head."""
+    """Return a description (tree, origin, unknown fields) with its head tied to the embedding, or separate."""
     if spec.tied == tied or origin.config is None:
         return spec, origin, unknown
     return _described({**origin.config, "tie_word_embeddings": tied})
@@ -331,7 +337,10 @@ def _no_config(file: Path, config: str) -> InvalidInput:
 
 
 def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
-    """Return the number of rows of an embedding that is not split by rows, for configs that do not state it."""
+    """Return the number of rows of an embedding that the ranks do not split by rows, for configs that do not state it.
+
+    Return None if the files have different numbers of rows.
+    """
     rows = {table[embedding].shape[:1] for table in tables if embedding in table}
     return next(iter(rows))[0] if len(rows) == 1 and () not in rows else None
 
