@@ -1,1 +1,1 @@
-"""Proof that two models compute the same."""
+"""Compare two models, and show whether they compute the same function."""

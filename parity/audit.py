@@ -1,9 +1,9 @@
 """Find faults of a checkpoint: in its files and index, its tensors and config, and its tokenizer.
 
-It can also be compared with the source it was made from, and with the program that is to load it. Most rules only need
-headers; values are read if the caller asks for it. A rule is a function from a subject to findings; `RULES` lists all
-rules. A checkpoint of a known family must match its declaration exactly. In an unknown family the tensor names are
-compared with each other.
+An audit can also compare the checkpoint with the source it was made from, and with the program that is to load it. Most
+rules only need headers; values are read if the caller asks for it. A rule is a function from a subject to findings;
+`RULES` lists all rules. A checkpoint of a known family must have exactly the tensors that the family declares. In an
+unknown family the tensor names are compared with each other.
 """
 
 from collections.abc import Callable, Iterable

@@ -38,22 +38,22 @@ class Tap:
 
     label: str  # the component in words
     layer: int | None  # the layer's index; None outside of layers
-    ours: tuple[str, _Side]  # gptkit's module, and which side of it
-    theirs: tuple[str, _Side]  # transformers' module, and which side of it
-    rows: Tensor | None = None  # the features of transformers' output that are ours, if they fuse several components
+    ours: tuple[str, _Side]  # gptkit's module, and whether its input or output is compared
+    theirs: tuple[str, _Side]  # transformers' module, and whether its input or output is compared
+    rows: Tensor | None = None  # the features that belong to this component, if transformers' module fuses several
     factor: float = 1.0  # multiplies the output of transformers' table or linear map to give ours
-    first: bool = False  # of several calls only the first counts, which is the layer's own
+    first: bool = False  # whether only the module's first call counts; later layers call it again to share its weights
     value: int = 0  # the index of the output among the values that transformers' module returns
 
     def part(self, relative: float, noise: float) -> Part:
-        """Return the result at this tap."""
+        """Return the record of the difference at this tap."""
         name = self.label if self.layer is None else f"layer {self.layer} {self.label}"
         return Part(name, self.label, self.layer, relative, noise)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The result at one tap."""
+    """The difference between the two models at one tap."""
 
     name: str
     label: str
@@ -63,10 +63,12 @@ class Part:
 
     @property
     def parts(self) -> bool:
-        """Return whether the two models differ here by more than rounding explains. The difference of two fp64 models
-        includes a rounding to fp32 on each side (`noise`). The reason is that transformers computes norms, softmax and
-        rotary tables of an "fp64" model in fp32. After a swap the two sides may also round differently, which doubles
-        it. The mistakes of `mutations` make differences at least 30 times as large.
+        """Return whether the two models differ here by more than rounding explains.
+
+        The difference of two fp64 models includes a rounding to fp32 on each side (`noise`). The reason is that
+        transformers computes norms, softmax and rotary tables of an "fp64" model in fp32. After a swap the two models
+        may also round differently, which doubles the noise. The mistakes of `mutations` make differences at least 30
+        times as large.
         """
         return not self.relative <= max(2 * self.noise, _FLOOR)
 
@@ -77,12 +79,12 @@ class Cause:
 
     repair: str  # the repair in words
     restores: bool  # whether it restores parity
-    left: float  # the remaining difference of the logits
+    left: float  # the largest difference of the logits that remains after it
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The results at all taps in the order of computation, and the likely causes, the best first."""
+    """The differences at all taps in the order of computation, and the likely causes, the likeliest first."""
 
     places: tuple[Part, ...]
     causes: tuple[Cause, ...] = ()
@@ -118,8 +120,9 @@ def _label(module: str) -> str:
 
 
 def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
-    """Return the places to compare, in the order of computation. Components without a weight of their own are compared
-    through the input of the next projection.
+    """Return the places to compare, in the order of computation.
+
+    A component without a weight of its own is compared at the input of the projection that follows.
     """
     known = {parameter.name: (place, parameter) for place, parameter in enumerate(spec.parameters())}
     moved = {
@@ -181,7 +184,10 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
 
 
 def _rows(leaf: BoundLeaf, part: int) -> Tensor:
-    """Return the output features of a fused module that belong to one part: the layout, applied to feature numbers."""
+    """Return the numbers of the output features of a fused module that belong to part number `part` of its leaf.
+
+    They come from applying the leaf's layout to a tensor of feature numbers.
+    """
     transposed = leaf.layout.shared != "" and leaf.layout.checkpoint.split()[0] == leaf.layout.shared.split()[-1]
     numbers = np.arange(leaf.shape[1] if transposed else leaf.shape[0])
     whole = np.broadcast_to(numbers[None, :] if transposed else numbers[:, None], leaf.shape)
@@ -189,7 +195,10 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
 
 
 def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable[[int, Tensor], None]) -> ExitStack:
-    """Return hooks that call `see` with each tap's index and value before it can change in place."""
+    """Call `see` with the index and value of each tap when its module computes, before the value can change in place.
+
+    Return a context that removes the hooks. `ours` says whether the model is gptkit's.
+    """
     modules = dict(model.named_modules())
 
     def hook_for(index: int, tap: Tap) -> Callable[..., None]:
@@ -207,12 +216,12 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
 
 
 def first_of(output: Any, which: int = 0) -> Any:
-    """Return a module's output, or one of several values (by default the first)."""
+    """Return a module's output. If it returns several values, return number `which`."""
     return output[which] if isinstance(output, tuple | list) else output
 
 
 class KeptStates:
-    """Tensors in fp64 by key, in a temporary file, because a large model's need 100 MB per row."""
+    """Tensors in fp64 by key. They are in a temporary file, because a large model has 100 MB of them per position."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by the caller)
@@ -238,7 +247,10 @@ _See = Callable[[_Key, Tensor], None]
 
 
 def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:
-    """Return every tap's difference in the order of computation, on the rows of `ProbeBatch.valid`: four passes."""
+    """Return the difference at every tap, in the order of computation.
+
+    Both models run twice, in fp64 and in fp32. Only the positions of `ProbeBatch.valid` are compared.
+    """
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None
     watched = taps(architecture, spec)
@@ -294,8 +306,9 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
 
 
 def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
-    """Return the rows of tokens without padding, (N, features), in fp64. A value without a batch dimension (positions)
-    is returned as it is. transformers' modules may flatten batch and time.
+    """Return the values at tokens without padding, (N, features), in fp64.
+
+    A value without a batch dimension (positions) keeps all its rows. transformers' modules may flatten batch and time.
     """
     shape = batch.input_ids.shape
     if value.ndim and (value.shape[:2] == shape or value.shape[0] == shape[0] * shape[1]):
@@ -304,7 +317,7 @@ def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference relative to the largest value of `a`, or infinity if there is a NaN."""
+    """Return the largest difference divided by the largest value of `a`, or infinity if there is a NaN."""
     difference = (a - b).abs().max().item()
     if difference != difference:
         return float("inf")

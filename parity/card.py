@@ -1,4 +1,4 @@
-"""The verification card: the checks, the files, the versions, all figures, and the command that repeats them.
+"""Make the verification card of `verify`: checks, files, versions, all figures, and the command that repeats them.
 
 It is written as JSON for programs and as Markdown for a model's page.
 """
@@ -115,7 +115,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def write_card(result: Verification, path: Path, **options: bool) -> tuple[Path, Path]:
-    """Write the card as .json and .md next to `path`, whatever its suffix. Raise UsageError if that fails."""
+    """Write the card to `path` with the suffixes .json and .md. Raise UsageError if that fails."""
     data = card(result, **options)
     targets = path.with_suffix(".json"), path.with_suffix(".md")
     try:

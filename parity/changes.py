@@ -1,4 +1,4 @@
-"""The records of a comparison of two checkpoints: one tensor, a group of tensors, the whole comparison."""
+"""Define the records of a comparison of two checkpoints: one tensor, a group of tensors, the whole comparison."""
 
 import math
 import re
@@ -35,22 +35,25 @@ _CONCENTRATED = 0.5  # a change has low rank if its factors have at most this sh
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One shared tensor that both checkpoints or one of them have."""
+    """The comparison of one shared tensor, which one or both checkpoints have."""
 
     name: str  # the shared name
-    component: str  # its row in a table of parameters
+    component: str  # the label of its component in tables of parameters
     layer: int | None  # None outside of layers
     status: Status
-    shape_a: tuple[int, ...] | None  # None if A does not have the tensor; so for the next three fields
-    shape_b: tuple[int, ...] | None
+    shape_a: tuple[int, ...] | None  # None if A does not have the tensor
+    shape_b: tuple[int, ...] | None  # None if B does not have it
     dtype_a: str | None
     dtype_b: str | None
-    figures: TensorFigures | None = None  # over the common rows of tables; None if nothing can be compared
-    quantised: tuple[Literal["a", "b"], ...] = ()  # the sides with few-bit blocks, whose rounding hides the rank
+    figures: TensorFigures | None = None  # None if the shapes cannot be compared; of tables, the common rows are
+    quantised: tuple[Literal["a", "b"], ...] = ()  # the sides that are quantised in blocks, which hides the rank
 
     @property
     def module(self) -> str:
-        """Return the module's name without the layer: "attention.q_proj"; "model.layers.*.query" if it has no place."""
+        """Return the name of the module without its layer, such as "attention.q_proj".
+
+        A tensor without a place in the tree keeps the rest of its name: "model.layers.*.query".
+        """
         name = re.sub(r"\.experts\.[^.]+", ".experts", self.everywhere.removeprefix("blocks.*."))
         return name.rpartition(".")[0] or self.name
 
@@ -61,12 +64,17 @@ class TensorDiff:
 
     @property
     def part(self) -> str:
-        """Return the name of the tensor's group over all layers: the module, with ".bias" for a bias."""
+        """Return the name under which all layers' tensors of this kind are grouped: the module, with ".bias" for a
+        bias.
+        """
         return f"{self.module}.bias" if self.name.endswith(".bias") else self.module
 
     @property
     def reading(self) -> _Reading | None:
-        """Return the interpretation of the change's rank; None if there is no rank, or another explanation."""
+        """Return whether the rank of the change is "low", "high" or "unclear".
+
+        Return None if the rank is unknown, or if a few changed rows or a common factor explain the change.
+        """
         figures = self.figures
         rank = None if figures is None else figures.rank
         if figures is None or rank is None or self.shape_a is None or self.status != "changed":
@@ -130,12 +138,12 @@ class ChangeGroup:
 
     @property
     def relative(self) -> float | None:
-        """Return the relative change over the changed tensors; None if there is no number."""
+        """Return the relative change (Frobenius) over all changed tensors together; None if it is undefined."""
         return None if self._total is None else self._total.relative
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine over the changed tensors; None if there is no number."""
+        """Return the cosine of the angle between A and B over all changed tensors together; None if it is undefined."""
         return None if self._total is None else self._total.cosine
 
     @property
@@ -145,7 +153,7 @@ class ChangeGroup:
 
     @cached_property
     def _total(self) -> TensorFigures | None:
-        """Return the sums and extremes over all changed tensors."""
+        """Return figures that cover all changed tensors together: their sums, and the largest values."""
         figures = [tensor.figures for tensor in self.changed if tensor.figures is not None]
         names = ("square_a", "square_b", "square", "product")
         total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in figures) for name in names}
@@ -166,7 +174,7 @@ class ChangeGroup:
 
 @dataclass(frozen=True)
 class _LowRankChange:
-    """A change as adapters make it: no matrix changed with a high rank."""
+    """A change like that of an adapter: some matrices changed with a low rank, and none with a high one."""
 
     alone: bool  # whether nothing else changed: no norm, bias, embedding row or shape, no new or missing tensor
     matrices: int  # the number of matrices with a change of low rank
@@ -224,13 +232,13 @@ class Diff(Shown):
 
     @property
     def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
-        """Return the dtype and the side if every difference is one side rounded to that dtype; else None."""
+        """Return (dtype, side) if rounding that side to the dtype explains every difference; else None."""
         kinds = {tensor.figures.rounded for tensor in self.changed if tensor.figures is not None}
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
 
     @property
     def low_rank(self) -> _LowRankChange | None:
-        """Return the change of an adapter, or None if the change does not look like one."""
+        """Return the change if it looks like that of an adapter (LoRA), or None."""
         matrices = [tensor for tensor in self.changed if tensor.reading is not None]
         low = [tensor for tensor in matrices if tensor.reading == "low"]
         if not low or 2 * len(low) < len(matrices) or any(tensor.reading == "high" for tensor in matrices):

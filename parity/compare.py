@@ -25,7 +25,7 @@ _TRIMMED = 2**17  # logits of one model after which freed memory is returned to 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """The comparison of one prompt's logits. NaN on one side only makes every number NaN."""
+    """The comparison of one prompt's logits. A NaN that only one side has makes all figures NaN."""
 
     name: str
     positions: int  # the number of compared tokens, without padding
@@ -69,8 +69,9 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
 
 
 def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.inf) -> float:
-    """Return the largest absolute difference over several sets of logits, or NaN if there is one. The search stops at
-    the first batch with a difference above `enough`, because most faults show on a few tokens.
+    """Return the largest absolute difference over several sets of logits, or NaN if a difference is NaN.
+
+    The search stops at the first batch with a difference above `enough`, because most faults show on a few tokens.
     """
     largest = 0.0
     for pair in zip(a, b, strict=True):
@@ -154,13 +155,16 @@ def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> Non
 
 
 def perplexity(losses: Tensor) -> float:
-    """Return the perplexity of minus log-probabilities in nats, (N,), or infinity if a float cannot represent it."""
+    """Return the perplexity of a text. `losses` (N,) are the negative log-probabilities of its tokens, in nats.
+
+    Return infinity if a float cannot represent the perplexity.
+    """
     mean = losses.mean().item()
     return math.exp(mean) if not mean > 700 else math.inf
 
 
 class _RunningSums:
-    """The running sums over the vocabulary from which the comparison of N positions is computed."""
+    """Sums over the vocabulary, a part at a time, from which the comparison of N positions is computed."""
 
     def __init__(self, count: int) -> None:
         self.gap, self.largest, self.weighed = torch.zeros(3, count, dtype=torch.float64)

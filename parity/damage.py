@@ -67,13 +67,13 @@ class DamageBin:
 class LayerDamage:
     """The comparison of the two models after one layer of each, as if they ended there."""
 
-    before: int
-    after: int
+    before: int  # the original's layer
+    after: int  # the changed model's layer
     stream: float | None  # the relative difference (RMS) of the residual streams; None if their widths differ
     kl: float  # mean KL in nats per token
     top1: float  # the share of positions with the same most likely token
     by_bin: tuple[float, ...]  # the KL in each bin
-    perplexity_before: float | None = None
+    perplexity_before: float | None = None  # None if the input is not text
     perplexity_after: float | None = None
 
 
@@ -84,7 +84,7 @@ class Place:
     label: str
     layer: int | None  # the layer of the changed model; None outside of layers
     relative: float  # the difference relative to the original's output (root mean squares)
-    differs: bool
+    differs: bool  # whether the difference is larger than rounding
 
     @property
     def name(self) -> str:
@@ -105,13 +105,16 @@ class Damage:
 
     @property
     def born(self) -> Place | None:
-        """Return the component that differs most by itself; a part of a block, not the block."""
+        """Return the component whose own output differs most, or None if none differs.
+
+        Whole blocks do not count, only their parts.
+        """
         parts = [place for place in self.places if place.differs and place.label != _BLOCK]
         return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
     def first(self) -> Place | None:
-        """Return the first component that differs by itself."""
+        """Return the first component whose own output differs, or None."""
         return next((place for place in self.places if place.differs), None)
 
     def as_json(self) -> dict[str, Any]:
@@ -131,10 +134,19 @@ def damage(
     layers: _Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both models on `text` (token ids of the old vocabulary) or on the probe, and compare them. `tokens` pairs the
-    ids before and after a change of the vocabulary. `most` limits the tokens per sequence. `layers` are the
-    corresponding layers; by default those with equal numbers, if both models have as many. Raises GptkitError as
-    `require_same_tokens`.
+    """Run both models on a text or on the probe, and compare them.
+
+    Args:
+        before: the original.
+        after: the changed model.
+        text: token ids of the original's vocabulary; None for the probe.
+        tokens: the ids of the same tokens before and after a change of the vocabulary.
+        most: the largest number of tokens per sequence.
+        layers: pairs of corresponding layers; by default those with equal numbers, if both models have as many.
+        progress: called with the name of each step.
+
+    Raises:
+        GptkitError: the vocabularies have different sizes, and `tokens` is not given.
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
@@ -182,7 +194,7 @@ def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: li
 
 
 def _bin(first: int, last: int, here: Tensor, comparison: PositionComparison, targets: Tensor | None) -> DamageBin:
-    """Return the comparison at the positions where `here` is true."""
+    """Return the comparison at the positions where `here` is true. `targets` is None if the input is not text."""
     perplexities = () if targets is None else (perplexity(comparison.before[here]), perplexity(comparison.after[here]))
     kl, top1 = comparison.kl[here].mean().item(), comparison.agree[here].double().mean().item()
     return DamageBin(first, last, int(here.sum()), kl, top1, *perplexities)
@@ -194,8 +206,9 @@ _BLOCK = "whole block"
 
 
 class _Both:
-    """Both models, the batches that they run on, and the residual stream after each block, stored in files. The batches
-    have no padding and are named by number. There is one version in the old and one in the new vocabulary.
+    """Both models, the batches that they run on, and files with the residual stream after each block.
+
+    The batches have no padding, and their names are numbers. They exist in the old and in the new vocabulary.
     """
 
     def __init__(
@@ -235,7 +248,7 @@ class _Both:
         """The positions that are compared by layer."""
 
     def within(self, edges: tuple[int, int]) -> Tensor:
-        """Return which positions are in a bin, as a boolean tensor."""
+        """Return which positions are in the bin from the first to the last of `edges`, as a boolean tensor."""
         return (self.positions >= edges[0]) & (self.positions <= edges[1])
 
     def run(self, say: Callable[[str], None]) -> PositionComparison:
@@ -256,20 +269,25 @@ class _Both:
         return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.targets)
 
     def stream(self, side: int, layer: int) -> Tensor:
-        """Return the residual stream after a layer, (N, hidden) in fp64 over all batches. A model with several streams
-        gives (N, streams, hidden).
+        """Return the residual stream after a layer of the original (`side` 0) or the changed model (1).
+
+        Its shape is (N, hidden) over all batches, or (N, streams, hidden) for a model with several streams; fp64.
         """
         outputs = (self.stored[side][n, layer] for n in range(len(self.batches)))
         return torch.cat([(output if output.ndim == 3 else output.movedim(0, 2)).flatten(0, 1) for output in outputs])
 
     def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> PositionComparison:
-        """Compare the logits that each model's last norm and head give for a residual stream, at `rows`."""
+        """Compare the logits that the last norm and head of each model give for its residual stream, `first` or
+        `second`.
+
+        Only the positions in `self.rows` are compared.
+        """
         with torch.inference_mode():
             a, b = (end(x[self.rows].to(self.dtype)) for end, x in zip(self.ends, (first, second), strict=True))
         return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> LayerDamage:
-        """Compare the predictions of both models if they ended after these layers."""
+        """Compare the predictions that both models would make if they ended after these layers (the logit lens)."""
         streams = self.stream(0, before), self.stream(1, after)
         targets = None if self.targets is None else self.targets[self.rows]
         comparison = self.ended(*streams, targets)
@@ -279,8 +297,10 @@ class _Both:
         return LayerDamage(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
     def own(self, pairs: _Pairs) -> dict[tuple[str, int | None], float]:
-        """Return how much each component of the changed model differs if it gets the original's hidden states. The
-        changed model runs with the input of each block replaced by the original's.
+        """Return how much the output of each component differs by itself.
+
+        The changed model runs with the input of each block replaced by the original's, so earlier differences do not
+        count.
         """
         squares: dict[str, tuple[float, float]] = {}
         specs = [tree.spec for tree in self.trees]
@@ -320,7 +340,7 @@ class _Both:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Modules of two models whose outputs are compared."""
+    """Two modules, one of each model, whose outputs are compared."""
 
     label: str
     layer: int  # the layer of the changed model
@@ -329,9 +349,10 @@ class _Slice:
 
 
 def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Slice]:
-    """Yield the mixers of two corresponding blocks in the order of computation, and then the whole blocks. Mixers of
-    the same slot are compared. The remaining ones are paired in order, because a swap may replace an attention by a
-    recurrence.
+    """Yield the mixers of two corresponding blocks in the order of computation, and then the whole blocks.
+
+    Mixers of the same name ("attention", "feed_forward") are compared. The remaining ones are paired in order, because
+    a swap may replace an attention by a recurrence. `before` and `after` are blocks with their layer numbers.
     """
     slots, changed_slots = ([sublayer.mixer.slot for sublayer in block.sublayers] for block, _ in (before, after))
     partners = {slot: slot for slot in changed_slots if slot in slots}
@@ -345,7 +366,7 @@ def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Sli
 
 
 def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function from the residual stream after a layer to the states (N, hidden) that the head takes."""
+    """Return a function that turns the residual stream after the last layer into the head's input, (N, hidden)."""
     norm: Callable[[Tensor], Tensor] = final_norm(tree, dtype)
     if tree.spec.joined is None:
         return norm
@@ -359,7 +380,7 @@ def _running() -> int:
 
 
 def _relative(a: Tensor, b: Tensor) -> float | None:
-    """Return the root mean square of b - a relative to that of a; None if their shapes differ."""
+    """Return the root mean square of b - a, divided by that of a; None if their shapes differ."""
     if a.shape != b.shape:
         return None
     size, gap = (values.square().mean().sqrt().item() for values in (a, b - a))
@@ -367,8 +388,9 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
 
 
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
-    """Return why the hidden states of two trees cannot be compared number by number; None if they can. `tables` is the
-    relative difference of their embeddings.
+    """Return the reason why the hidden states of two trees cannot be compared element by element; None if they can.
+
+    `tables` is the relative difference of their embeddings; None if the widths differ.
     """
     if tables is None:
         return f"the hidden sizes differ, {before.hidden_size} and {after.hidden_size}"

@@ -84,7 +84,7 @@ def diff(
 
 
 class _DiffJob(NamedTuple):
-    """Leaves of both sides that depend on each other and are compared in one step."""
+    """The leaves of both sides that share tensors, and so have to be read and compared together."""
 
     leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
     memory: int  # the bytes of memory that reading them takes
@@ -119,7 +119,9 @@ class _Comparison:
         return self.compared
 
     def _jobs(self) -> list[_DiffJob]:
-        """Return the smallest independent jobs, in the order of A's tensors."""
+        """Return the jobs, in the order of A's tensors. Each is as small as possible, so that threads can share the
+        work.
+        """
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
@@ -169,7 +171,10 @@ class _Comparison:
         return compared
 
     def _is_same_leaf(self, job: _DiffJob) -> bool:
-        """Return whether both sides are one leaf with the same layout and bytes, so that no part needs a comparison."""
+        """Return whether the job is one leaf on each side, with the same layout and bytes.
+
+        Its tensors then need no further comparison.
+        """
         if any(len(leaves) != 1 for leaves in job.leaves):
             return False
         (leaf_a,), (leaf_b,) = job.leaves
@@ -225,7 +230,7 @@ class _Comparison:
         )
 
     def _pause(self, nbytes: int) -> None:
-        """Stop after a chunk if another thread failed, and release the pages that were read."""
+        """Raise StoppedError if another thread has failed. Release the pages that were read if there are many."""
         self.scheduler.check()
         self.mapped += nbytes  # without a lock, because a few lost counts do no harm
         if self.mapped > _MAPPED_BYTES:
@@ -235,7 +240,10 @@ class _Comparison:
 
 
 def _by_names(side: TensorFiles) -> TensorFiles:
-    """Return the files with numeric tensors only: packed ones (booleans, four bits) are compared as bytes."""
+    """Return a checkpoint with every tensor under its name in the files, for a comparison by these names.
+
+    Tensors without a numeric type (booleans, four bits) are compared as bytes.
+    """
     weights = side._weights.numeric()
     leaves = own_leaves((name, shape) for name, (_, shape) in weights.info.items())
     return replace(side, leaves=leaves, _weights=weights)
@@ -247,7 +255,10 @@ def _is_tied(side: TensorFiles) -> bool:
 
 
 def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
-    """Return the parameters in the tree's order, and then tensors without a place, with the layer in their name."""
+    """Return the parameters in the tree's order, and after them the tensors that have no place in the tree.
+
+    The layer of the latter is the first number in their name.
+    """
     if not isinstance(checkpoint, Checkpoint):
         return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))
     missing = set(checkpoint.missing)

@@ -1,13 +1,13 @@
-"""The rank of a change Δ = B - A between two matrices that are read a few rows at a time.
+"""Compute the rank of a change Δ = B - A between two matrices that are read a few rows at a time.
 
 This is a randomised range finder (Halko, Martinsson, Tropp 0909.4061, §4.1) over rows: Y = ΔᵀΨ for a random Ψ with few
 columns, and Q an orthonormal basis of Y. A second pass computes ΔQ, whose largest singular values are those of Δ. For a
 narrow matrix ΔᵀΔ itself is summed. The memory is always smaller than the matrix.
 
-Rounding has full rank: a rank-8 update of bf16 weights has 8 singular values above a floor of all the others. Stored
-values have errors of up to half an ulp, so the floor is that of independent entries with variance ulp²/12. Its
-largest singular value is about its largest row norm plus its largest column norm (Bandeira, van Handel 1408.6185). Only
-singular values above it count.
+Rounding has full rank: a rank-8 update of bf16 weights has 8 large singular values, and all others are small. Only
+singular values above a bound, the floor, count. Stored values have errors of up to half an ulp, so the floor is the
+largest singular value of a matrix with independent entries of variance ulp²/12. It is about the largest row norm plus
+the largest column norm (Bandeira, van Handel 1408.6185).
 """
 
 import math
@@ -42,9 +42,9 @@ class Rank:
 
     rank: int  # the number of singular values above rounding; `limit` if there are more
     of: int  # the largest possible rank
-    limit: int  # the rank up to which values were counted
-    share: float | None  # the share of the squared Frobenius norm in these directions; None with `more`
-    most: int | None  # the number of directions with 99 % of the squared norm; None if above `limit`
+    limit: int  # the largest rank that can be counted
+    share: float | None  # the share of these values in the squared Frobenius norm; None with `more`
+    most: int | None  # the number of values with 99 % of the squared norm; None if above `limit`
     more: bool = False  # whether the rank is above `limit`
 
     @property
@@ -55,36 +55,44 @@ class Rank:
 
 @dataclass(frozen=True)
 class Floor:
-    """The effect of rounding on a matrix, from the sums of a² + b² over its rows and columns."""
+    """The largest effect that rounding may have on the difference of two matrices A and B.
+
+    `rows` and `columns` are the sums of a² + b² over every row and column.
+    """
 
     rows: Array
     columns: Array
 
     def of(self, dtype: str) -> float:
-        """Return the largest singular value that rounding to `dtype` explains."""
+        """Return the largest singular value of the difference that rounding both sides to `dtype` may cause."""
         factor, least = self._variance(dtype), _SUBNORMAL[dtype] / math.sqrt(12)
         spread = math.sqrt(self.rows.max(initial=0.0)) + math.sqrt(self.columns.max(initial=0.0))
         corner = math.sqrt(len(self.rows)) + math.sqrt(len(self.columns))
         return _MARGIN * (math.sqrt(factor) * spread + least * corner)
 
     def energy(self, dtype: str) -> float:
-        """Return the squared Frobenius norm of the rounding errors of one side."""
+        """Return the expected squared Frobenius norm of the rounding errors of one side."""
         return self._variance(dtype) * float(self.rows.sum()) / 2
 
     def sketched(self, dtype: str, width: int) -> float:
-        """Return the largest singular value of the rounding errors times a random matrix of `width` columns."""
+        """Return the largest singular value that rounding may cause after a product with a random matrix of `width`
+        columns.
+        """
         norm, least = math.sqrt(self._variance(dtype)), _SUBNORMAL[dtype] / math.sqrt(12)
         whole = norm * math.sqrt(self.rows.sum()) + least * math.sqrt(len(self.rows) * len(self.columns))
         return _MARGIN * (whole + self.of(dtype) * math.sqrt(width))
 
     @staticmethod
     def _variance(dtype: str) -> float:
-        """Return the variance of a rounding error relative to the squared value."""
+        """Return the variance of the rounding error of a value, divided by the value's square."""
         return _MEAN_SQUARE * EPS[dtype] ** 2 / 12
 
 
 class _Products:
-    """A buffer for the rows of a change (rows of zeros may be omitted) that multiplies them once it is full."""
+    """A buffer for the rows of a change. When it is full, its rows are multiplied and added to `total`.
+
+    Rows of zeros may be left out.
+    """
 
     total: Array
 
@@ -111,13 +119,13 @@ class _Products:
         raise NotImplementedError
 
     def values(self) -> Array:
-        """Return the singular values in descending order; `total` contains the inner products."""
+        """Return the singular values in descending order. They are the square roots of the eigenvalues of `total`."""
         values: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
         return values
 
 
 class Sketch(_Products):
-    """The first pass over a change."""
+    """The first pass over a change: ΔᵀΨ, or ΔᵀΔ for a narrow matrix."""
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
         """Create the sketch; `dtype` is "float64", or "float32" for a coarse change at twice the speed."""
@@ -136,11 +144,15 @@ class Sketch(_Products):
 
     @property
     def spectrum(self) -> Array | None:
-        """Return the singular values in descending order, if this pass is enough for them."""
+        """Return the singular values in descending order for a narrow matrix; None if a second pass is needed."""
         return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
     def surely_more(self, floor: Floor, dtype: str) -> bool:
-        """Return whether more than LIMIT directions are above rounding, and a few of them cannot explain the change."""
+        """Return whether the rank is certainly above LIMIT, so that no second pass is needed.
+
+        More than LIMIT directions must be above rounding, and the smaller half of them must matter for the squared
+        norm.
+        """
         if self.direct or self.width <= LIMIT:
             return False
         values = np.linalg.svd(self.total, compute_uv=False)
@@ -150,7 +162,7 @@ class Sketch(_Products):
 
 
 class Projection(_Products):
-    """The second pass: the change projected to an orthonormal basis (columns, width) of a sketch."""
+    """The second pass: the change is multiplied by an orthonormal basis of the sketch, (columns, width)."""
 
     def __init__(self, basis: Array, dtype: str) -> None:
         super().__init__(len(basis), dtype)
@@ -163,9 +175,15 @@ class Projection(_Products):
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
-    """Return the rank above rounding from the largest singular values in descending order and the squared norm. `grids`
-    is the narrowest dtype that can represent each side's values. If they differ, either the coarser side was rounded,
-    or both had this dtype before one changed; the remaining energy decides between the two.
+    """Return the rank of a change without rounding.
+
+    Args:
+        spectrum: the largest singular values of the change, in descending order.
+        energy: the squared Frobenius norm of the change.
+        floor: the effect of rounding.
+        grids: for each side, the narrowest dtype that can represent its values. If they differ, either the coarser
+            side was rounded to its dtype, or both had this dtype before one of them changed. The energy outside of the
+            counted values decides between the two.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)
@@ -183,8 +201,10 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
 
 
 def _count(spectrum: Array, floor: float) -> int:
-    """Return the number of singular values above the floor, without those that rounding of a strong change explains.
-    That rounding depends on a change of rank 1 or 2, and leaves a few values up to twice the floor.
+    """Return the number of singular values above the floor that belong to the change itself.
+
+    A strong change of rank 1 or 2 has correlated rounding errors, which may add a few values up to twice the floor.
+    These follow a gap in the spectrum, and are not counted.
     """
     count = int((spectrum > max(floor, _RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
     for at in range(1, count):

@@ -1,10 +1,11 @@
-"""Mistakes that people make when they port a model, as changes of a tree and its weights.
+"""Make the mistakes that people make when they port a model, as changes of a tree and its weights.
 
 Each mutation makes one mistake in all layers, as a wrong line of a weight map or a forgotten field would. `applicable`
-leaves out those without an effect on the tree (no bias to drop, no window to ignore). A component's record declares its
-own mistakes (`slips`, `disorder`, `misread`, `forgotten`, `usual`). This module adds those that involve several
-components, and the inverse of each. An inverse that does not need the correct model is a repair to try. Mistakes of
-code (RoPE on queries alone) are neither weights nor trees of a checkpoint, so special position kinds make them.
+leaves out mutations without an effect on the tree (no bias to drop, no window to ignore). A component's record declares
+the mistakes that concern only it (`slips`, `disorder`, `misread`, `forgotten`, `usual`). This module adds those that
+involve several components, and the inverse of each mistake. An inverse that does not need the correct model is a repair
+to try. Mistakes of code (such as RoPE on queries alone) cannot be written as weights or as a tree of a checkpoint, so
+this module has special position kinds that make them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,14 +47,17 @@ class Mutation:
     in_code: bool = False  # whether no checkpoint can contain it, so that there is nothing to repair in one
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
-        """Return the tree and weights after the repair."""
+        """Apply the repair to a tree and its weights. Return None if it is not possible."""
         return (self.undo or self.apply)(spec, weights)
 
 
 def applicable(
     spec: ModelSpec, weights: Weights, wanted: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[Mutation, Mutant]]:
-    """Yield the mutations that change this tree or these weights, each with its mutant, if their names are wanted."""
+    """Yield the mutations that change this tree or these weights, each with the changed tree and weights.
+
+    `wanted` selects mutations by name.
+    """
     for mutation in (*MUTATIONS, *_OF_TWO_STACKS, *forgotten(), *_declared(spec)):
         mutant = mutation.apply(spec, weights) if wanted(mutation.name) else None
         if mutant is not None and _changed(spec, weights, mutant):
@@ -61,8 +65,10 @@ def applicable(
 
 
 def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
-    """Return every mistake that a port may have made, by name. These are the usual wrong values, mistakes of code, and
-    mistakes of checkpoints in both directions. Of two with the same effect the simpler one comes first.
+    """Return every mistake that a port may have made, by name.
+
+    These are wrong values that are common in ports, mistakes of code, the mutations, and the inverses of mutations. If
+    two have the same effect, the simpler one comes first.
     """
     mistakes = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     mistakes += [(name, _slipped(name)) for name in _IN_PORTS]
@@ -84,7 +90,10 @@ def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
 
 
 def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
-    """Exchange pairs of modules if both exist; of different sizes (grouped heads) only their common rows."""
+    """Return a mistake that exchanges two modules, for all `pairs` of names that exist in a tree.
+
+    If their sizes differ (grouped heads), only the rows that both have are exchanged.
+    """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -100,12 +109,12 @@ def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply
 
 
 def _projections(first: str, second: str) -> Apply:
-    """Exchange two projections in every component that has both."""
+    """Return a mistake that exchanges two projections in every component that has both."""
     return _exchanged(lambda spec: [(f"{path}.{first}", f"{path}.{second}") for path, _ in spec.nodes()])
 
 
 def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield the first two norms before sublayers of each layer that has two."""
+    """Yield the names of the first two norms that precede sub-layers, for each layer that has two."""
     for layer, block in enumerate(spec.blocks):
         norms = [f"blocks.{layer}.{part.mixer.slot}_norm" for part in block.sublayers if part.norm is not None]
         if len(norms) > 1:
@@ -138,7 +147,10 @@ _disorder = lru_cache(maxsize=64)(lambda node: node.disorder())
 
 
 def _disordered(name: str, back: bool = False) -> Apply:
-    """Reorder rows, or columns of output projections, as a component declares, or undo that with `back`."""
+    """Return a mistake that reorders rows as components declare under `name`; `back` undoes it.
+
+    Of projections that write to the residual stream, the columns are reordered.
+    """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -158,7 +170,7 @@ def _disordered(name: str, back: bool = False) -> Apply:
 
 
 def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Replace the tied head by random values, as a class does that does not tie it."""
+    """Replace the tied head by random values, as a class does that forgets to tie the head."""
     if spec.head is None or not spec.head.tied:
         return None
     table = weights["embedding.weight"]
@@ -168,7 +180,9 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _slipped(name: str) -> Apply:
-    """Apply a component's declared slip (`Component.slips`), and drop weights without a place in the new tree."""
+    """Return a mistake that applies the slip `name` of components (`Component.slips`). Weights without a place are
+    dropped.
+    """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         tree: ModelSpec = spec.mapped(lambda node, _: node.slips().get(name, node))
@@ -179,7 +193,7 @@ def _slipped(name: str) -> Apply:
 
 
 def _misread(name: str) -> Apply:
-    """Misread parameters as a component declares (`Component.misread`)."""
+    """Return a mistake that misreads parameters as components declare under `name` (`Component.misread`)."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -196,7 +210,10 @@ _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm",
 
 
 def _other_kinds(back: bool) -> Apply:
-    """Give each attention the window and positions of the previous layer, or of the next one with `back`."""
+    """Return a mistake that gives each attention the window and positions of the previous attention layer.
+
+    With `back`, it gives those of the next one.
+    """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         attending = {layer: block.mixer("attention") for layer, block in enumerate(spec.blocks)}
@@ -228,8 +245,10 @@ _Fields = dict[type[Component], tuple[str, Any]]  # a field and a value by kind
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
-    """Return mistakes by name: every field that changes the function gets its default, and a bias is removed. With
-    `usual` the fields also get the common numbers and activations of other models.
+    """Return mistakes by name: the fields to set, by component class.
+
+    A mistake gives one field that changes the function its default value, or removes a bias. With `usual`, the values
+    are instead those that are common in other models, as the components declare them.
     """
     mistaken: dict[str, _Fields] = {}
     for kind in KINDS.values():
@@ -244,14 +263,16 @@ def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
 
 
 def forgotten() -> list[Mutation]:
-    """Return the mistakes of forgotten fields, except those in `MUTATIONS`."""
+    """Return the mistakes in which one field has its default value, except those in `MUTATIONS`."""
     known, mistaken = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
     names = {words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in mistaken.items()}
     return [Mutation(w, f"the reference's {names[w]}", _valued(mistaken[w])) for w in mistaken if w not in known]
 
 
 def _declared(spec: ModelSpec) -> list[Mutation]:
-    """Return the mistakes that the tree's records declare, as a plugin may, except those of this module."""
+    """Return the mistakes that the components of this tree declare and that this module does not list, such as a
+    plugin's.
+    """
     nodes = dict.fromkeys(spec.components())
     makers = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
     makers |= {name: _disordered for node in nodes for name in _disorder(node)}
@@ -261,12 +282,15 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
 
 
 def _forgotten(words: str) -> Apply:
-    """Return the mistake of forgetting a field."""
+    """Return a mistake that forgets a field. `words` is its name in `_mistaken_fields`."""
     return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
 def _valued(fields: _Fields) -> Apply:
-    """Set fields to other values; return None if there is no such tree, or if it needs missing weights."""
+    """Return a mistake that sets fields to other values.
+
+    It returns None for a tree with which this is not possible, or which then needs other weights.
+    """
 
     def change(node: Any, _: str) -> Any:
         name, value = fields.get(type(node), (None, None))
@@ -320,7 +344,7 @@ class _MistakenTurn(RotaryTurn):
 
 
 class _MistakenMixture(MixtureOfExperts, frozen=True, kw_only=True):
-    """A mixture of experts whose routing weights include the bias of the choice."""
+    """A mixture of experts that multiplies by scores with the bias that is only meant for choosing experts."""
 
 
 del KINDS[_MistakenMixture.__name__]
@@ -336,7 +360,7 @@ class _MistakenRouting(MixtureOfExpertsModule):
 
 
 def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
-    """Include the bias of the choice in the weights of experts."""
+    """Add the bias that is only meant for choosing experts to the routing weights as well."""
 
     def change(node: Any, _: str) -> Any:
         fields = {name: getattr(node, name) for name in MixtureOfExperts.__struct_fields__ if hasattr(node, name)}
@@ -385,17 +409,20 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
 
 
 def _once(make: Callable[[str], Apply], name: str, repair: str) -> Mutation:
-    """Return a mutation that undoes itself."""
+    """Return a mutation that undoes itself when it is applied again."""
     return Mutation(name, repair, make(name))
 
 
 def _both_ways(name: str, repair: str, inverse: str = "") -> Mutation:
-    """Return a mutation with a declared slip, whose inverse is a slip too."""
+    """Return a mutation that is a declared slip. Its inverse, `inverse`, is a declared slip too."""
     return Mutation(name, repair, _slipped(name), _slipped(inverse or name + _BACK))
 
 
 def _reordered(name: str, repair: str, disorder: str = "", back: bool = False) -> Mutation:
-    """Return a mutation that reorders rows; `said` is the record's name of the disorder, if it differs."""
+    """Return a mutation that reorders rows, and its inverse.
+
+    `disorder` is the name under which components declare the order, if it is not `name`.
+    """
     return Mutation(name, repair, _disordered(disorder or name, back), _disordered(disorder or name, not back))
 
 

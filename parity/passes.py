@@ -1,9 +1,9 @@
-"""Forward passes of several batches that run together, so that each weight is read once for all of them.
+"""Run the forward passes of several batches together, so that each weight is read once for all of them.
 
 A model's own forward method runs unchanged, and hooks or modules in it call `ask` for the weights that they need. Each
 pass is a coroutine (a greenlet, because forward methods use plain calls) and stops at `ask`. Once all passes have
-stopped, gptkit serves the first of their places and continues the passes that wait there. Passes may stop at different
-places: a token that is not routed to an expert does not wait for it.
+stopped, gptkit serves the first place of the model at which a pass waits, and continues the passes that wait there.
+Passes may stop at different places: if no token of a batch is routed to an expert, its pass does not wait there.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class _Pass(greenlet):  # type: ignore[misc]
 
 
 def ask(place: int, brought: Any = None) -> Any:
-    """Wait at a place within a pass, and return the answer for this pass."""
+    """Stop this pass at a place of the model, give `brought` to `serve`, and return its answer for this pass."""
     here = getcurrent()
     assert isinstance(here, _Pass) and here.parent is not None, "no pass that others could wait for"
     here.place, here.parcel = place, brought
@@ -58,8 +58,9 @@ def ask(place: int, brought: Any = None) -> Any:
 def run_together(
     call: Callable[[ProbeBatch], Tensor], batches: Sequence[ProbeBatch], serve: _Serve | None = None
 ) -> list[Tensor]:
-    """Return the result of each batch's pass, without gradients. An exception in one pass or in `serve` ends all
-    passes.
+    """Return the result of each batch's pass, without gradients.
+
+    An exception in one pass or in `serve` ends all passes.
     """
     passes = [_Pass(call, batch) for batch in batches]
     try:
@@ -81,7 +82,7 @@ def run_together(
 
 
 def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:
-    """Return a context that removes hooks from their modules at its end."""
+    """Return a context that removes these hooks from their modules when it ends."""
     stack = ExitStack()
     for hook in hooks:
         stack.enter_context(hook)

@@ -51,14 +51,14 @@ class PortMatch:
 
 @dataclass(frozen=True)
 class PortVerification:
-    """The result for a port; `verdict` as in `verify`."""
+    """The result for a port. The values of `verdict` are those of `verify`."""
 
     model: str
     against: str
     prompts: tuple[LogitDifference, ...]
     functions: float  # the largest difference of logits in fp64
     allowed: float  # twice the reference's rounding to fp32
-    rounding: tuple[float, float]  # the mean error in fp32 of (reference, port) relative to their own fp64
+    rounding: tuple[float, float]  # (reference, port): the mean difference of its fp32 logits from its fp64 logits
     matches: tuple[PortMatch, ...]
     causes: tuple[PortMistake, ...] = ()  # mistakes that explain the difference
     left_out: tuple[str, ...] = ()  # probes that the port did not get, because it takes no mask
@@ -270,7 +270,10 @@ class _Place:
     outputs: Mapping[str, Tensor]
 
     def explained(self, tree: ModelSpec, weights: Weights) -> bool:
-        """Return whether a module of the port gives this tree's output at the first place that differs."""
+        """Return whether this tree computes what the port computes at the first place that differs.
+
+        A module of the port must give the tree's output there.
+        """
         part = next((match.place for match in self.matches if match.place.parts), None)
         if part is None:
             return False
@@ -334,8 +337,9 @@ def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool 
 
 
 def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str, Tensor]:
-    """Return the outputs and the first input of every module of the port, (N, features) in fp64 by name and side.
-    Modules that return the port's own logits are left out, because they are only wrappers.
+    """Return the outputs and the first input of every module of the port, (N, features) in fp64, by name and side.
+
+    Modules that return the port's own logits are left out, because they only wrap others.
     """
     seen: dict[str, Tensor] = {}
 
@@ -404,8 +408,9 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> 
 
 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
-    """Return the relative difference of each output (N, F') of the port from `wanted` (N, F), with its name and
-    columns. The columns are the nearest run of F features, because a port may fuse q, k and v.
+    """Return, for each output (N, F') of the port: its relative difference from `wanted` (N, F), its name, and columns.
+
+    The columns are the F consecutive features that are nearest to `wanted`, because a port may fuse q, k and v.
     """
     distances, width = [], wanted.shape[1]
     for name, value in outputs.items():

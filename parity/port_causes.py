@@ -36,7 +36,7 @@ class PortMistake:
 
     mistake: str  # the mistake in words
     explains: bool  # whether the reference with this mistake gives the port's logits
-    left: float  # the remaining difference of the logits
+    left: float  # the largest difference from the port's logits that remains
     also: str = ""  # the mistakes that were made together with it, in words
     part: str = ""  # the part of the logits that it explains, if it does not explain all
 
@@ -101,7 +101,7 @@ _Mistake = tuple[str, Apply]
 
 
 class _CauseJudge:
-    """A comparison of changed trees with the port, on some of the inputs."""
+    """Compares the logits of changed trees with the port's, on some of the inputs."""
 
     def __init__(self, port: Differing, places: Sequence[int], masked: bool) -> None:
         self.inputs, self.wanted = [port.batches[index] for index in places], [port.port[index] for index in places]
@@ -112,7 +112,7 @@ class _CauseJudge:
         return run_tree(spec, weights, self.inputs, self.masked)
 
     def explains(self, mutant: Mutant) -> bool:
-        """Return whether a mutant gives the port's logits on every input."""
+        """Return whether a changed tree gives the port's logits on every input."""
         return largest_gap(self.wanted, self.logits(*mutant), self.enough) <= self.enough
 
     def difference(self, spec: ModelSpec, weights: Weights) -> float:
@@ -120,7 +120,7 @@ class _CauseJudge:
         return largest_gap(self.wanted, self.logits(spec, weights))
 
     def record(self, names: Sequence[str], mutant: Mutant) -> PortMistake:
-        """Return the record of some mistakes, with the remaining difference on these inputs."""
+        """Return the record of the mistakes `names`, with the difference that remains on these inputs."""
         difference = self.difference(*mutant)
         explains = difference <= self.enough
         return PortMistake(names[0], explains, difference, ", ".join(names[1:]), "" if explains else BARE)
@@ -135,7 +135,7 @@ def _moved_by_masks(port: Differing) -> bool:
 
 
 def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[str, Mutant]]:
-    """Yield the name and the mutant of each mistake that changes something."""
+    """Yield the name of each mistake that changes something, and the changed tree with its weights."""
     for name, apply in mistakes:
         mutant = mutated(apply, port.spec, port.weights)
         if mutant is not None:
@@ -145,8 +145,10 @@ def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[st
 def _pairs(
     port: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
 ) -> Iterator[tuple[tuple[str, str], Mutant]]:
-    """Yield two mistakes at once: a first one that explains the place or comes near, and any other. The order is
-    reversed if the second mistake cannot be made after the first.
+    """Yield pairs of mistakes, and the tree that contains both.
+
+    The first mistake is one of `at_place`, which explain the first difference, or one of those that come nearest to the
+    port's logits. The second is any other. If it cannot be made after the first, the order is reversed.
     """
     mistakes = dict(of_ports(port.spec))
     mutants = _mutants(port, [*mistakes.items()])

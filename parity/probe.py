@@ -1,7 +1,8 @@
-"""Inputs that reveal faults: long sequences, padding, repeated tokens, and every region of the vocabulary.
+"""Make inputs that reveal faults: long sequences, padding, repeated tokens, and every region of the vocabulary.
 
-Sequences go past every window and original context. A short prompt hides most faults: an ignored window makes no
-difference at 8 tokens, and a difference of 5.3 in the logits at 256.
+Some sequences are longer than every attention window and than the context that positions were scaled from. A short
+prompt hides most faults: an ignored window makes no difference at 8 tokens, and a difference of 5.3 in the logits at
+256.
 """
 
 import math
@@ -49,8 +50,9 @@ class ProbeBatch:
     token_types: Tensor | None = None  # the token types, (B, T), unless all are 0
 
     def valid(self, logits: Tensor) -> Tensor:
-        """Return the logits at tokens without padding, (N, V); at padding a model's logits mean nothing. From a long
-        row it returns evenly spaced positions, including the first and the last.
+        """Return the logits at tokens without padding, (N, V). At padding, logits have no meaning.
+
+        From a long row, return evenly spaced positions, including the first and the last.
         """
         steps = logits.shape[1]
         indices = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
@@ -80,7 +82,7 @@ class _Limit:
 
 
 def limits(*specs: ModelSpec) -> list[_Limit]:
-    """Return the limits of all trees, the shortest first."""
+    """Return the windows and original contexts of all trees, the shortest first."""
     nodes = [node for spec in specs for node in spec.components()]
     names = {"window": "window", "original_context": "original context"}
     sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
@@ -88,18 +90,21 @@ def limits(*specs: ModelSpec) -> list[_Limit]:
 
 
 def longest(*specs: ModelSpec, supported: int | None = None) -> int | None:
-    """Return the longest sequence of all trees and of a reference that supports `supported`; None for no limit."""
+    """Return the length of the longest sequence that all trees can process; None if there is no limit.
+
+    `supported` is the limit of a reference model.
+    """
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     return min(tables if supported is None else [*tables, supported], default=None)
 
 
 def passed(limit: _Limit, most: int | None, long: bool) -> bool:
-    """Return whether the probe has a sequence beyond a limit."""
+    """Return whether the probe has a sequence beyond a limit, if no sequence is longer than `most`."""
     return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
 
 
 def vocabulary(spec: ModelSpec) -> int:
-    """Return the number of token ids that a probe draws from: the larger vocabulary of a model that has two."""
+    """Return the number of token ids that a probe chooses from: the larger vocabulary of a model that has two."""
     return max(stack.vocab_size for stack in (spec, spec.encoder) if stack is not None)
 
 
@@ -111,10 +116,16 @@ def probe(
     supported: int | None = None,
     seed: int = 0,
 ) -> list[ProbeBatch]:
-    """Return the batches for a tree, or for several trees with one vocabulary, with sequences past the limits of each.
-    No sequence is longer than the trees, or a reference for `supported` tokens, can process. `long` adds
-    sequences past windows and contexts of more than 1,024 tokens. `up_to` adds a sequence of this length and allows no
-    longer one.
+    """Return the batches for a tree, or for several trees with one vocabulary.
+
+    Args:
+        spec: the tree.
+        others: further trees. There is a sequence beyond the limits of each.
+        long: add sequences beyond windows and contexts of more than 1,024 tokens.
+        up_to: add a sequence of this number of tokens, and no longer one.
+        supported: the largest number of tokens that a reference model can process. No sequence is longer, nor longer
+            than the trees can process.
+        seed: the seed of the random tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     most = min(longest(spec, *others, supported=supported) or 10**9, up_to or 10**9)
@@ -176,8 +187,10 @@ def text_batch(
 
 
 def one_function(a: ModelSpec, b: ModelSpec) -> bool:
-    """Return whether two trees compute one function if they have the same weights. They may differ in rounding, in
-    parts that depend only on the sequence length, and in the last digits of numbers.
+    """Return whether two trees compute the same function, given the same weights.
+
+    They may differ in rounding, in the last digits of numbers, and in fields that matter only for some sequence
+    lengths.
     """
 
     def bare(node: Component, _: str) -> Any:
@@ -189,7 +202,10 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
 
 
 def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
-    """Return the lengths beyond which the trees differ, the shortest first; 0 if they always differ."""
+    """Return the sequence lengths beyond which the trees differ, with the reason, the shortest first.
+
+    The length 0 means that the trees differ at every length.
+    """
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
     differing: set[_Limit] = set()
@@ -211,7 +227,10 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
 
 
 def whole_context(a: ModelSpec, b: ModelSpec, supported: int | None = None) -> int | None:
-    """Return the length of the longest supported context, if the trees count positions differently; else None."""
+    """Return the number of tokens of the longest context that both trees support, if positions differ at every length.
+
+    Otherwise return None.
+    """
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):
         return None
@@ -238,8 +257,10 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
 
 
 def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
-    """Return pairs of mixers with positions or windows: one of each tree, at the same place of a layer. If the trees
-    have different numbers of layers, pair every kind that only one tree has with every kind of the other.
+    """Return pairs of mixers with positions or windows, one of each tree, that correspond to each other.
+
+    They are at the same place of the same layer. If the trees have different numbers of layers, every kind of mixer
+    that only one tree has is paired with every kind of the other tree.
     """
     if len(a.blocks) == len(b.blocks):
         alike = (zip_longest(*(block.sublayers for block in pair)) for pair in zip(a.blocks, b.blocks, strict=True))
@@ -255,7 +276,10 @@ def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
 
 
 def _alike_up_to(a: Any, b: Any) -> int | None:
-    """Return the number of tokens up to which two rotary positions agree; None if they agree at any length."""
+    """Return the number of tokens up to which two rotary position encodings agree.
+
+    Return None if they agree at any length.
+    """
     turns: list[Any] = [rotary and getattr(module_of(rotary), "frequencies", None) for rotary in (a, b)]
     if None in turns:
         return None if without_rounding(a) == without_rounding(b) else 0
@@ -273,13 +297,12 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Scope:
-    """Two trees to compare."""
+    """Two trees to compare, and the tokens that both vocabularies have."""
 
     before: ModelSpec
     after: ModelSpec
-    tokens: Tokens | None = (
-        None  # pairs of ids of the same tokens before and after a change of the vocabulary; only these are compared
-    )
+    tokens: Tokens | None = None
+    """The ids of the tokens of both vocabularies, in the old and in the new one; None if the vocabulary is the same."""
     most: int | None = None  # the largest number of tokens of a sequence
 
     def probe(self) -> list[ProbeBatch]:
@@ -313,9 +336,10 @@ class Scope:
         return replace(batch, input_ids=table[batch.input_ids])
 
     def windows(self, text: Sequence[int]) -> list[list[int]]:
-        """Return the text as pieces that overlap by one token, each one token longer than a model's input. Each token
-        except a piece's first is predicted from the previous ones. A piece ends before a token that one vocabulary
-        lacks.
+        """Return the text in pieces of at most one token more than a model's input.
+
+        Consecutive pieces overlap by one token, so that each token except a piece's first is predicted. A piece ends
+        before a token that one vocabulary lacks.
         """
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]
@@ -326,7 +350,7 @@ class Scope:
         return [piece for piece in pieces if len(piece) > 1]
 
     def groups(self, text: Sequence[int]) -> list[list[list[int]]]:
-        """Return the windows, grouped by those that go through a model together."""
+        """Return the windows in groups. The windows of a group go through a model together."""
         groups: list[list[list[int]]] = []
         for window in self.windows(text):
             if not groups or sum(map(len, groups[-1])) + len(window) > TOGETHER:

@@ -1,10 +1,11 @@
 """Find the cause of a difference between two models: the repair that removes it.
 
-gptkit first tries every mutation of `parity.mutations`, the reference's fields and the reference's values on one unit:
-the first one that differs, with the reference's input. This needs the memory and the time of one unit. Repairs that
-help there are made in the whole model, in all layers or in that layer alone. Those that restore the logits are
-reported. Repairs are applied while weights are read, so that they work for models in memory and for one that runs a
-layer at a time.
+A *unit* is a layer, the part before all layers or the part after them. gptkit takes the first unit that differs, and
+runs it alone on the reference's input, with one repair at a time. This needs the memory and the time of one unit. The
+repairs are the inverses of the mutations in `parity.mutations`, the reference's config fields, and the reference's
+weights. Repairs that help there are then made in the whole model: in all layers, or in that unit alone. Those that
+restore the logits are reported. Repairs are applied while weights are read, so that they work for models in memory and
+for one that runs a layer at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ _SHOWN = 5  # the number of reported causes
 
 @dataclass(frozen=True)
 class Repair:
-    """A repair: a change of the tree and the weights, or tensors that get the reference's values."""
+    """A change of the tree and the weights, or a list of tensors that get the reference's values."""
 
     words: str  # the repair in words
     apply: Callable[[ModelSpec, Weights], Mutant | None] = lambda spec, weights: (spec, dict(weights))
@@ -59,8 +60,10 @@ class Repair:
 
 
 class Repaired:
-    """A checkpoint's tree and weights in fp64, with a repair in the whole model or in one unit, read by name. The
-    changes of a repair are found by a run on the meta device, where tensors have shapes but need no memory.
+    """A checkpoint's tree and tensors in fp64, with a repair in the whole model or in one unit.
+
+    Tensors are repaired when they are read. A run on the meta device, where tensors need no memory, finds those that
+    change.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ def unit_of(name: str) -> _Unit:
 
 
 def _within(tree: ModelSpec, source: ModelSpec, unit: _Unit) -> ModelSpec:
-    """Return a tree with one unit of another tree."""
+    """Return `tree` with one unit (a layer, or the part before or after all layers) of `source`."""
     change = msgspec.structs.replace
     if unit == "front":
         front = ("embedding", "token_types", "positions", "first_norm")
@@ -130,7 +133,10 @@ _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the
 def _run_unit(
     tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[ProbeBatch], path: Kernel
 ) -> Iterator[Tensor]:
-    """Yield a unit's output by batch, (N, features) in fp64, computed in the dtype of the inputs."""
+    """Yield the output of one unit for each batch, (N, features) in fp64.
+
+    `inputs` are the unit's inputs by batch. It computes in their dtype.
+    """
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
     if unit == "front":
@@ -216,9 +222,12 @@ def diagnose(
 
 
 def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | None, row: int) -> list[ProbeBatch]:
-    """Return the batches with the largest differences, and in them the positions with the largest differences. The
-    batches have up to `_TOKENS` tokens together. The positions fit into `_ROOM` bytes at `row` bytes per position.
-    `gaps` is the difference at each position, (N,) per batch; None if there is no difference.
+    """Return the batches, and in them the positions, at which the models differ most.
+
+    Args:
+        batches: the batches to choose from. The chosen ones have up to `_TOKENS` tokens together; one is always chosen.
+        gaps: the difference at each position, (N,) per batch; None if it is unknown.
+        row: the bytes that one position needs. The chosen positions fit into `_ROOM` bytes.
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
@@ -243,9 +252,10 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 def _find_causes(
     both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
-    """Return the repairs that bring the candidate's logits closer, first those that restore parity. Both sides have the
-    same width and number of layers, and differ at `places`. `allowed` is the difference of logits that rounding
-    explains. With `few` only a few repairs are made in the whole model.
+    """Return the repairs that bring the candidate's logits closer, first those that restore parity.
+
+    Both sides have the same width and number of layers. `places` are the differences at all taps. `allowed` is the
+    difference of logits that rounding explains. With `few`, only a few repairs are made in the whole model.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:
@@ -270,7 +280,7 @@ def _find_causes(
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
     def remaining(repair: Repair | None = None, only: _Unit | None = None) -> float:
-        """Return the remaining difference of the logits after a repair."""
+        """Return the largest difference of the logits after a repair in the whole model, or in one unit."""
         tree = Repaired(target, source, repair, only)
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
 

@@ -1,9 +1,9 @@
 """Run models of any size in little memory: read some rows of a weight at a time, widen, multiply and release them.
 
-gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. Linear maps and tables
-are read when they are called. All batches run together, so that each weight is read once: a pass stops at every linear
-map (see `passes`), which multiplies the inputs of all waiting passes. Matrix products are only split along their
-outputs, so that every sum is computed as in the whole product, as far as the kernel allows.
+gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. The weights of linear
+maps and tables are read when these are called. All batches run together, so that each weight is read once: a pass stops
+at every linear map (see `passes`), which multiplies the inputs of all waiting passes. Matrix products are only split
+along their outputs, so that every sum is computed as in the whole product, as far as the kernel allows.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,10 +43,19 @@ def states(
     feed: _Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
-    """Return the last norm's output, (B, T, hidden) per batch, computed with weights that are converted to `dtype`.
-    `see` is called with the input and output of the modules in `seen` (paths in the decoder, such as "blocks.N").
-    `feed` replaces the input of blocks. `progress` is called with the bytes of every weight that was read. Raises
-    IndexError for a token id beyond the vocabulary, or for more tokens than the position table has rows.
+    """Return the last norm's output, (B, T, hidden) per batch.
+
+    Args:
+        tree: the model.
+        batches: its inputs.
+        dtype: the dtype to which weights are converted, and in which the model computes.
+        see: called with the path, the input and the output of the modules in `seen`.
+        seen: paths of modules in the decoder, such as "blocks.N".
+        feed: returns the input of a block that replaces its own, by layer; None keeps it.
+        progress: called with the bytes of every weight that was read.
+
+    Raises:
+        IndexError: a token id beyond the vocabulary, or more tokens than the position table has rows.
     """
     model = _model(tree, dtype)
     modules = dict(model.named_modules())
@@ -94,8 +103,9 @@ def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
 def head_rows(
     tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield, for each of `columns` (token ids or a slice), a function from states (N, hidden) to their logits. Use each
-    function before you ask for the next one.
+    """Yield, for each item of `columns`, a function from states (N, hidden) to the logits of these tokens.
+
+    An item has token ids, or is a slice of the vocabulary. Use each function before you ask for the next one.
     """
     head = tree.spec.head
     if head is None:  # the hidden states are compared
@@ -136,7 +146,7 @@ class _Rows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the whole weight, for a module that computes with it in its own way."""
+        """Return the whole weight, for modules that do not just multiply by it."""
         return self._read().to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
@@ -194,7 +204,10 @@ class _Ends(nn.Module):
 
 
 def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
-    """Return hooks that give a table only the required rows during a call, and replace the ids by their indices."""
+    """Return hooks for a table: before a call they read only the rows that the call needs.
+
+    The ids in the call are replaced by indices into these rows.
+    """
     whole: Any = module.weight
     first = getattr(module.spec, "offset", 0)
 

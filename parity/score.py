@@ -1,9 +1,9 @@
 """Measure a probe: make deliberate mistakes, and check whether the rule of the verdict would detect each of them.
 
-In a large tree gptkit makes them in a small copy with random weights, because each takes a forward pass. The copy has
-every kind of layer, the same rounding, windows, rotary scaling, eps, head dimension and sharing of keys. It has fewer
-layers, heads and tokens and smaller widths (each record's `small`), so that the probe's lengths and padding have the
-same effects.
+Each mistake takes a forward pass. So for a large tree gptkit makes the mistakes in a small copy with random weights.
+The copy has every kind of layer, and the same rounding, windows, rotary scaling, eps, head dimension and sharing of
+keys. It has fewer layers, heads and tokens and smaller widths (each record's `small`), so that the probe's lengths and
+padding have the same effects.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,7 @@ _QUIET = 0.05
 def try_mistakes(
     source: Checkpoint, batches: Sequence[ProbeBatch], asked: bool, stream: bool, notes: list[str], up_to: int | None
 ) -> MistakeScore:
-    """Return the mistakes that the probe detects: in the model or, for a large one by default, in a small copy."""
+    """Make the mistakes in the model, or by default in a small copy of a large one. Return which the probe detects."""
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     hint = "" if stream else "; --mutations makes them in the model itself"
@@ -70,13 +70,13 @@ def try_mistakes(
 
 
 def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the parameters in fp64 by shared name."""
+    """Return the parameters of a checkpoint in fp64, by shared name."""
     model = load_checkpoint(checkpoint, torch.float64)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def unprobed(spec: ModelSpec, batches: Sequence[ProbeBatch]) -> list[str]:
-    """Return the mistakes that only show beyond the longest sequence of the probe."""
+    """Return the names of the mistakes that only show beyond the longest sequence of these batches."""
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     beyond = {limit.name for limit in limits(spec) if tokens <= limit.tokens}
     shows = {"window": "window ignored", "original context": "rope scaling dropped"}
@@ -90,10 +90,17 @@ def score(
     unprobed: Sequence[str] = (),
     up_to: int | None = None,
 ) -> MistakeScore:
-    """Make every applicable mistake in a tree with weights in fp64, and check whether the batches detect it. Mistakes
-    that they do not detect are made with random weights too, and then on inputs for this tree (`_plain_inputs`). Only
-    mistakes that show there are missed. `unprobed` mistakes are not counted. `up_to` is the longest sequence that
-    matters.
+    """Make every applicable mistake in a tree, and check whether the batches detect it.
+
+    Mistakes that they do not detect are made again with random weights, first on the same batches and then on inputs
+    for this tree (`_plain_inputs`). A mistake is missed if it shows only on the latter.
+
+    Args:
+        spec: the tree.
+        weights: its weights in fp64.
+        batches: the probe.
+        unprobed: the names of mistakes that are not made.
+        up_to: the longest sequence that matters, in tokens.
     """
     caught, unseen, allowed = _caught(spec, weights, batches, lambda name: name not in unprobed)
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
@@ -105,7 +112,10 @@ def score(
 
 
 def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]:
-    """Return random tokens, with and without padding, that go past every window and original context of a probe."""
+    """Return random tokens, with and without padding, that are longer than the tree's windows and original contexts.
+
+    Limits of more than `AFFORDABLE` tokens are left out.
+    """
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]
     size = (2, min([max(lengths), *most]))
@@ -118,7 +128,10 @@ def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]
 def _by_random(
     spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], names: Sequence[str], clear: float = 1.0
 ) -> list[str]:
-    """Return the mistakes that show with random weights of some size, by `clear` times the rounding."""
+    """Return those of the mistakes `names` that show with random weights: several sizes of the tables are tried.
+
+    The difference must be larger than `clear` times the rounding.
+    """
     generator, seen = torch.Generator().manual_seed(0), list[str]()
     random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
     for size in _SIZES:
@@ -132,7 +145,11 @@ def _by_random(
 def _caught(
     spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], wanted: Callable[[str], bool], clear: float = 1.0
 ) -> tuple[list[str], list[str], float]:
-    """Return the mistakes with a difference above `clear` times the rounding, the other ones, and the rounding."""
+    """Return the names of the mistakes that change the logits by more than `clear` times the rounding, and of the
+    others.
+
+    The third result is the difference of logits that rounding explains. `wanted` selects mistakes by name.
+    """
     exact = list(run_tree(spec, weights, batches))
     rounded = run_tree(spec, {name: tensor.float() for name, tensor in weights.items()}, batches)
     # The rule of the verdict allows the noise of both sides, which are the same here.
@@ -145,8 +162,9 @@ def _caught(
 
 
 def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random values of the size of trained ones. With initial values, norms (1) and biases (0) would hide
-    mistakes.
+    """Return random values for a parameter, as large as those of trained models.
+
+    With the usual initial values, norms (1) and biases (0) would hide mistakes.
     """
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
     if tensor.ndim == 1:
@@ -175,7 +193,7 @@ def assigned(spec: ModelSpec, weights: Weights) -> Decoder:
 
 
 def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
-    """Return the small copy of a tree, for rows of at most `tokens` tokens."""
+    """Return the small copy of a tree, for sequences of at most `tokens` tokens."""
     blocks = _layers(spec)
     mixers = [mixer for block in blocks if (mixer := block.mixer("attention")) is not None]
     square = not mixers or _written_from(mixers[0]) == spec.hidden_size
@@ -186,7 +204,9 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
 
 
 def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
-    """Return the copy, and its encoder, with smaller tables."""
+    """Return the copy with smaller tables: `vocab` token ids, `tokens` positions and `layers` layers. Its encoder is
+    cut too.
+    """
     table, inputs, encoder = copy.positions, copy.layer_inputs, copy.encoder
     return replace(
         copy,
@@ -199,8 +219,9 @@ def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
 
 
 def _layers(spec: ModelSpec) -> list[Block]:
-    """Return two layers with the same mixers, whose tensors can be exchanged, and one layer of every other kind. A
-    different scale or eps makes no other kind (gpt2's scale by layer, RWKV's halved residual stream).
+    """Return two layers with the same mixers, whose tensors can be exchanged, and one layer of every other kind.
+
+    Layers that differ only in scale or eps are of one kind (GPT-2's scale by layer, RWKV's halved residual stream).
     """
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:
@@ -224,7 +245,7 @@ def _kind(block: Block) -> Block:
 
 
 def _written_from(mixer: Mixer) -> int:
-    """Return the width of the input from which a mixer's last projection writes to the residual stream."""
+    """Return the input width of the projection with which a mixer writes to the residual stream."""
     return next((weight.shape[1] for weight in mixer.weights().values() if weight.role == "writes"), mixer.hidden_size)
 
 
@@ -237,5 +258,5 @@ def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def narrow_batches(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
-    """Return the same probe with ids of a smaller vocabulary."""
+    """Return the batches with their token ids reduced to the vocabulary of `spec`."""
     return [replaced(batch, input_ids=batch.input_ids % spec.vocab_size) for batch in batches]

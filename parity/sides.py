@@ -117,16 +117,17 @@ def auto_class(config: Mapping[str, Any]) -> Any:
 
 
 def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
-    """Remove the parts of transformers' model that the files do not have."""
+    """Remove parts that the files lack from transformers' model. Return the tensors that are then missing: none."""
     for part in parts:
         setattr(model, part, None)
     return []
 
 
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Return the transformers model in `folder` in eval mode, loaded with dtype=… `model.to(dtype)` would round its
-    rotary frequencies too. Raises CheckpointError if transformers initialised a tensor at random or ignored one, and
-    GptkitError if it cannot load the folder.
+    """Return the transformers model in `folder` in eval mode, loaded with the argument `dtype`.
+
+    `model.to(dtype)` would round its rotary frequencies too. Raises CheckpointError if transformers initialised a
+    tensor at random or ignored one, and GptkitError if it cannot load the folder.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if (model := own_reference(config, dtype, attention)) is not None:
@@ -184,13 +185,19 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
 
 
 def _class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
-    """How transformers is to build a class; its default way to compute a mixture of experts has no fp64."""
+    """Return the arguments with which transformers builds a model.
+
+    Its default way to compute a mixture of experts does not support fp64.
+    """
     experts = "eager" if dtype == torch.float64 else None
     return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": experts}
 
 
 def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
-    """Return the model of a family with its own class (`Architecture.model`), without weights; else None."""
+    """Return the reference model of a family that transformers lacks (`Architecture.model`), without weights.
+
+    Return None for other families.
+    """
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is None or not family.model:
         return None
@@ -208,8 +215,10 @@ def _compute_experts_plainly(model: Any) -> None:
 
 
 def begin_anew(model: Any, family: Architecture | None) -> None:
-    """Make every forward pass from the first token independent of previous ones. Dynamic rotary scaling remembers the
-    base of the longest sequence, in some models by kind of layer. A family declares other state.
+    """Make every forward pass independent of previous ones.
+
+    With dynamic rotary scaling, transformers' modules keep the frequencies for the longest sequence so far, some for
+    each kind of layer. A family declares what else its model keeps.
     """
     if family is not None:
         family.prepare(model)
@@ -230,9 +239,11 @@ def begin_anew(model: Any, family: Architecture | None) -> None:
 
 
 class _Absent(Tensor):
-    """A parameter without values: only its shape can be used. Without this class torch would compute some products with
-    a tensor of the meta device from arbitrary memory. Its `device` is the one of the later values, because
-    transformers' Llama 4 moves token ids to it before it calls the embedding.
+    """A parameter without values, of which only the shape can be used.
+
+    Without this class torch would compute some products with a tensor of the meta device from arbitrary memory. Its
+    `device` is that of the values that will replace it, because transformers' Llama 4 moves token ids to this device
+    before it calls the embedding.
     """
 
     full_name: str
@@ -257,8 +268,10 @@ class _Absent(Tensor):
 
 
 class StreamedModel:
-    """A model whose units get their weights from `read` while they compute, or a complete model. `read` returns the
-    values of a parameter by name. `lent` names the module whose parameters a layer uses in addition to its own.
+    """A complete model, or one whose layers get their weights only while they compute.
+
+    For the latter, `read` returns the values of a parameter by name. `lent` names the module whose parameters a layer
+    uses in addition to its own.
     """
 
     def __init__(
@@ -295,7 +308,7 @@ class StreamedModel:
             return run_together(call, batches, serve)
 
     def _fill(self, owners: Sequence[_Owner]) -> None:
-        """Read the weights of one unit."""
+        """Read the weights of one layer, or of another module that is filled at once (`units_of`)."""
         assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
@@ -311,7 +324,7 @@ class StreamedModel:
         self.release()
 
     def _drop(self, owners: Sequence[_Owner]) -> None:
-        """Replace the weights of one unit by parameters without values."""
+        """Replace the weights of one layer or other module by parameters without values."""
         for module, name, full in owners:
             value: Any = module._parameters[name]
             if not value.is_meta and value.nbytes <= _KEPT_BYTES:  # tables are too large to keep
@@ -327,14 +340,15 @@ _Owner = tuple[nn.Module, str, str]  # a module, the name in it of a parameter, 
 
 
 def _owners(module: nn.Module, path: str) -> list[_Owner]:
-    """Return every parameter in a module, with its full name in the model."""
+    """Return every parameter in a module: the submodule that has it, its name there, and its full name in the model."""
     names = [name.rpartition(".") for name, _ in module.named_parameters(remove_duplicate=False)]
     return [(module.get_submodule(at), name, f"{path}{at}{dot}{name}") for at, dot, name in names]
 
 
 def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> list[tuple[nn.Module, list[_Owner]]]:
-    """Return the modules that are filled at once: each layer with the parameters it uses, and each other module with
-    weights.
+    """Return the modules whose weights are read and dropped together, with their parameters.
+
+    These are the layers, with the parameters that they use, and all other modules that have weights themselves.
     """
     units: list[tuple[nn.Module, list[_Owner]]] = []
 
@@ -353,7 +367,7 @@ def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> l
 
 
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> StreamedModel:
-    """Return gptkit's decoder of a tree, which reads its weights from the files."""
+    """Return gptkit's decoder of a tree. It reads its weights from the files, one layer at a time."""
     tied = tree.spec.tied
     with torch.device("meta"):
         model = Decoder(tree.spec, attention).to(dtype).eval()
@@ -374,8 +388,9 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> StreamedModel:
-    """Return transformers' model, which reads its weights from the checkpoint's files. Raises CannotExpress if no
-    transformers class computes this tree.
+    """Return transformers' model. It reads its weights from the checkpoint's files, one layer at a time.
+
+    Raises CannotExpress if no transformers class computes this tree.
     """
     import transformers
 
@@ -444,7 +459,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device, but buffers in memory, for models that this thread builds."""
+    """Put parameters that this thread creates inside a `with` on the meta device, but buffers in memory."""
     builder = threading.get_ident()
 
     def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

@@ -50,17 +50,20 @@ class BytesVerdict:
     different: tuple[str, ...]  # the tensors that differ
     cast: tuple[str, ...] = ()  # tensors with equal values in another dtype (a GGUF stores norms in fp32)
     required: bool = True  # whether the trees need the same bytes; if not, only the function counts
-    alone: tuple[str, ...] = ()  # tensors that only one side has, or that have another shape
+    alone: tuple[str, ...] = ()  # tensors that only one side has, or whose shapes differ
 
     @property
     def hold(self) -> bool:
-        """Return whether all bytes are the same, if they have to be."""
+        """Return whether the bytes are as required: all the same, or not required to be."""
         return not (self.required and self.different)
 
 
 def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, _Rows]:
-    """Compare all tensors that both checkpoints have, and their draft heads; or one checkpoint with its own round trip.
-    Of tables of two lengths the common rows are compared. `required` states whether the trees need the same bytes.
+    """Compare all tensors that both checkpoints have, and their draft heads, and return also the rows of tables that
+    differ.
+
+    If both are the same checkpoint, compare it with its own round trip through gptkit's layouts. Of tables with
+    different numbers of rows the common rows are compared. `required` says whether the trees need the same bytes.
     Raises CheckpointError if a gptkit folder does not match its manifest.
     """
     if source is target:
@@ -120,7 +123,7 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
 
 
 def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarray:
-    """Return which rows differ, (len,) of bool: in bytes or, for two dtypes, in value."""
+    """Return which rows differ, (number of rows,) of bool: in bytes or, for two dtypes, in value."""
     step = max(1, (1 << 20) // max(math.prod(a.shape[1:]), 1))
     differing = np.zeros(len(a), bool)
     for start in range(0, len(a), step):
@@ -144,9 +147,16 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[ProbeBatch], list[str]]:
-    """Return batches for the rows that no batch reads, and the rows that remain unread, in words. If the same bytes are
-    `required`, a few rows are enough to show the effect. `long` reads all rows. `up_to` is the longest sequence that
-    matters.
+    """Return batches for the differing rows that no batch reads, and in words the rows that remain unread.
+
+    Args:
+        source: the reference.
+        target: the candidate.
+        rows: the rows of each table that differ.
+        batches: the probe.
+        required: whether the trees need the same bytes. A few rows are then enough to show the effect.
+        long: read all rows.
+        up_to: the longest sequence that matters, in tokens.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     supported = None if source.architecture is None else source.architecture.takes(source.spec)
@@ -177,7 +187,7 @@ def rows_to_probe(
 
 
 class Reached:
-    """The experts of a mixture that received tokens. The weights of other experts affect no logit."""
+    """A record of the experts that received tokens. The weights of other experts affect no logit."""
 
     def __init__(self) -> None:
         self.experts: set[str] = set()
@@ -189,7 +199,7 @@ class Reached:
         return hooked(m.register_forward_hook(lambda *_, path=path: self.experts.add(path)) for path, m in last)
 
     def left_out(self, names: Sequence[str]) -> list[str]:
-        """Return, in words, the experts among the owners of these tensors that received no token."""
+        """Return, in words, the experts that have some of the tensors `names` and received no token."""
         owners = dict.fromkeys(name.rsplit(".", 2)[0] for name in names if ".experts." in name)
         idle = [path for path in owners if path not in self.experts]
         if not idle:
@@ -199,7 +209,7 @@ class Reached:
 
 
 def _too_many(unread: np.ndarray, name: str) -> str:
-    """Return the words for rows that were not compared."""
+    """Return, in words, which rows of the table `name` no batch reads."""
     if len(unread) == 1:
         return f"row {unread[0]:,} of {name}, which holds other values and which no batch reads: --long has it read"
     rows = f"{len(unread):,} rows of {name}, {unread[0]:,} the first"
@@ -207,11 +217,12 @@ def _too_many(unread: np.ndarray, name: str) -> str:
 
 
 def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
-    """Return which rows of a table give the same logits in both models without their layers, (len(rows),) of bool. A
-    swap that changes a table changes the basis of the residual stream for every component. The last norm and the head
-    undo this, so that only rows with another change show. Each row is added to that of token 0, so that its size
-    counts, in fp64. The allowed difference is the reference's rounding to fp32 for this row, or its median over all
-    rows.
+    """Return which of these rows of a table give the same logits in both models without their layers, (N,) of bool.
+
+    A swap that changes the basis of the residual stream changes the table, and also the last norm and the head. In
+    these logits the change of basis cancels, so only rows with another change show. Each row is added to that of token
+    0, so that the row's size matters. The logits are computed in fp64. The allowed difference is the reference's
+    rounding to fp32 for this row, or the median over all rows if that is larger.
     """
     if not len(rows):
         return np.zeros(0, bool)

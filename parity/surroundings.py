@@ -22,12 +22,12 @@ _TOLD = 4  # the number of names in a line
 
 @dataclass(frozen=True)
 class TreeChange:
-    """A field of the tree that differs."""
+    """A field in which two trees differ."""
 
     path: str  # the field's path, "blocks.*.…" inside layers
-    layers: str | None  # the layers that differ
-    a: str
-    b: str
+    layers: str | None  # the numbers of the layers that differ, such as "0-3"; None outside of layers
+    a: str  # A's value in words
+    b: str  # B's value in words
     rounding: bool = False  # whether the field only affects rounding
 
 
@@ -60,8 +60,10 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
 
 
 def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
-    """Return the layer of A that equals each layer of B, by a row of the attention output. This is for models with
-    different numbers of layers. Returns None if no layer moved, or if layers are too similar to decide.
+    """Return, for each layer of B, the layer of A with the same weights (None if there is none).
+
+    This is for models with different numbers of layers. Layers are compared by one row of the attention output
+    projection. Return None if no layer moved, or if layers are too similar to decide.
     """
     if len(a.spec.blocks) == len(b.spec.blocks):
         return None
@@ -75,7 +77,10 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """Return, as fp64 bytes, a row of each layer's first output projection; nothing if a layer has none."""
+    """Return one row of each layer's first output projection, as bytes of fp64.
+
+    Return an empty list if a layer has no such projection.
+    """
     names: dict[int, str] = {}
     for parameter in checkpoint.spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
@@ -100,8 +105,9 @@ def _words(value: Any) -> str:
 
 
 def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
-    """Return the differences of config.json and of the tokenizer's files. Returns an empty list if one side has no such
-    files. Of a file inside another format (a GGUF) only the tokens are compared.
+    """Return the differences of config.json and of the tokenizer's files; none if one side has no such files.
+
+    If one of the files is stored inside a GGUF, only the tokens are compared.
     """
     stored = all(side.format in ("hf", "local") for side in (a, b))
     try:
@@ -131,7 +137,7 @@ def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
 
 
 def bytes_of(path: Path) -> bytes:
-    """Return a file's bytes, or for a very long file its first bytes and its size."""
+    """Return the content of a file. For a very long file, return its first bytes and its size instead."""
     size = path.stat().st_size
     with path.open("rb") as file:
         return file.read() if size <= MOST_BYTES else file.read(MOST_BYTES) + str(size).encode()
@@ -153,7 +159,7 @@ def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
 
 
 def _keys(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
-    """Return the keys that differ, with short values."""
+    """Return the keys that differ between two objects, each with both values in short form."""
 
     def short(data: dict[str, Any], key: str) -> str:
         text = json.dumps(data[key], ensure_ascii=False) if key in data else "absent"
@@ -192,7 +198,10 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any]], Any]], ...] 
 
 
 def _vocabularies(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
-    """Return the tokens that came, went, or have another id, whether merges are equal, and which other parts differ."""
+    """Return, in words, how two tokenizers differ.
+
+    This covers the tokens that were added, removed or have another id, the merges, and other parts.
+    """
     x, y = _tokens(data_a), _tokens(data_b)
     if x is None or y is None:
         return ()

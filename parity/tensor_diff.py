@@ -77,7 +77,7 @@ class TensorFigures:
 
     @property
     def scale(self) -> float | None:
-        """Return the number s for which B is s·A, up to rounding; None if there is none or it is 1."""
+        """Return s if B is s times A, up to rounding; None if there is no such number, or if it is 1."""
         if not (self.square_a > 0 and self.square_b > 0 and math.isfinite(self.square_a + self.square_b)):
             return None
         factor = self.product / self.square_a
@@ -92,9 +92,15 @@ class TensorFigures:
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> TensorFigures:
-    """Compare B with A: arrays of one shape (or views of files) in carrier dtypes, with their stored dtypes. `rank`
-    also looks for the rank of the change. `pause` is called after each chunk with the number of bytes read, and may
-    raise an exception to stop.
+    """Compare two arrays of one shape, and return the figures.
+
+    Args:
+        a: an array, or a view of a file, in its carrier dtype.
+        dtype_a: the dtype in which it is stored.
+        b: the other array.
+        dtype_b: the dtype in which the other array is stored.
+        rank: also compute the rank of the change.
+        pause: called after each chunk with the number of bytes read. It may raise an exception to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():
@@ -114,7 +120,10 @@ def same_bytes(x: Array, y: Array) -> bool:
 
 
 class _Pair:
-    """Two tensors as matrices, in an axis order that reads both files forwards if there is one."""
+    """Two tensors of one shape as matrices.
+
+    If possible, the axes are ordered so that both files are read forwards.
+    """
 
     def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
         assert a.shape == b.shape, f"{a.shape} and {b.shape}"
@@ -129,7 +138,7 @@ class _Pair:
         self.shape = self.a.shape
 
     def chunks(self) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield some rows of both, contiguous, in their carrier dtypes."""
+        """Yield some rows of both tensors at a time: their slice, and two contiguous arrays in carrier dtypes."""
         rows, columns = self.shape
         if not rows or not columns:
             return
@@ -141,7 +150,10 @@ class _Pair:
             self.pause(x.nbytes + y.nbytes)
 
     def walk(self) -> Iterator[tuple[slice, Array, Array, bool]]:
-        """Yield some rows of both in fp64, and whether their bytes are equal. Of equal rows only A's are converted."""
+        """Yield some rows at a time: their slice, A's and B's rows in fp64, and whether their bytes are equal.
+
+        If they are equal, A's rows are given twice.
+        """
         for part, x, y in self.chunks():
             equal = self.dtypes[0] == self.dtypes[1] and same_bytes(x, y)
             wide = to_float64(x, self.dtypes[0])
@@ -173,7 +185,7 @@ class _Sums:
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
 
     def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
-        """Add some rows of A and B; `equal` states that they are the same."""
+        """Add some rows of A and B. `equal` says that their bytes are the same."""
         with np.errstate(invalid="ignore", over="ignore"):
             if not equal:
                 self._look(x, y)
@@ -207,7 +219,10 @@ class _Sums:
         ]
 
     def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
-        """Return both with 0 where one of them is not finite, and count these values and their changes."""
+        """Return the rows of A and B, with 0 in both wherever one of them is not finite.
+
+        These values, and those that changed among them, are counted.
+        """
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
         finite_x, finite_y, known = np.isfinite(x), np.isfinite(y), self.figures.not_finite
@@ -294,7 +309,7 @@ def _dot(x: Array, y: Array) -> float:
 
 
 def _on(values: Array, grid: str) -> Array:
-    """Return fp64 values rounded to nearest even in `grid`, in fp64; values beyond its range become infinite."""
+    """Return fp64 values rounded to nearest even in the dtype `grid`, as fp64. Values out of range become infinite."""
     if grid == "F64":
         return values
     if grid == "F16":
@@ -309,12 +324,15 @@ def _on(values: Array, grid: str) -> Array:
 
 
 def _rounds(values: Array, grid: str, rounded: Array) -> bool:
-    """Return whether `other` is `values` rounded to `grid` (NaN equals NaN); a few values are compared first."""
+    """Return whether `rounded` is `values` rounded to the dtype `grid` (NaN equals NaN).
+
+    A few values are compared first, because most tensors differ in these.
+    """
     pairs = ((values[:1, :64], rounded[:1, :64]), (values, rounded))
     return all(np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in pairs)
 
 
 def runs(marks: Array) -> tuple[tuple[int, int], ...]:
-    """Return the first and last index of each run of True."""
+    """Return the first and last index of each run of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return tuple((int(first), int(last) - 1) for first, last in edges.reshape(-1, 2))

@@ -328,7 +328,7 @@ class _VerifyRun:
     def divergence(
         self, batches: list[ProbeBatch], noise: Noise | None, gaps: list[Tensor] | None, bisected: bool | None
     ) -> Divergence | None:
-        """Compare component by component if the caller asks for it, or by default if the models are different."""
+        """Find the first component that differs, if the caller asks for it, or by default if the models differ."""
         different, allowed = noise is not None and not noise.explains, None
         if not (bisected or (different and bisected is None)):
             return None
@@ -357,7 +357,7 @@ class _VerifyRun:
     def noise(
         self, batches: Sequence[ProbeBatch], reference: list[Tensor], candidate: list[Tensor]
     ) -> tuple[Noise, list[Tensor]]:
-        """Return the noise, and by batch the difference of the two functions at each position, (N,)."""
+        """Return the noise, and for each batch the difference of the two functions in fp64 at each position, (N,)."""
         both, path = self.both, self.path
         computed = {self.dtype: (reference, candidate)}
         if self.dtype != torch.float32:
@@ -388,7 +388,7 @@ class _VerifyRun:
 
 
 def resolved(checkpoint: Checkpoint) -> str:
-    """Return the checkpoint's reference, with the commit if it came from the hub."""
+    """Return the reference of a checkpoint as text, with the commit if it came from the hub."""
     revision = checkpoint.revision
     return checkpoint.reference if revision is None else f"{checkpoint.reference.partition('@')[0]}@{revision}"
 

@@ -1,4 +1,4 @@
-"""The rule about storage fields in config.json: quantisation, experts and dtype."""
+"""Compare the fields of config.json about storage with the tensors: quantisation, experts and dtype."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -51,8 +51,10 @@ def check_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Return tensors with the names of quantised weights, in modules that also have a low-bit dtype. Neither a name nor
-    a dtype alone is enough.
+    """Return the tensors that belong to quantised weights.
+
+    Their names end as those of scales or packed values do, and a tensor of the same module has a low-bit dtype. One of
+    the two is not enough.
     """
     low_bit_modules = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
     return (name for name in tensors if _QUANTISED.search(name) and _module(name) in low_bit_modules)

@@ -1,4 +1,4 @@
-"""How much the logits of two trees differ, on a few random tokens. The only file here that needs torch."""
+"""Measure how much the logits of two trees differ, on a few random tokens. No other file of this folder needs torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _ORDER = ("random tokens", "past", "long")
 
 @dataclass
 class Reweighed:
-    """A tree with the tensors of another tree that needs the same tensors."""
+    """A changed tree that reads its tensors from another tree with tensors of the same names and shapes."""
 
     spec: ModelSpec
     tensors: Tree
@@ -36,8 +36,9 @@ class Reweighed:
 
 
 def effect(source: Tree, tree: Tree) -> str:
-    """Return in words how much a tree's logits differ from the source's, over the tokens of both vocabularies. Raises
-    GptkitError if the logits cannot be computed.
+    """Return, in words, how much a tree's logits differ from the source's, over the tokens of both vocabularies.
+
+    Raises GptkitError if the logits cannot be computed.
     """
     common = min(source.spec.vocab_size, tree.spec.vocab_size)
     same = source.spec.vocab_size == tree.spec.vocab_size
@@ -52,7 +53,9 @@ def effect(source: Tree, tree: Tree) -> str:
 
 
 def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
-    """Return the random tokens, and as many of the batches past a limit as the model's size allows."""
+    """Return the probe's random tokens, and those of its longer batches that a model of this size can run in a short
+    time.
+    """
     size = sum(parameter.count for parameter in spec.parameters())
     chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
     budget, affordable = _WORK, chosen[:1]
@@ -63,7 +66,7 @@ def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBat
 
 
 def _words(compared: PositionComparison) -> str:
-    """Return the differences in words."""
+    """Return the comparison of the logits in words."""
     gap, largest = compared.gap.max().item(), compared.largest.max().item()
     count = f"{len(compared.kl):,} random tokens"
     if gap == 0:

@@ -1,4 +1,4 @@
-"""The rule about the model's function: it reports each field of config.json that makes it differ from the source's."""
+"""Compare the model's function with the source's: each field of config.json that changes the function is reported."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 def compare_function(subject: Subject) -> Iterator[Finding]:
-    """Report each field of config.json that changes the model's function, in words, and its effect on logits."""
+    """Report each field of config.json that changes the model's function, in words, and how much the logits change."""
     source = subject.origin
     if source is None:
         return
@@ -64,7 +64,7 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
 
 
 def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that two configs of one model type state differently, by their dotted paths."""
+    """Return the fields that differ between two configs of one model type, by dotted path: (old value, new value)."""
     if old is None or new is None or old.get("model_type") != new.get("model_type"):
         return {}
     changed = dict(_flat_changes(old, new))
@@ -74,7 +74,7 @@ def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
 def _flat_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], place: str = "", depth: int = 4
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the fields that differ, with nested objects as dotted paths."""
+    """Yield the dotted path of each field that differs, also in nested objects, with its old and new value."""
     for key in dict.fromkeys((*old, *new)):
         x, y = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if isinstance(x, dict) and isinstance(y, dict) and depth and key:
@@ -103,7 +103,7 @@ def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
 
 
 def _parts(config: Mapping[str, Any], path: str) -> list[str]:
-    """Split a dotted path into keys, which may have dots themselves."""
+    """Split a dotted path into the keys of `config` that it consists of. A key may have dots itself."""
     for key, value in config.items():
         if isinstance(value, dict) and path.startswith(f"{key}."):
             return [key, *_parts(value, path.removeprefix(f"{key}."))]
@@ -111,7 +111,7 @@ def _parts(config: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
-    """Return the differences of two trees in words, by aspect."""
+    """Return the differences of two trees in words, by the name of the aspect (attention, norm, …)."""
     if without_rounding(a) == without_rounding(b):
         return {}
     changed: dict[str, str] = {}
@@ -188,7 +188,11 @@ def _bytes(subject: Subject) -> int:
 
 
 def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> str:
-    """Return in words how much the logits change if the source gets an edited tree; "" if unknown."""
+    """Return, in words, how much the logits change if only one field of the source's config is changed.
+
+    `edited` is the source's tree after this change. Return "" if the models cannot be run, or if the change needs other
+    tensors.
+    """
     opened = _opened(subject, source)
     if opened is None:
         return ""

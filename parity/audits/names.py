@@ -10,9 +10,14 @@ _Names = Mapping[str, tuple[int, ...]]  # the shapes of tensors by name
 
 
 def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return, for each of our tensors with a different name in `theirs`, the matching names and how they are combined.
-    A single tensor matches by shape and by the end of its name, if only one candidate fits and `same` accepts it.
-    Otherwise stacked experts and joined projections of one module match by their total number of elements.
+    """Find the tensors in `theirs` that correspond to the tensors in `ours` which `theirs` lacks.
+
+    Two tensors correspond if they have the same shape, their names end alike, no other candidate fits, and `same`
+    accepts them. Otherwise several tensors of one module correspond to a tensor with as many elements: stacked experts,
+    or joined projections. Both arguments map names to shapes.
+
+    Returns:
+        For each tensor in `ours` that was found: the names in `theirs`, and "" (one tensor), "stacked" or "joined".
     """
     unmatched = {name: shape for name, shape in theirs.items() if name not in ours}
     missing = {name: shape for name, shape in ours.items() if name not in theirs}
@@ -39,7 +44,7 @@ def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> d
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the name and its suffixes at dots, the longest first; a suffix always includes the layer number."""
+    """Yield the name and its endings after a dot, the longest first. An ending always includes the layer number."""
     parts = name.split(".")
     for start in range(max(len(parts) - 1, 1)):
         if any(part.isdecimal() for part in parts[start:]) == any(part.isdecimal() for part in parts):
@@ -47,7 +52,9 @@ def _ends(name: str) -> Iterator[str]:
 
 
 def _parts_of(name: str, shape: tuple[int, ...], unmatched: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the source's tensors in the same module that together have as many elements as one of ours."""
+    """Return the tensors in `unmatched` that are in the same module and together have as many elements as the tensor
+    `name`.
+    """
     elements, module = int(np.prod(shape)), name.rpartition(".")[0]
     module = module.rpartition(".")[0] if name.endswith((".weight", ".bias")) else module
     sizes = {tensor: int(np.prod(size)) for tensor, size in unmatched.items() if tensor.startswith(f"{module}.")}
@@ -68,5 +75,5 @@ def counted(names: Collection[str]) -> str:
 
 
 def folded(lines: Iterable[str]) -> list[str]:
-    """Return the lines without duplicates, after a star replaces each layer number."""
+    """Replace each layer number in the lines by a star, and return the lines without duplicates."""
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", line) for line in lines))

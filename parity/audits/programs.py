@@ -1,4 +1,4 @@
-"""The rule about the program that is to load a checkpoint."""
+"""Report how the program that is to load a checkpoint treats it."""
 
 import importlib.util
 import re
@@ -20,8 +20,10 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def ask_program(subject: Subject) -> Iterator[Finding]:
-    """Report how the loading program treats the tensors. transformers is asked with its own model class, without
-    weights; llama.cpp by its tables of names; vLLM by its source code.
+    """Report how the loading program treats the tensors.
+
+    For transformers, gptkit builds its model class without weights. For llama.cpp it reads the tables of tensor names,
+    and for vLLM the source code.
     """
     files = subject.files
     if subject.loader in ("llama.cpp", "vllm"):

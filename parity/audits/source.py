@@ -94,14 +94,14 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
 
 
 def _naming(subject: Subject) -> str:
-    """Return the naming scheme of the tensors: "family", or the name of a format."""
+    """Return how the tensors are named: "family" for the names of a known family, else the name of the format."""
     files = subject.files
     naming = files.resolved.format if files.opened is None else files.opened.format or files.format
     return str(naming) if subject.family is None else "family"
 
 
 def _across(subject: Subject, source: FileScan) -> Iterator[Finding]:
-    """Compare checkpoints with different naming schemes, such as a GGUF and a folder, by the tree's names."""
+    """Compare checkpoints with different names for tensors, such as a GGUF and a folder, by their shared names."""
     shapes, sides = [], []
     for side in (source.reference, subject.files.reference):
         try:
@@ -140,7 +140,7 @@ def _across(subject: Subject, source: FileScan) -> Iterator[Finding]:
 
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
-    """Return whether a tensor has the same bytes on both sides, or different dtypes."""
+    """Return whether a tensor has the same bytes on both sides. Tensors of different dtypes count as equal."""
     (x, dtype), (y, other_dtype) = (side.tensor(name) for side in sides)
     equal = dtype != other_dtype or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
     for side in sides:

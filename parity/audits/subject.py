@@ -91,15 +91,15 @@ class Audit(Shown):
 
 @dataclass
 class Subject:
-    """The input of the rules: the files, the family that config.json names, the source."""
+    """The input of the rules: the checkpoint, its source, and what the caller asked for."""
 
     files: FileScan
     source: FileScan | None
-    loader: str | None
-    values: bool
-    opening: Mapping[str, bool]
+    loader: str | None  # the program that is to load the checkpoint
+    values: bool  # whether the values are to be read
+    opening: Mapping[str, bool]  # options for `open_checkpoint`
     progress: Callable[[int, int], None]
-    names: dict[str, str] = field(default_factory=dict)  # tensors by their names in the files, with the expected names
+    names: dict[str, str] = field(default_factory=dict)  # name in the files -> the expected name
 
     in_source: list[str] = field(default_factory=list)  # missing tensors that the source has with the required shape
 
@@ -107,8 +107,9 @@ class Subject:
 
     @cached_property
     def described(self) -> tuple[ModelSpec, Origin, bool] | GptkitError | None:
-        """Return the tree as `load` reads it, its origin, and whether the tensors have the names of its family. Returns
-        an error if the tree cannot be read, and None for an unknown family.
+        """Return the tree as `load` reads it, its origin, and whether the tensors have the names of its family.
+
+        Return an error if the tree cannot be read, and None for an unknown family.
         """
         files = self.files
         try:
@@ -145,19 +146,22 @@ class Subject:
 
     @property
     def family(self) -> Architecture | None:
-        """Return the family of the tensors' names; None if it is unknown, or if they have another format's names."""
+        """Return the family whose names the tensors have; None if it is unknown, or if they have another format's
+        names.
+        """
         return self.first_family if isinstance(self.described, tuple) and self.described[2] else None
 
     @property
     def first_family(self) -> Architecture | None:
-        """Return the family that the tree came from, whatever its tensors are called."""
+        """Return the family that the tree came from, even if the tensors have the names of another format."""
         known = isinstance(self.described, tuple) and self.described[1].family
         return named(known) if known else None
 
     @cached_property
     def match(self) -> Match | GptkitError | None:
-        """Return how the tensors fit the tree, as `load` pairs them. Returns None without a tree, and for tensors that
-        encode others (GGUF, quantised weights).
+        """Return how the tensors fit the tree, paired as `load` pairs them.
+
+        Return None without a tree, and for tensors that must be decoded first (GGUF, quantised weights).
         """
         spec, family, weights = self.spec, self.family, self.files.raw
         if not isinstance(spec, ModelSpec) or self.files.format == "gguf" or self.quantised:
@@ -179,7 +183,7 @@ class Subject:
 
     @cached_property
     def origin(self) -> "Subject | None":
-        """Return the source as a subject."""
+        """Return the source as a subject of its own."""
         return None if self.source is None else Subject(self.source, None, None, False, self.opening, self.progress)
 
     @cached_property
@@ -208,7 +212,7 @@ class Subject:
         return quantisation(self.files.config) is not None
 
     def looked(self) -> list[str]:
-        """Return the parts and programs that are compared, in words."""
+        """Return, in words, the parts of the checkpoint, the source and the program that are compared."""
         files = self.files
         words = ["its headers", *(["its index"] if files.index is not None else [])]
         words += ["its metadata"] if files.format == "gguf" and isinstance(self.spec, ModelSpec) else []

@@ -54,7 +54,7 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
 
 
 def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
-    """Return the unmatched tensors that fit missing ones, each with the expected name."""
+    """Return the extra tensors that may be missing ones under another name: name in the files -> expected name."""
     ours = {name: subject.files.tensors[name].shape for name in pairs.extra}
     shapes = {name: pairs.declared[name].shape for name in pairs.missing}
     # Layouts were tried when the names were bound, so unmatched tensors may have another name.
@@ -105,8 +105,9 @@ def _missing(
 
 
 def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str, str]:
-    """Note the missing tensors that the source has with the required shape. Return words for the message, and a remedy
-    if the source has all of them and --fix can rewrite the checkpoint.
+    """Note the missing tensors that the source has with the required shape.
+
+    Return words for the message, and a remedy if the source has all of them and --fix can rewrite the checkpoint.
     """
     if subject.source is None:
         return "", ""
@@ -147,7 +148,7 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
 
 
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
-    """Report tensors that do not fit: shapes, dtypes, names that occur twice, copies with other values."""
+    """Report tensors that do not fit: wrong shapes or dtypes, a leaf under two names, copies with other values."""
     tensors = subject.files.tensors
     for expected in pairs.shaped:
         name, leaf = pairs.matched[expected], pairs.declared[expected]
@@ -223,7 +224,7 @@ def check_gguf(subject: Subject) -> Iterator[Finding]:
 
 
 def check_layers(subject: Subject) -> Iterator[Finding]:
-    """Compare the layers of an unknown family with each other, and their number with config.json."""
+    """Compare the layers of an unknown family with each other, and the number of layers with config.json."""
     files = subject.files
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in files.tensors:

@@ -44,7 +44,10 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
-    """Report a vocabulary with another size than the source's, in the tensors `names`, and the tokenizers' sizes."""
+    """Report that the vocabulary has another size than the source's, and compare the sizes of the tokenizers.
+
+    `names` are the tensors that have another number of rows.
+    """
     rows = [rows_of(side) for side in (source, subject)]
     tokens = [tokens_of(side.files) for side in (source, subject)]
     message = f"the vocabulary has {rows[1]:,} rows, but {rows[0]:,} in the original model"
@@ -82,7 +85,7 @@ def resized(subject: Subject, source: Subject, names: Iterable[str]) -> list[str
 
 
 def rows_of(subject: Subject) -> int | None:
-    """Return the size of the vocabulary in the config."""
+    """Return the size of the vocabulary according to the config."""
     if isinstance(subject.spec, ModelSpec):
         return subject.spec.vocab_size
     config = subject.files.config or {}
@@ -92,7 +95,7 @@ def rows_of(subject: Subject) -> int | None:
 
 
 def tokens_of(files: FileScan) -> int | None:
-    """Return the number of ids in tokenizer.json; None if there is none, or if it has an unknown form."""
+    """Return the highest token id in tokenizer.json plus 1; None if gptkit cannot read the file."""
     try:
         tokenizer = _json(files.folder / "tokenizer.json")
         vocab = tokenizer["model"]["vocab"]
