@@ -39,7 +39,10 @@ class Mixing:
             self.scale = 1.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
-        """Attend with q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,). Return (B, T, H·e)."""
+        """Return the output of attention (B, T, H·e) for q (B, H, T, d), k (B, KV, S, d) and v (B, KV, S, e).
+
+        `sinks` (H,) are the logits of attention sinks, which take weight in the softmax but have no values.
+        """
         if self.kernel == "sdpa" or self.spec.scores == "input":
             q = q.to(k.dtype)  # the rotation may have returned q in a wider dtype
         if self.early:
@@ -77,7 +80,10 @@ class Mixing:
         return F.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
     def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
-        """Return q·kᵀ · scale (B, H, T, S). An ALiBi bias is added before or after scaling."""
+        """Return the scores q·kᵀ · scale (B, H, T, S), with the position bias if there is one.
+
+        The bias is added before or after scaling, as the position's record says.
+        """
         spec = self.spec
         if isinstance(spec.position, Biasing):
             bias = context.bias(spec.position, spec.heads, spec.cache_window)  # (B, H, 1, S)
@@ -167,11 +173,14 @@ class AttentionModule(nn.Module):
 
     @staticmethod
     def cache(spec: Attention) -> LayerCache | None:
-        """Return an empty cache for decoding, or None if the layer needs none."""
+        """Return an empty KV cache for one layer, or None if the layer needs none."""
         return LayerCache(spec.cache_window) if spec.causal and spec.kv_from != "earlier" else None
 
     def _normed(self, parts: dict[str, Tensor], names: str) -> dict[str, Tensor]:
-        """Apply the norms of the parts in `names`. A norm is over one head, or over all heads together."""
+        """Return the parts ("q", "k" and "v") with the norms applied to those in `names`.
+
+        A norm is over every head by itself, or over all heads together.
+        """
         normed = dict(parts)
         for name, x in parts.items():
             norm = getattr(self, f"{name}_norm")
@@ -228,7 +237,7 @@ class AttentionModule(nn.Module):
         return out
 
     def _with_cached(self, k: Tensor, v: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (B, KV, S, hd) of all tokens that may be attended to, and update the cache."""
+        """Append keys and values to the cache. Return those of all tokens in the cache, (B, KV, S, hd)."""
         spec = self.spec
         if cache is None:
             # The order of sums follows memory order, and by default transformers multiplies tensors from its cache,
@@ -275,7 +284,7 @@ class _LatentAttentionModule(nn.Module):
 
     @staticmethod
     def cache(spec: LatentAttention) -> LayerCache:
-        """Return an empty cache for decoding, of rotated keys and latents."""
+        """Return an empty cache for one layer, which stores rotated keys and latents."""
         return LayerCache(spec.window)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
@@ -317,7 +326,10 @@ class _LatentAttentionModule(nn.Module):
         return self.q_up_proj(latent if self.q_norm is None else self.q_norm(latent))  # type: ignore[no-any-return]
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the latent (B, T, rank) and the keys to be rotated (B, T, R·dim), or None if there are none."""
+        """Project the input to the latent (B, T, rank) and to the part of the keys that RoPE rotates (B, T, R·dim).
+
+        The second result is None if no part of the keys is rotated.
+        """
         if self.k_rope_proj is None:
             return self.kv_down_proj(x), None
         linears = (self.kv_down_proj, self.k_rope_proj)
@@ -325,13 +337,19 @@ class _LatentAttentionModule(nn.Module):
         return latent, rope
 
     def _up(self, latent: Tensor) -> list[Tensor]:
-        """Return the keys (if there are unrotated ones) and values of a latent (B, S, rank), as (B, H, S, …)."""
+        """Project latents (B, S, rank) up to the unrotated part of the keys, if keys have one, and to the values.
+
+        The results are (B, H, S, …).
+        """
         linears = [linear for linear in (self.k_up_proj, self.v_up_proj) if linear is not None]
         parts = self.up(linears, latent) if self.up else [linear(latent) for linear in linears]
         return [part.transpose(1, 2) if part.dim() == 4 else _heads(part, self.spec.heads) for part in parts]
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Return rotated vectors (…, dim) with the elements in the family's order."""
+        """Return rotated vectors (…, dim) with their elements in the order of the family's own code.
+
+        This order may have the first elements of all pairs before the second ones.
+        """
         position = self.spec.position
         if not self.spec.gathered or getattr(position, "pairs", "") != "adjacent":
             return x
@@ -339,7 +357,10 @@ class _LatentAttentionModule(nn.Module):
 
 
 def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """Rotate q (B, H, T, hd) and k (B, KV, T, hd), by the function `both` of the positions if they have one."""
+    """Rotate q (B, H, T, hd) and k (B, KV, T, hd) by their positions.
+
+    If the module of `position` has a function `both`, which rotates queries and keys differently, it is used.
+    """
     module = module_of(position)
     if hasattr(module, "both"):
         return module.both(position, q, k, tables)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The cache for decoding: keys, values and recurrent states of earlier tokens, by layer."""
+"""The KV cache for decoding: keys, values and recurrent states of earlier tokens, by layer."""
 
 from typing import Any
 
@@ -13,16 +13,18 @@ ROOM = 8
 """The number of tokens for which memory is allocated ahead, so that earlier tokens are copied every 8 steps only."""
 
 CACHE_LINE = 64
-"""The size of a cache line in bytes. If a row is not a multiple of it, free memory between heads changes where a head
-starts in its line. Matrix products would then sum in another order than with transformers' concatenated tensors.
+"""The size of a processor's cache line in bytes. If a token's key is not a multiple of it, free memory between two
+heads changes where a head starts in its cache line. Matrix products would then sum in another order than with
+transformers' concatenated tensors.
 """
 
 
 class _Tokens:
-    """A tensor (B, KV, S, head_dim) that grows along S. New tokens are written into free memory while there is some.
+    """The keys or the values of one layer, (B, KV, S, head_dim), to which tokens are appended along S.
 
-    The tensor is allocated again if gradients are needed, if rows are not whole cache lines, or if inference mode
-    changed, since torch forbids writing to inference tensors outside of that mode.
+    New tokens are written into memory that is already allocated, while there is room. All tokens are copied into new
+    memory if gradients are enabled, if a head's size is not a multiple of `CACHE_LINE`, or if inference mode was
+    switched on or off. torch forbids writing to inference tensors outside of that mode.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class _Tokens:
         return self.end + count <= memory.shape[-2] and memory.is_inference() == torch.is_inference_mode_enabled()
 
     def keep(self, count: int) -> None:
-        """Forget all but the last `count` tokens, if there are more."""
+        """Remove all but the last `count` tokens."""
         self.first = max(self.first, self.end - count)
 
 
@@ -59,7 +61,10 @@ class LayerCache:
         self.keys, self.values = _Tokens(), _Tokens()
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all cached and new keys and values. With a window, only the last window - 1 stay in the cache."""
+        """Append keys and values. Return those of all cached tokens and of the new ones.
+
+        With a sliding window, only the last window - 1 tokens then stay in the cache.
+        """
         both = self.keys.append(keys), self.values.append(values)
         if self.window is not None:
             self.keys.keep(self.window - 1)
@@ -68,11 +73,11 @@ class LayerCache:
 
 
 class Cache:
-    """The cache of one decode. Pass the same instance to every call of the model.
+    """The cache for generating one continuation (of every row). Pass the same instance to every call of the model.
 
     Attributes:
-        layers: for every block, the caches of its mixers by slot: a `LayerCache` for attention, a `State` for a
-            recurrence.
+        layers: for every layer, its caches by the name of the module that uses them, such as "attention": a
+            `LayerCache` for attention, a `State` for a recurrence.
         length: the number of tokens seen so far.
         encoded: the encoder's output, if the model has an encoder.
     """
@@ -91,7 +96,10 @@ class Cache:
         self.encoded: Encoded | None = None
 
     def reorder(self, rows: Tensor) -> None:
-        """Make sequence i continue from the cache of sequence rows[i]; `rows` is (new sequences,)."""
+        """Reorder the sequences for beam search: the new sequence i gets the cache of the old sequence rows[i].
+
+        `rows` has one index per new sequence.
+        """
         if self.encoded is not None:
             self.encoded = self.encoded.chosen(rows)
         for layer in self.layers:
@@ -100,7 +108,7 @@ class Cache:
 
 
 def _reorder(cache: Any, rows: Tensor) -> None:
-    """Select rows in all tensors of a mixer's cache. Their first dimension is the sequence."""
+    """Select rows in all tensors of the cache of one attention or recurrence. Rows are sequences."""
     for name, value in vars(cache).items():
         if isinstance(value, Tensor):
             setattr(cache, name, value.index_select(0, rows))

@@ -11,10 +11,10 @@ from .registry import module_of
 
 
 class Encoded(NamedTuple):
-    """The output of an encoder: hidden states (B, U, hidden), and a mask (B, U), or None without padding."""
+    """The output of an encoder for source texts of U tokens."""
 
-    states: Tensor
-    mask: Tensor | None = None
+    states: Tensor  # the hidden states, (B, U, hidden)
+    mask: Tensor | None = None  # (B, U), 1 for tokens and 0 for padding; None if there is no padding
 
     def repeated(self, count: int) -> "Encoded":
         """Return the output with every source repeated `count` times."""
@@ -28,7 +28,10 @@ class Encoded(NamedTuple):
 
 
 class _Sight:
-    """The masks of cross-attention, which hide only padding of the source. Kernels use it in place of a `Context`."""
+    """The masks of cross-attention, which hide only padding of the source.
+
+    It has the methods of `Context` that attention kernels call, so that they can use it in place of a `Context`.
+    """
 
     def __init__(self, mask: Tensor | None, dtype: torch.dtype) -> None:
         padded = mask is not None and not bool(mask.all())
@@ -43,20 +46,20 @@ class _Sight:
         return self._allowed
 
     def additive_mask(self, *_: Any) -> Tensor | None:
-        """Return the mask as numbers: 0 at visible tokens, and the dtype's minimum at others."""
+        """Return the mask to be added to scores: 0 at visible tokens, and the dtype's minimum at padding."""
         return self._additive
 
 
 class Context:
-    """A forward pass of T new tokens per row (`steps`), after `past` tokens in the cache.
+    """What all layers of one forward pass share: positions and masks, for T new tokens after `past` cached ones.
 
     Args:
         batch: the number of rows, B.
         steps: the number of new tokens per row, T.
         past: the number of tokens in the cache.
         cached: whether the pass uses a cache.
-        position_ids: (1 or B, T).
-        attention_mask: (B, past + T), 1 at real tokens, or None without padding.
+        position_ids: the positions of the new tokens, (1 or B, T).
+        attention_mask: (B, past + T), 1 for tokens and 0 for padding; None if there is no padding.
         dtype: the dtype of the hidden states.
         documents: (B, T), the document of every token if a row contains several. Tokens attend only to their own
             document.
@@ -97,7 +100,10 @@ class Context:
         return self._tables[id(spec)][1]
 
     def tempered(self, spec: Temperature, q: Tensor) -> Tensor:
-        """Return queries (B, H, T, hd) times a factor that depends on the position and is computed in fp32."""
+        """Return queries (B, H, T, hd) times a factor that grows with the position (as in Llama 4).
+
+        The factor is computed in fp32.
+        """
         positions = self.position_ids
         if spec.counts == "tokens":
             positions = torch.arange(self.past, self.past + self.steps, device=q.device)[None]
@@ -109,7 +115,10 @@ class Context:
         return (q * factor[:, None, :, None]).to(q.dtype)
 
     def layer_input(self) -> Tensor:
-        """Return the current block's additional input (B, T, width). Raises MissingComponent if there is none."""
+        """Return the current layer's additional input (B, T, width), as in Gemma 3n.
+
+        Raises MissingComponent if the pass has no such inputs.
+        """
         if self.inputs is None:
             raise MissingComponent(
                 "a layer with a layer_input ran outside of its model: only the model's own forward pass "
@@ -118,7 +127,10 @@ class Context:
         return self.inputs[:, :, self.layer]
 
     def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values of an earlier layer. Raises MissingComponent if that layer has not run."""
+        """Return the keys and values of the earlier layer with which a layer shares them (`kv_from: earlier`).
+
+        Raises MissingComponent if that layer has not run.
+        """
         shared = self.shared.get(spec.kv_signature)
         if shared is None:
             raise MissingComponent(
@@ -137,7 +149,10 @@ class Context:
         return self.first
 
     def lender(self, spec: SharedTransformer, module: Any) -> Any:
-        """Return the module with the weights of a shared block. Raises MissingComponent if it has not run yet."""
+        """Return the module that has the weights of a shared block (Zamba 2): the first one that uses the block.
+
+        Raises MissingComponent if that module has not run yet.
+        """
         if spec.weights_from == "own":
             self._lenders[spec.number] = module
         if spec.number not in self._lenders:
@@ -148,7 +163,7 @@ class Context:
         return self._lenders[spec.number]
 
     def see(self, encoded: Encoded) -> None:
-        """Set the source of cross-attention. Its states may be empty if its keys are in a cache."""
+        """Set the encoder output for cross-attention. Its states may be empty if keys and values are in a cache."""
         self.encoded, self.sight = encoded, _Sight(encoded.mask, self.dtype)
 
     def source(self) -> Tensor:
@@ -161,15 +176,19 @@ class Context:
         return self.encoded.states
 
     def first_key(self, window: int | None) -> int:
-        """Return the position of the first key in the cache, which drops keys outside of the window."""
+        """Return the position of the first key that a layer with this window still has in its cache."""
         return max(self.past - window + 1, 0) if window is not None and self.cached else 0
 
     def keys(self, window: int | None) -> int:
-        """Return S, the number of keys of a layer."""
+        """Return S, the number of keys to which a layer with this window can attend: cached keys and new ones."""
         return self.past + self.steps - self.first_key(window)
 
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
-        """Return the bias (B, heads, 1, S), or (1, heads, T, S) by distance. Raises MissingComponent: no table."""
+        """Return the bias that is added to attention scores.
+
+        It is (B, heads, 1, S) for ALiBi, and (1, heads, T, S) for a learned bias by distance as in T5. Raises
+        MissingComponent if the table of learned biases was not read.
+        """
         first = self.first_key(window)
         key = (id(spec), heads, first)
         if key not in self._biases and isinstance(spec, Buckets):
@@ -190,13 +209,14 @@ class Context:
     def allowed(
         self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """Return a mask (B or 1, 1, T, S), True if query t may attend to key s, or None if all may attend to all.
+        """Return a mask (B or 1, 1, T, S) that is True where query t may attend to key s, or None if it is all True.
 
         Args:
-            window: the number of tokens that a query sees, or None for all.
-            cache_window: the window of the cache, which may be larger.
-            chunked: windows are consecutive chunks that start at the first real token, and do not move with the query.
-            causal: later keys are hidden. Otherwise a window extends equally far in both directions.
+            window: the number of tokens to which a query attends, including its own; None for all.
+            cache_window: the window of the layer's cache, which may be larger.
+            chunked: the text is divided into chunks of `window` tokens, and a query attends only to its own chunk.
+                The first chunk starts at the first token that is not padding.
+            causal: a query attends to no later keys. Otherwise, a window extends equally far in both directions.
         """
         near = window is None or self.steps < window
         if not causal and near and not self.padded and self.documents is None:
@@ -232,7 +252,7 @@ class Context:
     def sdpa_mask(
         self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """Return `allowed`, or None if the kernel's `is_causal` has the same effect."""
+        """Return the mask of `allowed`, or None if sdpa's `is_causal` has the same effect."""
         if not causal:
             return self.allowed(window, cache_window, chunked, causal)
         first_pass = self.past == 0 and (window is None or self.steps < window)
@@ -242,7 +262,7 @@ class Context:
     def additive_mask(
         self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """Return `allowed` as numbers (B or 1, 1, T, S): 0 where it is True, and the dtype's minimum elsewhere."""
+        """Return the mask of `allowed` to be added to scores: 0 where it is True, and the dtype's minimum elsewhere."""
         allowed, key = self.allowed(window, cache_window, chunked, causal), (window, cache_window, chunked, causal)
         if allowed is None:
             return None

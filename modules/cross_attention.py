@@ -12,7 +12,7 @@ from .registry import computes
 
 
 class SourceCache:
-    """The keys and values of the source in one layer, computed at the first step and used by all later ones."""
+    """One layer's keys and values of the source text. The first decoding step computes them for all later ones."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -35,7 +35,7 @@ class CrossAttentionModule(nn.Module):
 
     @staticmethod
     def cache(_: CrossAttention) -> SourceCache:
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return SourceCache()
 
     def forward(self, x: Tensor, context: Context, cache: SourceCache | None = None) -> Tensor:  # (B, T, hidden)

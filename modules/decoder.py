@@ -1,6 +1,7 @@
 """The model as torch modules: the embeddings, the blocks and the head of a ModelSpec.
 
-Parameters have the shared names. The parts of a block are in layers, positions, attention and feed_forward.
+Parameters have the names that gptkit uses for models of all families, such as "blocks.3.attention.q_proj.weight". The
+modules inside of a block are in the files layers, positions, attention and feed_forward.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class EmbeddingModule(nn.Module):
         self.norm = build_module(spec.norm) if spec.norm is not None else None
 
     def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
-        """Look up the tokens in `table`, or in the module's own table if it is None."""
+        """Look up the token ids in `table`, or in the module's own weight if it is None."""
         x = F.embedding(input_ids, self.weight if table is None else table)
         if self.spec.blank is not None:
             x = x.masked_fill((input_ids == self.spec.blank)[..., None], 0)
@@ -70,7 +71,10 @@ class EmbeddingModule(nn.Module):
 
 
 class _LayerEmbeddingModule(nn.Module):
-    """The additional inputs of layers: token ids (B, T) and embeddings (B, T, hidden) -> (B, T, layers, width)."""
+    """The additional inputs of the layers, as in Gemma 3n.
+
+    They are computed from token ids (B, T) and embeddings (B, T, hidden), and have the shape (B, T, layers, width).
+    """
 
     def __init__(self, spec: LayerEmbedding) -> None:
         super().__init__()
@@ -107,7 +111,7 @@ class PositionsModule(nn.Module):
         return F.embedding(rows, self.weight)
 
     def where_not_given(self, input_ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
-        """Return the positions (1 or B, T) of token ids (B, T) after `past` other tokens."""
+        """Return the default position ids (1 or B, T) of token ids (B, T) that follow `past` cached tokens."""
         steps, device = input_ids.shape[1], input_ids.device
         if self.spec.padding is not None:
             counted = (input_ids != self.spec.padding).long()
@@ -120,7 +124,7 @@ class PositionsModule(nn.Module):
 
 
 class _RelativeBiasModule(nn.Module):
-    """The table (buckets, heads) of biases by distance, in which attention looks them up."""
+    """The learned biases of attention scores by distance, as in T5: a table (buckets, heads)."""
 
     def __init__(self, spec: RelativeBias) -> None:
         super().__init__()
@@ -142,10 +146,11 @@ class _TokenTypesModule(nn.Module):
 
 
 class Front(nn.Module):
-    """The part of a model before its layers.
+    """The part of a model before its layers: embeddings, and the first norm if there is one.
 
-    It turns token ids (B, T) and position ids (1 or B, T) into the stream (B, T, hidden), or into several streams
-    (streams, B, T, hidden). It also returns the additional inputs of the layers (B, T, layers, width), or None.
+    It turns token ids (B, T) and position ids (1 or B, T) into hidden states (B, T, hidden). A model with several
+    residual streams gets (streams, B, T, hidden). The second result has the additional inputs of the layers
+    (B, T, layers, width), or is None if they have none.
     """
 
     embedding: EmbeddingModule
@@ -162,14 +167,17 @@ class Front(nn.Module):
         attention_mask: Tensor | None = None,
         token_types: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the stream and the additional inputs. With an `attention_mask`, position ids are the default ones."""
+        """Return hidden states and additional inputs. With an `attention_mask`, `position_ids` are not used.
+
+        The position ids then are the default ones for this mask.
+        """
         if self.positions is not None and (attention_mask is not None or self.positions.spec.padding is not None):
             position_ids = self.positions.where_not_given(input_ids, attention_mask)
         return _embedded(self, input_ids, position_ids, token_types)
 
 
 def _build_front(module: Any, spec: ModelSpec) -> None:
-    """Add to a module the parts that come before the layers of a tree."""
+    """Add the submodules that come before the layers of a model to `module`."""
     module.embedding = EmbeddingModule(spec.embedding)
     module.token_types = None if spec.token_types is None else _TokenTypesModule(spec.token_types)
     module.positions = None if spec.positions is None else PositionsModule(spec.positions)
@@ -181,7 +189,10 @@ def _build_front(module: Any, spec: ModelSpec) -> None:
 def _embedded(
     module: Any, input_ids: Tensor, position_ids: Tensor, token_types: Tensor | None, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the input of the first layer, and the additional inputs of all layers (or None)."""
+    """Return the input of the first layer, and the additional inputs of all layers or None; see `Front`.
+
+    `module` has the submodules of `_build_front`. `table` replaces its token embeddings.
+    """
     x: Tensor = module.embedding(input_ids) if table is None else module.embedding(input_ids, table)
     inputs = None if module.layer_inputs is None else module.layer_inputs(input_ids, x)
     if module.token_types is not None:  # by default all tokens have the first type
@@ -192,7 +203,7 @@ def _embedded(
 
 
 class BlockModule(nn.Module):
-    """One layer; see `components.Block` for the formula. Its modules have the names of the block's parts."""
+    """One layer of a model; see `components.Block` for the formula. Its submodules are named like the block's parts."""
 
     if TYPE_CHECKING:
 
@@ -211,7 +222,10 @@ class BlockModule(nn.Module):
         self.altup = None if spec.altup is None else build_module(spec.altup)
 
     def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:
-        """Return the stream after the layer. x is (B, T, hidden), or (streams, B, T, hidden) with several streams."""
+        """Return the hidden states after the layer, in the shape of x.
+
+        x is (B, T, hidden), or (streams, B, T, hidden) in a model with several residual streams.
+        """
         if self.altup is not None:
             streams: Tensor = self.altup.predicted(x)
             x = self._in_turn(streams[self.altup.spec.active], context, cache)
@@ -225,7 +239,7 @@ class BlockModule(nn.Module):
         return x if self.scale is None else self.scale(x)
 
     def _in_turn(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
-        """Return the stream after the sub-layers, each of which reads the stream that the one before it wrote."""
+        """Return the hidden states after the sub-layers (attention, feed-forward), which run one after the other."""
         for_next: Tensor | None = None
         for sublayer, *others in self.spec.groups():
             if sublayer.onto == "others":
@@ -253,9 +267,10 @@ class BlockModule(nn.Module):
         return x
 
     def _together(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
-        """Return the stream after parallel sub-layers, which read the same input.
+        """Return the hidden states after parallel sub-layers, which all read the layer's input.
 
-        `sums` decides the rounding: either the branches are added to the stream one after the other, or their sum is.
+        The block's field `sums` decides how this rounds. Either the outputs of the sub-layers are added to the hidden
+        states one after the other, or their sum is added at once.
         """
         branches: list[Tensor] = []
         shared = x
@@ -280,7 +295,7 @@ class BlockModule(nn.Module):
 
 
 class HeadTransformModule(nn.Module):
-    """The transform before the head's matrix: norm(activation(dense(x)))."""
+    """The transform of hidden states before the head's matrix, as in BERT: norm(activation(dense(x)))."""
 
     def __init__(self, spec: HeadTransform) -> None:
         super().__init__()
@@ -307,7 +322,7 @@ class PoolerModule(nn.Module):
 class HeadModule(nn.Module):
     """The head: hidden states (B, T, hidden) -> logits (B, T, vocabulary).
 
-    A tied head uses the matrix of the embedding. `blank` is a token id whose row counts as zeros, as in the embedding.
+    A tied head uses the matrix of the embedding. `blank` is the id of a token whose row is treated as zeros in both.
     """
 
     def __init__(self, spec: Head, blank: int | None = None) -> None:
@@ -343,12 +358,12 @@ class Decoder(nn.Module):
     The parameters have no values until `modules.load.build` or `load_state_dict` sets them.
 
     Args:
-        spec: the tree.
+        spec: the model's architecture.
         attention: "sdpa" or "eager"; see `modules.attention`.
 
     Attributes:
         source: the checkpoint that the model was loaded from and its tokenizer, for `modules.save` and `modules.text`;
-            None for a model that was built from a tree.
+            None for a model that was built from a `ModelSpec` alone.
     """
 
     embedding: EmbeddingModule
@@ -452,7 +467,7 @@ class Decoder(nn.Module):
     def _positions(
         self, input_ids: Tensor, past: int, attention_mask: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """Return the default position ids, (1 or B, T)."""
+        """Return the default position ids (1 or B, T) of new tokens that follow `past` cached tokens."""
         if documents is not None:
             return positions_in(documents)
         if self.positions is not None:
@@ -472,7 +487,7 @@ class Decoder(nn.Module):
         return Encoded(self.encoder(source, attention_mask, table=table), attention_mask)
 
     def _source(self, encoded: Encoded | None, cache: Cache | None, batch: int) -> Encoded | None:
-        """Return the encoder's output for this pass, and remember it in the cache.
+        """Return the encoder's output for this forward pass, and store it in the cache.
 
         Raises:
             UsageError: the model needs an encoder's output and there is none, or the model has no encoder.

@@ -20,7 +20,7 @@ _ANY = 2**40  # bytes, more than any row has, so that the fused matrix is always
 
 @computes(GatedDeltaNet)
 class _GatedDeltaNetModule(nn.Module):
-    """The computation of `components.GatedDeltaNet`."""
+    """The torch module of `components.GatedDeltaNet`."""
 
     def __init__(self, spec: GatedDeltaNet, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -43,11 +43,14 @@ class _GatedDeltaNetModule(nn.Module):
 
     @staticmethod
     def cache(spec: GatedDeltaNet) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys, values, gates, β and decays, (B, T, rows); gates may be (B, T, key heads, rows)."""
+        """Return the projections of the input: queries, keys, values, gates, β and decays.
+
+        They are (B, T, size). Gates may be (B, T, key heads, size / key heads).
+        """
         qkv = [getattr(self, f"{name}_proj") for name in "qkv"]
         if self.numbers is not None:
             parts = [*self.fused((*qkv, self.gate_proj), x), *self.numbers((self.beta_proj, self.decay_proj), x)]
@@ -60,8 +63,8 @@ class _GatedDeltaNetModule(nn.Module):
     def _as_reshaped(self, part: Tensor) -> Tensor:
         """Return a part of the fused product with the memory layout that transformers' reshape gives it.
 
-        This is a copy, or with one value head per key head a strided view. The layout matters because torch rounds the
-        last elements of strided rows differently.
+        This is a strided view if there is one value head per key head, and otherwise a copy. The layout matters
+        because torch rounds the last elements of strided rows differently.
         """
         heads = self.spec.key_heads
         if heads == 1 or self.spec.group == 1:
@@ -91,7 +94,11 @@ class _GatedDeltaNetModule(nn.Module):
 def _wide(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, rates: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return queries and keys of length 1, values, all (B, H, T, d), β and g (B, H, T), in fp32 or wider."""
+    """Prepare the inputs of the recurrence, in fp32 or wider.
+
+    Return queries and keys normalised to length 1 and values, all (B, H, T, d). Then β in (0, 1) and the logarithms g
+    of the decays, (B, H, T).
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     g = -rates.to(wide).exp() * F.softplus(decay.to(wide) + shift)
     group = v.shape[2] // k.shape[2]
@@ -106,7 +113,7 @@ def _wide(
 
 
 def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y (B, 1, H, value_dim) of one token and the new state."""
+    """Return the output y (B, 1, H, value_dim) for one token, and the new state."""
     *given, state = inputs
     q, k, v, beta, g = (tensor[:, :, 0] for tensor in _wide(*given))
     q = q / q.shape[-1] ** 0.5
@@ -118,9 +125,10 @@ def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return y (B, T, H, value_dim) of many tokens and the new state.
+    """Return the output y (B, T, H, value_dim) for many tokens, and the new state.
 
-    Within a chunk, one triangular system gives the corrections of all tokens (Yang et al. 2406.06484).
+    A token's update of the state depends on the updates before it. Within a chunk of tokens, all updates are the
+    solution of one triangular system (Yang et al. 2406.06484).
     """
     *given, state = inputs
     q, k, v, beta, g = _wide(*given)

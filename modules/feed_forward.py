@@ -38,7 +38,7 @@ class _FeedForwardModule(nn.Module):
         return self.lowered(self.gated(self.raised(x)))
 
     def raised(self, x: Tensor) -> Tensor:
-        """Return the units before their activation, (…, intermediate)."""
+        """Project x to the intermediate size, before the activation: (…, hidden) -> (…, intermediate)."""
         units: Tensor = self.up_proj(x)
         return units
 
@@ -47,7 +47,7 @@ class _FeedForwardModule(nn.Module):
         return self.activation(raised)
 
     def lowered(self, inner: Tensor) -> Tensor:
-        """Project the activated units down to the hidden size."""
+        """Project the result of `gated` down to the hidden size."""
         out: Tensor = self.down_proj(inner)
         return out
 
@@ -81,12 +81,12 @@ class _GatedFeedForwardModule(nn.Module):
         return self.lowered(inner)
 
     def lowered(self, inner: Tensor) -> Tensor:
-        """Project the gated units down to the hidden size, after their norm if there is one."""
+        """Project the result of `gated` down to the hidden size, after the inner norm if there is one."""
         out: Tensor = self.down_proj(inner if self.inner_norm is None else self.inner_norm(inner))
         return out
 
     def raised(self, x: Tensor) -> Tensor:
-        """Return gate and up, computed as one product and concatenated, (…, 2·intermediate)."""
+        """Return gate(x) and up(x) concatenated, (…, 2·intermediate), computed as one matrix product."""
         assert self.fused is not None
         return torch.cat(self.fused((self.gate_proj, self.up_proj), x), dim=-1)
 
@@ -103,9 +103,9 @@ class _GatedFeedForwardModule(nn.Module):
 
 
 def _sparse(x: Tensor, share: float | None) -> Tensor:
-    """Return max(0, x - q), or x without a share.
+    """Set about this share of every row's elements to 0, as in Gemma 3n: max(0, x - q). If it is None, return x.
 
-    q is the `share`-quantile of a normal distribution with the mean and the deviation of the row.
+    q is the `share`-quantile of a normal distribution with the mean and the standard deviation of the row.
     """
     if share is None:
         return x
@@ -131,7 +131,7 @@ class _LayerInputModule(nn.Module):
 
 
 class _Choice(nn.Module):
-    """The bias that is added to the scores (N, experts) when experts are chosen."""
+    """The bias of the router's scores (N, experts), which is used only for choosing experts."""
 
     def __init__(self, spec: MixtureOfExperts) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Choice(nn.Module):
 
 
 class _Factors(nn.Module):
-    """A factor per expert, by which the weights (N, top_k) of the chosen experts are multiplied."""
+    """A learned factor per expert, by which the router's weights (N, top_k) of the chosen experts are multiplied."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Factors(nn.Module):
 
 @computes(DenseBesideExperts)
 class _DenseBesideExpertsModule(nn.Module):
-    """A dense feed-forward and a mixture of experts on the same input. The sum of their normed outputs is returned."""
+    """A dense feed-forward and a mixture of experts that read the same input. Their outputs are normed and added."""
 
     def __init__(self, spec: DenseBesideExperts, kernel: str = "sdpa") -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _DenseBesideExpertsModule(nn.Module):
 
 @computes(ExpertLatent)
 class _ExpertLatentModule(nn.Module):
-    """The projections into and out of the latent that experts compute in. The mixture calls them."""
+    """The projections before and after experts that compute at a smaller width (the latent). The mixture calls them."""
 
     def __init__(self, spec: ExpertLatent) -> None:
         super().__init__()
@@ -269,7 +269,8 @@ class MixtureOfExpertsModule(nn.Module):
     def _one_after_another(self, logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
         """Choose experts one after the other, as Phi-3.5-MoE does. Return their weights and indices, both (N, top_k).
 
-        The weight of an expert is its softmax over the remaining experts whose logits are near its own.
+        The weight of an expert comes from a softmax over the experts that are not chosen yet and whose logits are near
+        its own.
         """
         used = torch.zeros_like(logits, dtype=torch.bool)
         weights, chosen = [], []
@@ -284,7 +285,7 @@ class MixtureOfExpertsModule(nn.Module):
         return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
     def weighing(self, scores: Tensor) -> Tensor:
-        """Return the weights of experts, given their scores (N, experts) without the bias that is used in choosing."""
+        """Return the weights of all experts (N, experts) from the router's scores, without the bias for choosing."""
         return scores
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -320,7 +321,7 @@ class MixtureOfExpertsModule(nn.Module):
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
 
     def _one_by_one(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum, to which one expert after the other adds its outputs."""
+        """Return the weighted sum of outputs, computed expert by expert: each one adds its weighted outputs."""
         total = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             places, tokens = torch.where((chosen == number).T)
@@ -332,10 +333,10 @@ class MixtureOfExpertsModule(nn.Module):
         return total
 
     def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum over all experts, computed as batched products in which every expert gets all tokens.
+        """Return the weighted sum of outputs, computed as batched products in which every expert gets all tokens.
 
-        Tokens that did not choose an expert are zeros, and so is its output for them. A batched product sums in another
-        order than one product per expert.
+        An expert gets zeros for the tokens that did not choose it, so its output for them is zero. The family's own
+        code uses batched products, which sum in another order than one product per expert.
         """
         weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
         experts: list[Any] = list(self.experts)
@@ -345,7 +346,7 @@ class MixtureOfExpertsModule(nn.Module):
         return self.out_of([(expert.down_proj,) for expert in experts], inner).sum(dim=0)
 
     def _outputs(self, by_expert: Tensor, counts: list[int]) -> Tensor:
-        """Return the experts' outputs for tokens that are sorted by expert. Expert i gets the next counts[i] tokens."""
+        """Return the experts' outputs for inputs that are sorted by expert. The first counts[0] rows are expert 0's."""
         used: list[Any] = [expert for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for count in counts if count]
         pairs = zip(used, torch.split(by_expert, sizes), strict=True)

@@ -84,11 +84,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Beams:
-    """Beam search. After every token, the `count` most likely continuations go on.
+    """The settings of a beam search, which extends the `count` most likely continuations by one token in every step.
 
-    A continuation ends with a stop id, or at the last token. Its score is its log-probability divided by its length to
-    the power of `length_penalty`. The `count` ended continuations with the best scores are stored. The search ends when
-    no running continuation would enter them if it ended now.
+    A continuation ends with a stop id, or after the largest number of tokens. Its score is its log-probability divided
+    by its length to the power of `length_penalty`. The search stores the `count` ended continuations with the best
+    scores. It ends when no running continuation has a better score than the worst of these.
 
     Raises:
         UsageError: there are fewer than two beams, or the penalty is not a finite number.
@@ -112,7 +112,7 @@ _GREEDY = Sampling()
 
 
 def warn(line: str, stacklevel: int = 3) -> None:
-    """Issue a warning that points to the code which asks for the next token."""
+    """Issue `line` as a UserWarning that points to the code which asks for the next token."""
     warnings.warn(line, UserWarning, stacklevel=stacklevel)
 
 
@@ -129,10 +129,10 @@ def generate(
 ) -> Iterator[int]:
     """Yield the token ids that continue a prompt. Every token is computed when it is asked for.
 
-    The continuation ends after `max_new_tokens`, or after an id of `stop`, which is yielded like any other, as in
-    transformers. It also ends when a model with a table of L positions has used all of them. Prompt and continuation
-    then have L + 1 ids, because the last one is predicted but never read. `tell` is called in this case. It is also
-    called once when a rotary model exceeds the context that it was trained for. ALiBi models have no limit.
+    The continuation ends after `max_new_tokens`, or after an id of `stop`, which is yielded too, as in transformers. It
+    also ends when a model with a position table of L rows has used all of them. Prompt and continuation then have
+    L + 1 ids, because the last one is predicted but never read. `tell` is called in this case. It is also called once
+    when the text becomes longer than the context that a model with RoPE was trained for. ALiBi models have no limit.
 
     A model with an encoder reads the prompt as its source, once, and writes another text, which begins after `start`.
 
@@ -143,7 +143,7 @@ def generate(
         input_ids: the prompt, T ids, or a tensor (T,) or (1, T).
         max_new_tokens: the largest number of tokens to generate, 0 or more.
         sampling: the rule by which a token is chosen. The default is greedy decoding.
-        beams: a beam search instead. The continuation is yielded when the search has ended.
+        beams: use beam search with these settings. The continuation is yielded when the search has ended.
         stop: the ids after which generation ends, such as the end-of-sequence token.
         start: the first id of the decoder of a model with an encoder (its decoder_start_token_id).
         tell: a function that gets a message when a limit of the model is reached. By default it is a UserWarning.
@@ -217,7 +217,7 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
 
 
 def _integers(ids: Sequence[int]) -> list[int]:
-    """Return the ids as Python integers. Raises UsageError for a value that is not an integer of 64 bits."""
+    """Return the ids as Python integers. Raises UsageError if one is not an integer, or does not fit int64."""
     for token in ids:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise UsageError(f"{token!r:.60} is not a token id", "Give integers.")
@@ -244,19 +244,26 @@ class _Limits:
         self.renewing = {scaling.original_context for scaling in scalings if scaling.renewed}
 
     def full(self, read: int) -> str:
-        """Return a message if `read` tokens are more than the model has positions, else an empty string."""
+        """Return a message if a text of `read` tokens is longer than the position table, else an empty string."""
         if self.table is None or read <= self.table.length:
             return ""
         return f"generation stopped: the model has {self.table.length:,} positions, and all are used"
 
     def passed(self, read: int, first: bool) -> str:
-        """Return a message when a text of `read` tokens first exceeds the context, else an empty string."""
+        """Return a message if a text of `read` tokens is longer than the model's context, else an empty string.
+
+        The message is given once: for the first length beyond the context, or in the first step (`first`) if the
+        prompt is longer.
+        """
         if self.context is None or read <= self.context or not (first or read == self.context + 1):
             return ""
         return f"the text is longer than the model's context of {self.context:,} tokens, so the rest may be nonsense"
 
     def renewed(self, read: int) -> bool:
-        """Return whether cached keys were rotated by other angles than a text of `read` tokens requires."""
+        """Return whether the cache is invalid from a text of `read` tokens on.
+
+        Some RoPE scalings (LongRoPE) rotate all keys by other angles once a text exceeds the original context.
+        """
         return read - 1 in self.renewing
 
 
@@ -269,7 +276,7 @@ def _stream(
     stop: frozenset[int],
     tell: Callable[[str], None],
 ) -> Iterator[int]:
-    """Yield tokens greedily or by sampling: feed the new tokens, choose the next, yield it."""
+    """Yield the continuation's token ids, chosen greedily or by sampling. The arguments are those of `generate`."""
     cache, spec, generator = _begun(model, source), model.spec, None
     if not sampling.greedy:
         generator = torch.Generator(device=prompt.device)
@@ -315,7 +322,7 @@ def _searched(
     stop: frozenset[int],
     tell: Callable[[str], None],
 ) -> Iterator[int]:
-    """Yield the best continuation of a beam search, which runs when the first token is asked for."""
+    """Yield the best continuation of a beam search. The search runs when the first token is asked for."""
     if max_new_tokens:
         continuation, lines = _search(model, prompt, source, max_new_tokens, beams, stop)
         for line in lines:
@@ -327,7 +334,7 @@ def _searched(
 def _search(
     model: Decoder, prompt: Tensor, source: Tensor | None, max_new_tokens: int, beams: Beams, stop: frozenset[int]
 ) -> tuple[list[int], list[str]]:
-    """Return the best continuation and the messages about limits of the model.
+    """Run a beam search. Return the best continuation, and the messages about texts that reach the model's limits.
 
     The tensors have the same shapes as in transformers' _beam_search, so that ties are resolved in the same order.
     """
@@ -381,7 +388,10 @@ def _search(
 # A function for one step, because around a `yield` inference mode would also apply to the caller's code.
 @torch.inference_mode()
 def _next(model: Decoder, ids: Tensor, cache: Cache, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """Feed ids (1, T), and return the token chosen after them, (1, 1), or -1 if the logits are NaN."""
+    """Run the model on ids (1, T) that follow those in the cache, and return the next token id, (1, 1).
+
+    It is -1 if the logits are NaN.
+    """
     logits = model(ids, cache=cache, last_only=True)[:, -1].float()  # (1, vocabulary)
     if generator is None:
         chosen = logits.argmax(dim=-1, keepdim=True)

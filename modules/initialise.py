@@ -1,9 +1,10 @@
 """Random initial weights for a model without a checkpoint.
 
-Matrices and tables are drawn from a normal distribution with standard deviation 0.02. Matrices that write into the
-residual stream (o_proj, down_proj) have a deviation smaller by 1/√(2 · layers), so that the variance of the stream does
-not grow with depth. Norms are 1, biases 0. This is the initialisation of GPT-2 (Radford et al. 2019, section 2.3;
-transformers' modeling_gpt2._init_weights). Other families are similar (initializer_range is 0.02 in their configs).
+Matrices and tables are drawn from a normal distribution with standard deviation 0.02. For matrices that write into the
+residual stream (o_proj, down_proj), the deviation is multiplied by 1/√(2 · layers), so that the variance of the stream
+does not grow with depth. The weights of norms are 1, and biases are 0. This is the initialisation of GPT-2 (Radford et
+al. 2019, section 2.3; transformers' modeling_gpt2._init_weights). Other families are similar (initializer_range is 0.02
+in their configs).
 
 The values of a tensor depend only on the seed, its name and its shape. They are drawn in fp32 and rounded to the dtype.
 """
@@ -37,10 +38,13 @@ _PROBED = 16  # the number of tokens in the forward pass that checks for finite 
 
 
 def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[tuple[str, Array, str]]:
-    """Yield the tensors of a tree one at a time: (shared name, array in its carrier dtype, dtype).
+    """Yield random tensors for a model, one at a time, as (name, array, dtype).
+
+    The name is gptkit's. The array has the carrier dtype, which is the dtype itself except for bf16 (uint16), because
+    numpy has no bf16.
 
     Args:
-        spec: the tree.
+        spec: the model's architecture.
         seed: a whole number from 0.
         dtype: a dtype name of safetensors, such as F32.
 
@@ -66,7 +70,10 @@ def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
 
 
 def _available_memory() -> int | None:
-    """Return the bytes that the kernel and the control group still allow this process, or None if unknown."""
+    """Return how many bytes of memory this process can still use, or None if unknown.
+
+    The kernel and the control group (cgroup) set limits.
+    """
     limits = []
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
@@ -89,10 +96,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None:
-    """Raise an error if the weights of a tree do not fit into memory.
+    """Check that a model's weights in a dtype fit into memory.
 
     Raises:
-        GptkitError: the weights do not fit. The message gives their size and the available memory.
+        GptkitError: they do not fit. The message gives their size and the available memory.
     """
     parameters = count(spec).total
     needed, free = parameters * DTYPES[dtype].itemsize, _available_memory()
@@ -111,7 +118,7 @@ def _size(nbytes: int) -> str:
 
 
 def finite_logits(model: Decoder) -> bool:
-    """Return whether a forward pass over some tokens of the vocabulary gives finite logits."""
+    """Return whether the model gives finite logits for a short sequence of token ids from the whole vocabulary."""
     spec = model.spec
     length = min(_PROBED, spec.context_length or _PROBED, spec.positions.length if spec.positions else _PROBED)
     ids = torch.linspace(0, spec.vocab_size - 1, length).long()[None]
@@ -130,9 +137,10 @@ class _Written:
 
 
 def drawn_from(tree: Outline, seed: int, dtype: str) -> Outline:
-    """Return the outline of a tree with random weights. Its history says how they were drawn.
+    """Return a copy of an outline whose history says that its weights were drawn at random with this seed and dtype.
 
-    The outline has the tree's tokenizer, if there is one. `dtype` is a dtype name of safetensors.
+    An outline is a checkpoint without weights: architecture, history and tokenizer. `dtype` is a dtype name of
+    safetensors.
     """
     record = {"random": INITIALISATION, "seed": seed, "dtype": HF_NAMES[dtype], "gptkit": __version__}
     # The weights are not those of the original model, so only its family and config are recorded.
@@ -150,7 +158,7 @@ def write_random(
     force: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> _Written:
-    """Write a tree with random weights in gptkit's own format.
+    """Write a checkpoint of a model with random weights, in gptkit's own format.
 
     Tensors are written one at a time, so a model of any size fits in memory. `progress` is called with the number of
     bytes of every tensor.

@@ -1,4 +1,4 @@
-"""Basic modules: linear maps, norms and activations, built from their components' records."""
+"""Basic torch modules: linear maps, norms and activation functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LinearModule(nn.Module):
 
 
 def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a function for `nn.Module._apply`, so that parameters stay in fp32 if it would make them narrower."""
+    """Wrap a function for `nn.Module._apply`, such as a conversion to bf16, so that its results are at least fp32."""
 
     def wide(parameter: Tensor) -> Tensor:
         moved = fn(parameter)
@@ -74,18 +74,18 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithme
 class FusedLinears:
     """Several `LinearModule`s that are applied to one input as one matrix product.
 
-    The parameters become views of one matrix. It is built again when parameters were replaced (another dtype or device,
-    new weights), and in-place changes are visible in it. With gradients and in train mode, the matrix is concatenated
-    in every call: the gradient of a view would not reach the parameter, and optimisers keep references to its memory.
-    If a linear was replaced by an adapter or has hooks, all linears are called one by one. A compiled model without
-    gradients calls them one by one, too.
+    The parameters become views of one matrix, in which changes of the parameters in place are visible. It is built
+    again when parameters are replaced (another dtype or device, new weights). With gradients and in train mode, the
+    matrix is concatenated in every call: the gradient of a view would not reach the parameter, and optimisers keep
+    references to a parameter's memory. If a linear was replaced by an adapter or has hooks, all linears are called one
+    by one. A compiled model without gradients calls them one by one, too.
 
     Args:
-        groups: the number of groups in which the family orders the rows: first the rows of the first group of every
-            linear, then those of the second, and so on.
-        line: a number of bytes. The order of rows only changes bits if the size of a group's result is not a multiple
-            of it. Only then (in few models) is the matrix built in this order, in every call, because parameters cannot
-            be views of it. Otherwise the linears are concatenated one after the other.
+        groups: the number of groups of rows in the family's own fused matrix. It has first the rows of the first
+            group of every linear, then those of the second group, and so on.
+        line: a size in bytes. The order of rows only changes bits of the result if a group's outputs for one token are
+            not a multiple of it. Only then (in few models) is the matrix built in the family's order, in every call,
+            because parameters cannot be views of it. Otherwise the linears are concatenated one after the other.
     """
 
     def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
@@ -94,7 +94,10 @@ class FusedLinears:
         self.bias: Tensor | None = None
 
     def __call__(self, linears: Sequence[nn.Module], x: Tensor, limit: float | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs of the linears, `clipped`: (…, out), or (…, groups, out / groups) if ordered by group."""
+        """Return the output of every linear for x, clamped to [-limit, limit] if there is a limit.
+
+        Outputs are (…, out), or (…, groups, out / groups) if the matrix is ordered by group.
+        """
         plain = [linear for linear in linears if type(linear) is LinearModule and not linear._forward_hooks]
         if len(plain) < len(linears) or any(linear._forward_pre_hooks for linear in plain):
             return tuple(clipped(linear(x), limit) for linear in linears)
@@ -120,7 +123,7 @@ class FusedLinears:
 
     @staticmethod
     def _concatenated(linears: Sequence[LinearModule], groups: int = 1) -> tuple[Tensor, Tensor | None]:
-        """Concatenate the weights and the biases, ordered by linear, or by group if there are several."""
+        """Return the concatenated weights and biases, ordered by linear, or by group if there are several groups."""
 
         def joined(parts: list[Tensor]) -> Tensor:
             if groups == 1:
@@ -135,7 +138,7 @@ class FusedLinears:
         return weight, joined(biases) if biases else None
 
     def _fuse(self, linears: Sequence[LinearModule]) -> None:
-        """Build the matrix and make the parameters views of it, so that no weight is stored twice."""
+        """Build the fused matrix, and make the parameters views of it, so that no weight is stored twice."""
         # Not in inference mode, since inference tensors could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             self.weight, self.bias = self._concatenated(linears)
@@ -149,9 +152,10 @@ class FusedLinears:
 
 
 class StackedLinears:
-    """Linears without biases, one or more per input, that are computed for several inputs as one batched product.
+    """Linears without biases for a list of inputs, computed as one batched matrix product.
 
-    As in `FusedLinears`, the parameters become views of one tensor [inputs, in, out] if no gradient is needed.
+    Every input, such as that of one expert, has one linear or several. As in `FusedLinears`, the parameters become
+    views of one tensor [inputs, in, out] if no gradient is needed.
     """
 
     def __init__(self) -> None:
@@ -183,14 +187,17 @@ class StackedLinears:
 
     @staticmethod
     def _views(rows: Sequence[Sequence[Tensor]], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of a part of the tensor, in the shape of a linear's weight, and that weight."""
+        """Yield, for every linear, its part of the stacked tensor `whole` and its weight, in the same shape."""
         for row, one in zip(rows, whole, strict=True):
             parts = torch.split(one, [len(weight) for weight in row], dim=1)
             yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))
 
 
 def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
-    """Return whether `parts` are views of consecutive rows of `whole` from the first on, or both are empty."""
+    """Return whether `parts` are views of consecutive rows of `whole`, starting with its first row.
+
+    It is also true if there are no parts and `whole` is None.
+    """
     if whole is None or not parts:
         return whole is None and not parts
     pointer, row = whole.data_ptr(), whole.stride(0) * whole.element_size()
@@ -202,7 +209,7 @@ def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
 
 
 class _GroupWeight(nn.Module):
-    """A module that has only the weight of one group of a norm."""
+    """The weight of one group of a LayerNorm, if the checkpoint stores one tensor per group."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -245,7 +252,7 @@ class LayerNormModule(nn.Module):
         return torch.cat([F.layer_norm(row, (width,), gain, shift, spec.eps) for row, gain, shift in rows], dim=-1)
 
     def _written_out(self, x: Tensor, factor: Tensor | None) -> Tensor:
-        """Compute the norm as transformers' CohereLayerNorm does."""
+        """Compute the norm with the operations of transformers' CohereLayerNorm, which round differently."""
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = torch.unflatten(x.to(wide), -1, (self.spec.groups, -1))
         rows = rows - rows.mean(-1, keepdim=True)
@@ -267,7 +274,7 @@ class RMSNormModule(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" else None
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the norm of x, in the dtype of x or in the given one."""
+        """Return x normalised, in the dtype of x or in `dtype`."""
         dtype = x.dtype if dtype is None else dtype
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide if self.spec.groups == 1 else torch.unflatten(wide, -1, (self.spec.groups, -1))
@@ -285,7 +292,7 @@ class RMSNormModule(nn.Module):
 
 
 def capped(x: Tensor, limit: float | None) -> Tensor:
-    """Return limit · tanh(x / limit), as in transformers' Gemma 2, or x without a limit.
+    """Return limit · tanh(x / limit), as in transformers' Gemma 2, or x if the limit is None.
 
     Without gradients it overwrites x, so the caller must not use x afterwards.
     """
@@ -295,18 +302,18 @@ def capped(x: Tensor, limit: float | None) -> Tensor:
 
 
 def clipped(x: Tensor, limit: float | None) -> Tensor:
-    """Return x clamped to [-limit, limit], or x without a limit."""
+    """Return x clamped to [-limit, limit], or x if the limit is None."""
     return x if limit is None else x.clamp(-limit, limit)
 
 
 def _gelu_new(x: Tensor) -> Tensor:
-    """Compute the tanh approximation as transformers' NewGELUActivation, which rounds differently from F.gelu."""
+    """Compute the tanh approximation of GELU as transformers' NewGELUActivation, which rounds unlike F.gelu."""
     # In place where gradients allow it. This saves four tensors and rounds the same.
     return 0.5 * x * (1.0 + torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi)).tanh_())
 
 
 def _gelu_bloom(x: Tensor) -> Tensor:
-    """Compute the tanh approximation as transformers' bloom_gelu_forward."""
+    """Compute the tanh approximation of GELU as transformers' bloom_gelu_forward."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
@@ -316,12 +323,12 @@ def _gelu_python(x: Tensor) -> Tensor:
 
 
 def _gelu_fast(x: Tensor) -> Tensor:
-    """Compute the tanh approximation as transformers' FastGELUActivation."""
+    """Compute the tanh approximation of GELU as transformers' FastGELUActivation."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
 def _laplace(x: Tensor) -> Tensor:
-    """Compute the normal distribution's Φ((x - μ) / σ), MEGA's approximation (2209.10655) of squared ReLU."""
+    """Compute Φ((x - μ) / σ), MEGA's approximation of squared ReLU (2209.10655). Φ is the normal distribution's CDF."""
     return 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0))))
 
 
@@ -388,5 +395,5 @@ class _Xielu(nn.Module):
 
 
 def activation_of(name: Activation) -> Callable[[Tensor], Tensor]:
-    """Return a function for an activation, or a module if the activation has parameters."""
+    """Return the function for an activation, or a new module if the activation has parameters."""
     return _Xielu() if name == "xielu" else ACTIVATIONS[name]

@@ -19,7 +19,7 @@ _CHUNK = 128
 
 @computes(LinearAttention)
 class LinearAttentionModule(nn.Module):
-    """The computation of `components.LinearAttention`."""
+    """The torch module of `components.LinearAttention`."""
 
     def __init__(self, spec: LinearAttention, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -33,7 +33,7 @@ class LinearAttentionModule(nn.Module):
 
     @staticmethod
     def cache(spec: LinearAttention) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def projected(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -67,7 +67,8 @@ def widened(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scaled queries, keys, values with a 1 appended (B, KV, T, d + 1), and log decays g (B, KV, T).
 
-    All are in fp32 or wider. Values and g are 0 at padding tokens, so that these do not change the state.
+    The appended 1 makes the last element of a weighted sum the sum of the weights; see `mean`. All results are in fp32
+    or wider. Values and g are 0 at padding tokens, so that these do not change the state.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     v, g = F.pad(v.to(wide), (0, 1), value=1.0), -F.softplus(gate.to(wide)).transpose(1, 2)
@@ -77,12 +78,15 @@ def widened(
 
 
 def mean(y: Tensor) -> Tensor:
-    """Divide sums of weighted values by the sum of weights, the last element. Without any token the result is 0."""
+    """Return weighted means of values from weighted sums (…, d + 1), whose last element is the sum of the weights.
+
+    If a sum includes no token, the mean is 0.
+    """
     return y[..., :-1] / y[..., -1:].clamp_min(torch.finfo(y.dtype).tiny)
 
 
 def pairs(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Return the decayed weights (B, H, T, T) of keys for each query, 0 for later keys."""
+    """Return the attention weights (B, H, T, T) of all keys for every query, with decay. They are 0 for later keys."""
     q = torch.unflatten(q, 1, (k.shape[1], -1))  # (B, KV, group, T, d)
     s = q @ k[:, :, None].transpose(-1, -2)
     g = g.cumsum(dim=-1)
@@ -92,7 +96,10 @@ def pairs(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _features(x: Tensor) -> Tensor:
-    """Return 1, x and the products of any two elements of x, so that φ(q)·φ(k) = 1 + q·k + (q·k)²/2."""
+    """Return the features φ(x): 1, x, and the products of any two elements of x.
+
+    They are scaled so that φ(q)·φ(k) = 1 + q·k + (q·k)²/2.
+    """
     one, other = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
     # The square has the product of two different elements twice, and the square of an element once.
     factor = torch.where(one == other, x.new_tensor(0.5).sqrt(), x.new_ones(()))
@@ -100,7 +107,7 @@ def _features(x: Tensor) -> Tensor:
 
 
 def _read_state(q: Tensor, state: Tensor) -> Tensor:
-    """Multiply the features of queries (B, H, T, d) by a state (B, KV, features, d + 1). Return (B, H, T, d + 1)."""
+    """Return φ(q) times the state, (B, H, T, d + 1), for queries (B, H, T, d) and a state (B, KV, features, d + 1)."""
     asked = torch.unflatten(_features(q), 1, (state.shape[1], -1))
     return (asked @ state[:, :, None]).flatten(1, 2)
 
@@ -116,7 +123,7 @@ def _token(scale: float, *given: Tensor) -> tuple[Tensor, Tensor]:
 def _chunks(scale: float, *given: Any) -> tuple[Tensor, Tensor]:
     """Return the outputs of the heads for many tokens, (B, T, H, d), and the new state.
 
-    The weights of all pairs of tokens are computed within a chunk; earlier chunks are read from the state.
+    Within a chunk of tokens, the weights of all pairs are computed. The state stands for all earlier chunks.
     """
     *projected, state = given
     q, k, v, g = widened(scale, *projected)

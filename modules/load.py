@@ -1,4 +1,4 @@
-"""Loading of checkpoints, or of random weights, as torch modules."""
+"""Load a checkpoint, or an architecture with random weights, as a torch module."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -59,8 +59,9 @@ def load(
         offline: use local files and the hub's cache only.
         allow_pickle: also read .bin files (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        random: draw random weights instead of reading a checkpoint's, so that a preset, a config.json or a tree is
-            enough. The dtype is then float32 unless `dtype` says otherwise. `initialise` describes the distributions.
+        random: draw random weights instead of reading those of a checkpoint. A preset, a config.json or a gptkit.json
+            is then enough. The dtype is then float32 unless `dtype` says otherwise. `initialise` describes the
+            distributions.
         seed: the seed of the random weights.
         progress: called with the number of bytes of every tensor after it is read.
 
@@ -83,7 +84,10 @@ def load(
 def load_checkpoint(
     checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, attention: Kernel = "sdpa", **options: Any
 ) -> Decoder:
-    """Load an opened checkpoint, with the options of `load`. Memory is the model's in `dtype` plus one tensor."""
+    """Load an opened checkpoint, with the options of `load`.
+
+    This needs memory for the weights in `dtype`, and for one stored tensor.
+    """
     spec, folder = checkpoint.spec, companions(checkpoint)
     model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
     model.source = Outline(spec, checkpoint.origin, folder, checkpoint.revision, texts=checkpoint.texts)
@@ -100,7 +104,7 @@ def load_random(
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> Decoder:
-    """Build a tree with random weights, with the options of `load`. Errors call the tree `name`."""
+    """Build a model with random weights, with the options of `load`. Error messages call the model `name`."""
     from .initialise import initialised, require_memory
 
     wanted = torch_dtype(dtype)
@@ -119,7 +123,10 @@ def build(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Decoder:
-    """Build the module of a tree in eval mode, and fill it with tensors: (shared name, array in its carrier, dtype)."""
+    """Build a model in eval mode, and fill it with tensors, given as (gptkit's name, array, dtype).
+
+    An array of dtype BF16 is uint16, because numpy has no bf16.
+    """
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, array, stored in tensors:
@@ -137,13 +144,13 @@ def build(
 
 
 def filled(make: Callable[[], _M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> _M:
-    """Build a part of a tree as a module in eval mode, with parameters in `dtype`.
+    """Build a part of a model, such as one layer, as a module in eval mode with its parameters.
 
     Args:
         make: a function that builds the module. It is called on the meta device, without memory for parameters.
-        read: a function that returns a parameter by its shared name.
+        read: a function that returns a parameter by its name in the whole model.
         dtype: the dtype of the parameters.
-        path: the name of the part in the tree, such as "blocks.0", if the module's own names are relative to it.
+        path: the name of the part in the model, such as "blocks.0". It is a prefix of its parameters' names.
     """
     module, prefix = _empty(make, dtype, "cpu"), f"{path}." if path else ""
     return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))
@@ -161,7 +168,7 @@ def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.devic
 
 
 def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:
-    """Copy all parameters into a module, one by one, and round them to its dtype. Return it in eval mode."""
+    """Copy tensors into a module's parameters, one by one, rounded to their dtype. Return the module in eval mode."""
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, values in tensors:
@@ -171,23 +178,23 @@ def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:
 
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return a copy of an array in its carrier dtype (bf16 as uint16), as a tensor."""
+    """Return a copy of an array as a tensor. `dtype` is the true dtype: an array of dtype BF16 is uint16."""
     return view_as_torch(np.array(array), dtype)  # a copy, since a file's pages are read-only and tensors cannot be
 
 
 def tensor_of(tree: Tree, name: str) -> Tensor:
-    """Return a tensor of a tree by its shared name. Do not write into it: it may share the file's memory."""
+    """Return a stored tensor by gptkit's name. Do not write into it: it may share memory with the mapped file."""
     return view_as_torch(*tree.tensor(name))
 
 
 def as_array(tensor: Tensor) -> tuple[np.ndarray, str]:
-    """Return a tensor's values in their carrier dtype (bf16 as uint16), with the same strides, and its dtype."""
+    """Return a tensor as an array with the same strides, and its dtype. A bf16 tensor becomes a uint16 array."""
     values, dtype = tensor.detach().cpu(), parse_dtype(str(tensor.dtype))
     return (values.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else values.numpy()), dtype
 
 
 def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return a tensor that shares the array's memory. Do not write into it."""
+    """Return a tensor that shares the array's memory, with the true dtype as in `as_torch`. Do not write into it."""
     if not array.flags.writeable:  # torch warns about read-only arrays, so pass the same memory without that flag
         interface = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
         array = np.asarray(SimpleNamespace(__array_interface__=interface, kept=array))

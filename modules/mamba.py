@@ -21,7 +21,7 @@ from .short_convolution import Kernels
 
 @computes(Mamba)
 class _MambaModule(nn.Module):
-    """The computation of `components.Mamba`."""
+    """The torch module of `components.Mamba`."""
 
     def __init__(self, spec: Mamba, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -41,7 +41,7 @@ class _MambaModule(nn.Module):
 
     @staticmethod
     def cache(spec: Mamba) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
@@ -63,7 +63,7 @@ class _MambaModule(nn.Module):
 
 
 def _tokens(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return y (B, inner, T) of many tokens, in fp32 or wider, and the new state."""
+    """Return the output y (B, inner, T) for many tokens, in fp32 or wider, and the new state."""
     x, dt, b, c, rates, passed, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = F.softplus(dt + shift.to(wide).to(dt.dtype)[..., None])
@@ -78,7 +78,7 @@ def _tokens(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return y (B, inner, 1) of one token and the new state."""
+    """Return the output y (B, inner, 1) for one token, and the new state."""
     x, dt, b, c, rates, passed, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, b, c = x[..., 0], dt[..., 0], b[:, 0], c[:, 0]

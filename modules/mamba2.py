@@ -22,7 +22,7 @@ _MIXED = ("x", "b", "c")
 
 @computes(Mamba2)
 class _Mamba2Module(nn.Module):
-    """The computation of `components.Mamba2`."""
+    """The torch module of `components.Mamba2`."""
 
     def __init__(self, spec: Mamba2, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -39,7 +39,7 @@ class _Mamba2Module(nn.Module):
 
     @staticmethod
     def cache(spec: Mamba2) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
@@ -67,7 +67,7 @@ class _Mamba2Module(nn.Module):
         return out
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Return y times silu of the gate; the norm, if any, is applied before or after that product."""
+        """Return y · silu(gate). The norm, if there is one, is applied before or after this product."""
         if self.norm is None:
             return y * F.silu(gate)
         wide = torch.promote_types(y.dtype, torch.float32)
@@ -78,7 +78,7 @@ class _Mamba2Module(nn.Module):
         return normed
 
     def _chunks(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return y (B, T, heads, head_dim) of many tokens, in fp32 or wider, and the new state."""
+        """Return the output y (B, T, heads, head_dim) for many tokens, in fp32 or wider, and the new state."""
         spec = self.spec
         x, b, c, dt, rates, skip, shift, state = inputs
         batch, steps, heads, _ = x.shape
@@ -114,7 +114,10 @@ class _Mamba2Module(nn.Module):
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Return at (…, l, s) the sum of x (…, l) over the indices from s + 1 to l, or −∞ if l < s."""
+    """Return the sums of all consecutive elements of x: the result at […, l, s] is x[…, s + 1] + … + x[…, l].
+
+    For l = s it is 0, and for l < s it is −∞.
+    """
     size = x.shape[-1]
     before = torch.ones(size, size, device=x.device, dtype=torch.bool).tril(-1)
     sums = x[..., None].expand(*x.shape, size).masked_fill(~before, 0).cumsum(dim=-2)
@@ -122,7 +125,7 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return y (B, 1, heads, head_dim) of one token and the new state."""
+    """Return the output y (B, 1, heads, head_dim) for one token, and the new state."""
     x, b, c, dt, rates, skip, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x[:, 0]

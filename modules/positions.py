@@ -28,7 +28,10 @@ from .registry import computes
 
 
 class RotaryTables(NamedTuple):
-    """The tables by which queries and keys are rotated. `adjacent`, `joined` and `lie`: see `components.Rotary`."""
+    """The tables by which RoPE rotates queries and keys.
+
+    `adjacent`, `joined` and `lie` are explained at the fields of `components.Rotary`.
+    """
 
     cos: Tensor
     """(1 or B, 1, T, dim), in the model's dtype, or wider if `components.Rotary.rounding` says so."""
@@ -42,7 +45,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
-    """Return the tables for positions (1 or B, T)."""
+    """Return RoPE's tables for position ids (1 or B, T) in a model of this dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
     length = int(position_ids.max()) + 1 if by_length else 1  # only if needed, since reading it waits for the device
@@ -66,7 +69,10 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return one angular frequency per pair, (dim/2,). `length` is the number of tokens, which some scalings use."""
+    """Return RoPE's frequencies, (dim/2,): the angle per position for every pair of elements.
+
+    `length` is the number of tokens of the text, on which some scalings depend.
+    """
     dim, base, scaling, divisor = rotary.dim, rotary.base, rotary.scaling, rotary.exponent
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / divisor
     match scaling:
@@ -95,11 +101,12 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
 
 
 def _frequencies_on(device: torch.device, rotary: Rotary, length: int, dtype: torch.dtype) -> Tensor:
-    """Return the frequencies on a device, computed on the CPU and copied once, as transformers does.
+    """Return the frequencies on a device.
 
-    A GPU rounds some powers differently, and a position multiplies that difference. There are two exceptions:
-    transformers computes frequencies on the device where a scaling has replaced the original ones because of the
-    length, and a compiled graph can neither look up a record nor copy from the CPU.
+    As in transformers, they are computed on the CPU and copied once. A GPU rounds some powers differently, and this
+    difference is multiplied by the position. There are two exceptions, in which they are computed on the device:
+    transformers does so if a scaling changes the frequencies because of the length, and a compiled graph can neither
+    look up the copy nor copy from the CPU.
     """
     replaced = length > getattr(rotary.scaling, "original_context", math.inf)
     if device.type == "cpu" or replaced or torch.compiler.is_compiling():
@@ -126,7 +133,7 @@ def _llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:
 
 def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Return the (fractional) index of the pair that turns `rotations` times within the original context."""
+        """Return the index of the pair that makes `rotations` full turns within the original context, as a float."""
         return (dim * math.log(scaling.original_context / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
@@ -168,7 +175,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
 
 @computes(Rotary)
 class RotaryTurn:
-    """The computation of `Rotary`: tables, which all layers of a pass share, and the rotation of queries and keys."""
+    """The functions for `Rotary`: its tables, which all layers of a forward pass share, and the rotation."""
 
     tables = staticmethod(rotary_tables)
     turn = staticmethod(apply_rotary)
@@ -176,7 +183,7 @@ class RotaryTurn:
 
 
 def sinusoids(spec: SinusoidalPositions, positions: Tensor) -> Tensor:
-    """Return sines and cosines of positions (…) as (…, size), in fp32 like transformers' tables."""
+    """Return the sinusoidal embedding (…, size) of positions (…), in fp32 like transformers' tables."""
     half, device = spec.size // 2, positions.device
     if spec.ends == "both":  # as in XGLM
         steps = torch.arange(half, dtype=torch.int64, device=device).float()
@@ -195,8 +202,9 @@ def sinusoids(spec: SinusoidalPositions, positions: Tensor) -> Tensor:
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """Return one slope per head (heads,) in fp32.
 
-    For a power of two n, slope i is 2^(-8i/n). Other numbers of heads add every second slope of 2n. The order is that
-    of the paper and of transformers' `_get_alibi_slopes`. MPT has another order.
+    For n heads, with n a power of two, slope i is 2^(-8i/n). For other numbers of heads, n is the next smaller power of
+    two, and the remaining heads have every second slope of 2n heads. The order is that of the paper and of
+    transformers' `_get_alibi_slopes`. MPT has another order.
     """
 
     def powers(base_heads: int, exponents: range) -> Tensor:
@@ -213,8 +221,8 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
 def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias (B, heads, 1, S) that is added to the scores of keys. `key_mask` (B, S) is 1 at real tokens.
 
-    Positions count real tokens from the left, so padding does not shift them. This equals a bias by distance, because a
-    constant per row does not change the softmax.
+    The bias is the slope times the key's position, counted without padding. This has the same effect as a bias by
+    distance, because the two differ by a constant per query, which does not change the softmax.
     """
     slopes = alibi_slopes(heads, key_mask.device)
     if alibi.apart:  # as transformers' build_mpt_alibi_tensor
@@ -234,7 +242,7 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
 
 @computes(Buckets)
 class _BucketBias:
-    """The computation of `Buckets`: the bias of scores is looked up in a table (buckets, heads)."""
+    """The function for `Buckets`, T5's bias of scores: it is looked up by distance in a table (buckets, heads)."""
 
     @staticmethod
     def looked_up(spec: Buckets, table: Tensor, past: int, steps: int) -> Tensor:
@@ -255,6 +263,6 @@ class _BucketBias:
 
 @computes(ALiBi)
 class _AlibiBias:
-    """The computation of `ALiBi`: the bias of scores."""
+    """The function for `ALiBi`, which computes the bias of scores."""
 
     bias = staticmethod(alibi_bias)

@@ -1,4 +1,4 @@
-"""The registry of torch modules by kind of component. Modules register themselves, also those of plugins."""
+"""The registry that maps a kind of component to its torch module. Modules, also of plugins, register themselves."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,8 +1,8 @@
 """The RG-LRU, computed token by token as in transformers' RecurrentGemma.
 
 The operations have the order and memory layout of `RecurrentGemmaRecurrentBlock` and `RecurrentGemmaRglru`. There are
-two differences. Padding does not change the state here, but it does in transformers. When several tokens continue from
-a cache, the convolution sees the cached inputs, which transformers forgets.
+two differences. Padding does not change the state here, but it does in transformers. If several tokens at once continue
+from a cache, the convolution here reads the cached inputs, which transformers ignores.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ _STEEPEST = 1000.0
 
 
 class _Gate(nn.Module):
-    """A block-diagonal linear: one matrix per head, with shape [heads, out, in] and memory order [heads, in, out]."""
+    """A linear with a block-diagonal matrix: one block per head, [heads, out, in], in memory as [heads, in, out]."""
 
     def __init__(self, spec: RGLRU) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Gate(nn.Module):
 
 @computes(RGLRU)
 class _RGLRUModule(nn.Module):
-    """The computation of `components.RGLRU`."""
+    """The torch module of `components.RGLRU`."""
 
     def __init__(self, spec: RGLRU, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -52,7 +52,7 @@ class _RGLRUModule(nn.Module):
 
     @staticmethod
     def cache(spec: RGLRU) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
@@ -86,7 +86,10 @@ class _RGLRUModule(nn.Module):
 
 
 def _begins(context: Context) -> Tensor:
-    """Return which tokens begin a text, (1 or B, T, 1): those at position 0, and the first token after padding."""
+    """Return a mask (1 or B, T, 1) that is True at the first token of a text.
+
+    Such a token is at position 0, or is the first one after padding.
+    """
     begins = context.position_ids == 0
     mask = context.attention_mask
     if context.padded and mask is not None:
@@ -96,13 +99,19 @@ def _begins(context: Context) -> Tensor:
 
 
 def _mask(context: Context) -> Tensor | None:
-    """Return which tokens are not padding, (B, T, 1), or None if there is no padding."""
+    """Return a mask (B, T, 1) that is 1 for tokens and 0 for padding, or None if there is no padding."""
     mask = context.attention_mask
     return None if mask is None or not context.padded else mask[:, -context.steps :, None]
 
 
 def _scan(*inputs: Any, begins: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return h (B, T, inner) of all tokens and the new state, which is in fp32 or wider."""
+    """Run the recurrence. Return its output (B, T, inner), and the new state in fp32 or wider.
+
+    Args:
+        inputs: x, the logits of both gates, the decay parameter, and the earlier state or None.
+        begins: a mask of the tokens that begin a text, at which the state is reset.
+        mask: a mask of the tokens that are not padding; None if there is no padding.
+    """
     x, input_gate, decay_gate, decay, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     logs = -8.0 * torch.sigmoid(decay_gate) * F.softplus(decay)

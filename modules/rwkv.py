@@ -25,7 +25,10 @@ def _mix(hidden: int) -> nn.Parameter:
 
 
 def _before(x: Tensor, cache: State | None) -> Tensor:
-    """Return for every token the input of the token before it, or zeros. The cache gets the last token's input."""
+    """Return x shifted by one token: for every token the input of the token before it, or zeros for the first.
+
+    With a cache, the first token's predecessor is read from it, and the last token's input is stored in it.
+    """
     before = F.pad(x, (0, 0, 1, -1))
     if cache is not None:
         if cache.inputs is not None:
@@ -40,7 +43,7 @@ def _blend(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
 
 @computes(TimeMixing)
 class _TimeMixingModule(nn.Module):
-    """The computation of `components.TimeMixing`."""
+    """The torch module of `components.TimeMixing`."""
 
     def __init__(self, spec: TimeMixing, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -51,7 +54,7 @@ class _TimeMixingModule(nn.Module):
 
     @staticmethod
     def cache(spec: TimeMixing) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
@@ -71,7 +74,10 @@ class _TimeMixingModule(nn.Module):
 
 
 def _mean(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the weighted means (B, T, inner) and the new state (B, inner, 3), which is in fp32 or wider."""
+    """Run the recurrence. Return the weighted mean of all values so far for every token, (B, T, inner).
+
+    The second result is the new state (B, inner, 3), in fp32 or wider.
+    """
     keys, values, decay, bonus, state = inputs
     wide = torch.promote_types(keys.dtype, torch.float32)
     if state is None:
@@ -93,7 +99,7 @@ def _mean(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 @computes(ChannelMixing)
 class _ChannelMixingModule(nn.Module):
-    """The computation of `components.ChannelMixing`."""
+    """The torch module of `components.ChannelMixing`."""
 
     def __init__(self, spec: ChannelMixing, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -105,7 +111,7 @@ class _ChannelMixingModule(nn.Module):
 
     @staticmethod
     def cache(spec: ChannelMixing) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)

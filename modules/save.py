@@ -1,4 +1,4 @@
-"""Saving of a model in memory as a checkpoint folder, with its history."""
+"""Save a model in memory as a checkpoint folder, with its history."""
 
 import warnings
 from dataclasses import replace
@@ -48,11 +48,11 @@ def save(
     saved from memory.
 
     Args:
-        model: the model that `load` returned, or a model built from a tree, on any device.
+        model: the model that `load` returned, or a `Decoder` built from a `ModelSpec`, on any device.
         folder: the folder to make.
         as_: "local" for gptkit's own format, or a format of Hugging Face files: "hf" for the family that the model was
-            loaded from, "hf:FAMILY" for another family that can represent the tree, "hf:auto" for the first one that
-            can.
+            loaded from, "hf:FAMILY" for another family that can represent the model, or "hf:auto" for the first family
+            that can.
         dtype: the dtype in which to store every tensor; by default its dtype in memory.
         force: replace an existing checkpoint folder in one step; it may be the folder that the model was loaded from.
         max_shard_bytes: the largest size of a weight file; by default the files are those of the original, or of 5 GB.
@@ -65,9 +65,10 @@ def save(
     Raises:
         UsageError: `folder` exists, or its parent does not; the format or dtype is unknown; the model is not a
             `Decoder`.
-        InvalidInput: the model does not have the parameters of its tree (because it was wrapped or changed), or they
-            have no values. CheckpointError: a value does not fit `dtype`.
-        CannotExpress: the family cannot represent the tree.
+        InvalidInput: the model's parameters are not those of its `spec` (because it was wrapped or changed), or they
+            have no values.
+        CheckpointError: a value does not fit `dtype`.
+        CannotExpress: the family cannot represent the model.
         GptkitError: there is too little space on the disk, or a write fails; nothing is published.
     """
     to = target(as_, FOLDERS)
@@ -97,14 +98,20 @@ def _planned(
     max_shard_bytes: int | None = None,
     record: dict[str, Any] | None = None,
 ) -> tuple[Checkpoint, Target, FolderPlan]:
-    """Return the model as a checkpoint, the exact target, and the plan of the folder."""
+    """Return the model as a checkpoint, the exact target format, and the plan of the folder's files.
+
+    `to` may be a target like "hf:auto", which does not name a family yet.
+    """
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     source, to = adapted(_in_memory(model, stored, record), to)
     return source, to, plan_conversion(source, to, stored, max_shard_bytes)
 
 
 def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] | None = None) -> Checkpoint:
-    """Return a checkpoint of the module's parameters, to be stored as `dtype` (torch's name). Raise as `save`."""
+    """Return the model's parameters as a checkpoint, to be stored in `dtype` (torch's name).
+
+    Raises the same errors as `save`.
+    """
     if not isinstance(model, Decoder):
         raise UsageError(
             f"gptkit.save needs a model that gptkit.load returned, not a {type(model).__name__}",
@@ -152,12 +159,12 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
 
 
 def _values(parameter: Tensor, _data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a parameter in its carrier dtype (bf16 as uint16)."""
+    """Return a parameter as an array. A bf16 parameter becomes uint16, because numpy has no bf16."""
     return as_array(parameter.contiguous())[0]
 
 
 def _tokenizer(folder: Path | None) -> dict[str, bytes]:
-    """Return the contents of the tokenizer and other companion files, by name."""
+    """Return the contents of the files that accompany the weights in a folder, such as the tokenizer's, by name."""
     if folder is None:
         return {}
     if not folder.is_dir():  # deleted since the model was loaded; saving the weights is more important

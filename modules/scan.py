@@ -12,7 +12,7 @@ from .context import Context
 
 
 class State:
-    """The cache of a recurrence. Both attributes are None before the first token."""
+    """The cache of one recurrent layer. Both attributes are None before the first token."""
 
     def __init__(self) -> None:
         self.inputs: Tensor | None = None  # the last inputs of its convolution, (B, channels, kernel)
@@ -43,10 +43,10 @@ def convolved(
     cache: State | None,
     activation: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the causal depthwise convolution of x (B, channels, T), after an activation if there is one.
+    """Return activation(convolution(x)) for x (B, channels, T). The convolution is causal and depthwise.
 
     The weight is (channels, kernel). The inputs in the cache precede x, and the cache is updated. The activation is
-    applied to rows of the same length and stride as in transformers' fallback for causal_conv1d, because torch rounds
+    computed on rows of the same length and stride as in transformers' fallback for causal_conv1d, because torch rounds
     the last elements of a row differently.
     """
     kernel, steps = weight.shape[-1], x.shape[-1]
@@ -64,7 +64,10 @@ def convolved(
 
 
 def recomputed(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a function's results without storing intermediate tensors. The backward pass computes them again."""
+    """Return the results of a function, without saving its intermediate tensors for the backward pass.
+
+    The backward pass computes them again.
+    """
     results: tuple[Tensor, Tensor] = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return results
 

@@ -1,4 +1,4 @@
-"""A transformer block whose weights several layers share, as in transformers' modeling_zamba2.py."""
+"""A transformer block whose weights are shared by several layers, as in transformers' modeling_zamba2.py."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from .registry import build_module, computes
 
 @computes(SharedTransformer)
 class _SharedTransformerModule(nn.Module):
-    """The computation of `components.SharedTransformer`. Weights come from the module that stores them."""
+    """The torch module of `components.SharedTransformer`. The first layer that uses a block stores its weights."""
 
     if TYPE_CHECKING:
 
@@ -41,7 +41,7 @@ class _SharedTransformerModule(nn.Module):
 
     @staticmethod
     def cache(_: SharedTransformer) -> LayerCache:
-        """Return an empty cache for decoding. Keys and values differ by layer, although weights are shared."""
+        """Return an empty cache for one layer. Keys and values differ by layer, although weights are shared."""
         return LayerCache(None)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
@@ -61,11 +61,14 @@ class _SharedTransformerModule(nn.Module):
         return out
 
     def _raised(self, fused: FusedLinears, linears: tuple[Any, Any], x: Tensor) -> Tensor:
-        """Return the concatenated outputs of two linears."""
+        """Return the outputs of two linears for x, concatenated."""
         return torch.cat(fused(linears, x) if self.spec.fused else [linear(x) for linear in linears], dim=-1)
 
     def _attended(self, lender: Any, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        """Return the outputs of all heads, (B, T, H·d), for the normed input x."""
+        """Return the outputs of all attention heads, (B, T, H·d), for the normed input x.
+
+        `lender` is the module that stores the shared weights.
+        """
         spec, heads = self.spec, (*x.shape[:2], -1, self.spec.head_dim)
         parts = []
         for name in "qkv":

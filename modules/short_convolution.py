@@ -13,7 +13,7 @@ from .scan import State, convolved, real
 
 
 class Kernels(nn.Module):
-    """The parameters of a causal convolution."""
+    """The parameters of a causal depthwise convolution."""
 
     def __init__(self, channels: int, kernel: int, bias: bool = False) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Kernels(nn.Module):
 
 @computes(ShortConvolution)
 class _ShortConvolutionModule(nn.Module):
-    """The computation of `components.ShortConvolution`, as in transformers' Lfm2ShortConv."""
+    """The torch module of `components.ShortConvolution`, as in transformers' Lfm2ShortConv."""
 
     def __init__(self, spec: ShortConvolution, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
         super().__init__()
@@ -35,7 +35,7 @@ class _ShortConvolutionModule(nn.Module):
 
     @staticmethod
     def cache(spec: ShortConvolution) -> State:  # noqa: ARG004
-        """Return an empty cache for decoding."""
+        """Return an empty cache for one layer."""
         return State()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)

@@ -1,4 +1,4 @@
-"""Generation of text by a checkpoint, or by a model in memory."""
+"""Generate text with a checkpoint, or with a model in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -113,7 +113,10 @@ def generate(
 
 
 def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
-    """Return the token ids of a prompt. Raises UsageError, which calls the model `name`, if a tokenizer is missing."""
+    """Return the token ids of a prompt.
+
+    Raises UsageError if the prompt is a text and there is no tokenizer. The message calls the model `name`.
+    """
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:
