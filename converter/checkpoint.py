@@ -224,9 +224,10 @@ def _find(
     headers_only: bool,
     check: Callable[[Reference], object] | None,
 ) -> tuple[Reference, WeightFiles | None]:
-    """Resolve a reference and fetch its files. `check` is called with them before any weight is fetched.
+    """Resolve a reference and fetch its files.
 
-    With `headers_only`, weights on the hub are not fetched; their headers are the second result.
+    `check` is called with the resolved reference before any weight is fetched. With `headers_only`, weights on the hub
+    are not fetched; the second result has their headers.
     """
     find = functools.partial(
         resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check
@@ -365,7 +366,10 @@ def _lacking(pairs: Match) -> str:
 
 
 def _absent_first(pairs: Match) -> list[str]:
-    """Return the missing leaves, those last that a file may store under a longer or shorter name."""
+    """Return the missing leaves.
+
+    Leaves for which an extra tensor has the same name, except for a longer or shorter prefix, come last.
+    """
 
     def suffixes(name: str) -> set[str]:
         parts = name.split(".")
@@ -432,9 +436,7 @@ def _refuse(
 
 
 def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
-    """Give the checkpoint leaves for the tensors in the files: drop `missing` leaves, and add one for each `extra`
-    tensor.
-    """
+    """Drop the `missing` leaves from the checkpoint, and add a leaf for each of the `extra` tensors."""
     checkpoint.missing = tuple(name for leaf in missing for name in declared[leaf].shared)
     info = checkpoint._weights.info
     declared_names = {name for leaf in declared.values() for name in leaf.shared}

@@ -1,8 +1,9 @@
-"""Which files of a folder belong to a checkpoint, which ones travel with its weights, and which are its user's.
+"""Decide which files of a folder belong to a checkpoint, which of them are copied with its weights, and which are the
+user's.
 
-Three kinds of files stand in a checkpoint's folder. Weights, their index and the descriptions of the model are read and
-written by gptkit. Companions, such as the tokenizer, the chat templates or a licence, are copied to wherever the model
-goes. All others are the user's own and stay where they are.
+There are three kinds of files in a checkpoint's folder. gptkit reads and writes weights, their index and the
+descriptions of the model. It copies companions, such as the tokenizer, the chat templates or a licence, to wherever the
+model goes. All other files are the user's own and stay where they are.
 """
 
 import re
@@ -51,7 +52,7 @@ _SUBJECTS = re.compile(r"token|vocab|merges|template|processor|generation|config
 """Words in the names of .json and .txt files about a model's inputs and outputs."""
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 MOST_BYTES = 2**28
-"""The most bytes of a companion; tokenizers are smaller."""
+"""The largest size of a companion in bytes. Tokenizers are smaller."""
 
 
 class Companion(NamedTuple):

@@ -45,7 +45,7 @@ class Conversion(Shown):
     to: str
     plan: FolderPlan
     memory: int
-    """The most bytes of tensors in memory at once."""
+    """The largest number of bytes of tensors in memory at once."""
     transferred: Transferred | None = None
     """What was written; None for a dry run."""
 
@@ -93,7 +93,7 @@ def plan_output(
         max_shard_bytes: the largest weight file; by default the files are those of the original, or of 5 GB.
         texts: small files by name, such as those of a tokenizer.
         homes: the original's weight file of every tensor, by shared name.
-        carried: tensors that the tree does not compute but are copied, by group.
+        carried: tensors that are copied although no component of the tree uses them, by group.
         in_fp8: quantise the matrices of layers.
 
     Raises:
@@ -305,8 +305,8 @@ def convert(
             block of 128 x 128, as DeepSeek-V3 does, and does not change the rest.
         max_shard_bytes: the largest weight file; by default the files are those of the original, or of 5 GB.
         workers: the number of threads; by default one per core.
-        max_memory: the most bytes of tensors in memory at once.
-        progress: called with the bytes of every tensor written.
+        max_memory: the largest number of bytes of tensors in memory at once.
+        progress: called with the number of bytes of every tensor that was written.
         on_plan: called once, before the first tensor is read.
 
     Raises:

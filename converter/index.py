@@ -59,9 +59,7 @@ class Stored:
 
     @property
     def reach(self) -> int:
-        """Return the number of elements from the first to the last one in the file, with those between that are not
-        used.
-        """
+        """Return the number of elements in the file from the tensor's first to its last one, including unused ones."""
         if self.strides is None or not self.count:
             return self.count
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))

@@ -40,12 +40,12 @@ class _Measured(msgspec.Struct):
 class _Healing(msgspec.Struct):
     """The result of a `heal`, as the history in gptkit.json records it. The card shows these fields."""
 
-    tokens: int
-    train: str
-    trained: int
+    tokens: int  # the number of tokens of each run
+    train: str  # the parameters that were trained, such as "all" or "lora:8"
+    trained: int  # the number of trained parameters
     seeds: int
-    recovered: float | None = None
-    kept: bool = False
+    recovered: float | None = None  # the share of the KL divergence that is gone; None without one
+    kept: bool = False  # whether the weights are those before training, because no run came closer
     original: _Measured | None = None
     start: _Measured | None = None
     healed: _Measured | None = None

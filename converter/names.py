@@ -1,4 +1,4 @@
-"""Names of a checkpoint's files, and helpers for listing folders, plain files, JSON and git-lfs pointers."""
+"""Check names of files, list folders, open plain files, write JSON, and recognise git-lfs pointers."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def json_bytes(data: Any) -> bytes:
 
 
 _MAX_NAME = 255
-"""Bytes of a file's name."""
+"""The longest name of a file, in bytes."""
 
 
 def stated_name(path: Path) -> str:

@@ -42,7 +42,8 @@ class Origin:
     history: tuple[dict[str, Any], ...] = ()
     """The changes since, such as swaps and healing, oldest first."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The headers of the original's weight files and its index, as texts by file name. They allow identical files."""
+    """The headers of the original's weight files, and its index, as texts by file name. From them gptkit can write
+    identical files."""
 
     @property
     def config(self) -> dict[str, Any] | None:

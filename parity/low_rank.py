@@ -24,10 +24,12 @@ _NARROW = 272
 _BUFFER = 1 << 20  # elements that are multiplied at once
 _SEED = 0x6770746B
 _RESOLUTION = 1e-7
-"""Singular values come from squares in fp64. Relative to the largest value, smaller ones are numerical noise."""
+"""Singular values below this share of the largest one are numerical noise, because they are computed from squares in
+fp64."""
 _MARGIN = 1.1  # a factor on the floor, because its estimate is a mean
 NEAR, GAP = 4.0, 8.0
-"""A value below NEAR floors, and GAP times smaller than the previous one, is rounding of a change above it."""
+"""A singular value below NEAR times the floor that is also GAP times smaller than the previous one comes from rounding
+a strong change."""
 _MOST = 0.99  # the share of the change that a few directions must explain
 
 EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # an ulp of the values in [1, 2)

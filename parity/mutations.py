@@ -32,7 +32,7 @@ Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """Returns the changed tree and weights; None if the mistake cannot be made in this tree."""
 
 _IN_PORTS = (PAIRED_NEIGHBOURS, PAIRED_HALVES, "no RoPE")
-"""Slips that count as other mistakes in a checkpoint, or cannot be missed there."""
+"""Slips that are only tried on ports. In a checkpoint, another mistake covers them, or every probe detects them."""
 _BACK = ", the other way round"
 
 

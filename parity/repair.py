@@ -85,7 +85,7 @@ class Repaired:
 
     @property
     def changes(self) -> bool:
-        """Return whether the repair changes anything, judged by the tree and the names of changed tensors."""
+        """Return whether the repair changes the tree or any tensor."""
         return self.spec != self.target.spec or bool(self.touched)
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
@@ -190,10 +190,19 @@ def diagnose(
     gaps: Sequence[Tensor] | None = None,
     asked: bool = False,
 ) -> Divergence | None:
-    """Return where the two sides differ first, and the likely causes. Returns None, with a note, if the sides cannot be
-    compared by component, or if they are large and `asked` is false. `allowed` is the difference of logits that
-    rounding explains; with None no cause is searched for. `gaps` is the difference of the logits at each position, (N,)
-    per batch: a large model is compared where it is largest.
+    """Return where the two sides differ first, and the likely causes.
+
+    Return None, with a note, if the sides cannot be compared by component, or if they are large and `asked` is false.
+
+    Args:
+        both: the two sides.
+        batches: the inputs.
+        path: the attention path.
+        allowed: the difference of logits that rounding explains. With None no cause is searched for.
+        notes: notes for the user are added to it.
+        gaps: the difference of the logits at each position, (N,) per batch. A large model is only compared where it
+            is largest.
+        asked: whether the user asked for this comparison.
     """
     source, target = both.source, both.target
     large = max(count(side.spec).total for side in (source, target)) > SMALL
@@ -226,7 +235,7 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 
     Args:
         batches: the batches to choose from. The chosen ones have up to `_TOKENS` tokens together; one is always chosen.
-        gaps: the difference at each position, (N,) per batch; None if it is unknown.
+        gaps: the difference at each position, (N,) per batch; None counts as no difference anywhere.
         row: the bytes that one position needs. The chosen positions fit into `_ROOM` bytes.
     """
     if gaps is None:

@@ -48,15 +48,9 @@ class TensorFigures:
 
     @property
     def relative(self) -> float | None:
-        """Return
+        """Return the Frobenius norm of B - A divided by that of A.
 
-        B - A
-
-        /
-
-        A
-
-        (Frobenius); None if A is zero and B is not, or if fp64 cannot represent it.
+        Return None if A is zero and B is not, or if fp64 cannot represent the result.
         """
         if self.square == 0:
             return 0.0

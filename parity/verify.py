@@ -473,7 +473,7 @@ def _batches(
 def _untested_lengths(
     specs: Sequence[ModelSpec], table: int | None, supported: int | None, long: bool
 ) -> Iterator[str]:
-    """Yield notes about lengths past which the models may compute something else and are not compared."""
+    """Yield notes about sequence lengths that were not tested and at which the models may compute something else."""
     for limit in limits(*specs):
         if not passed(limit, table, long):
             possible = table is None or limit.beyond <= table

@@ -47,7 +47,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree in the folder's config.json or gptkit.json. Raises InvalidInput."""
+    """Return (spec, origin, unknown fields) from the folder's config.json or gptkit.json. Raises InvalidInput."""
     from ..tree import read_description
 
     return read_description(_description(path), path, folder=True)

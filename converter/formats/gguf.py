@@ -67,12 +67,15 @@ def begins(path: Path) -> bool:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree and its origin from a file's header. Raises InvalidInput."""
+    """Return (spec, origin, unknown fields) from a file's header. Raises InvalidInput."""
     return describe_header(path, open_header(path))
 
 
 def describe_header(where: Path | str, header: GgufHeader) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree and its origin from a header that was already read; the list is empty. Raises InvalidInput."""
+    """Return (spec, origin, unknown fields) of a header that was already read. There are never unknown fields.
+
+    Raises InvalidInput.
+    """
     model = _GgufModel(where, header)
     return model.spec, model.origin, []
 

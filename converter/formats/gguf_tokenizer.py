@@ -79,7 +79,7 @@ _PUNCTUATED = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
 ).replace('\\"', '"')
 _MOST_TEMPLATES = 100
-"""Chat templates of one model."""
+"""The largest number of chat templates of one model."""
 _DIGITS = (_ONE_DIGIT, _byte_level(True))
 _THREE_DIGITS = (_byte_level(True), DIGITS, _split("[0-9][0-9][0-9]"))
 
@@ -105,7 +105,7 @@ PRE_TOKENIZERS: dict[str, tuple[JsonObject, ...]] = {
 """llama.cpp's name -> the steps in the tokenizer.json of the checkpoints for which the name was made."""
 
 WORDS_FIRST = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
-"""Names with which a word that is a token is not split, whatever the merges, and a text begins with <s> by default."""
+"""Names for which a word that is a token is never split, and a text begins with <s> by default."""
 
 _NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
 """Names whose checkpoints first compose characters (NFC)."""
@@ -374,7 +374,10 @@ _BPE = {
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, highest score first; ties as in transformers' generate_merges."""
+    """Return all pairs of tokens that together form a token, in the order in which they are merged.
+
+    The pair with the highest score of the result comes first. Ties are ordered as in transformers' generate_merges.
+    """
     ranked = []
     for order, (token, index) in enumerate(vocab.items()):
         for left, right in splits(token):

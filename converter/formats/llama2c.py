@@ -54,7 +54,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree and its origin from the header. Raises InvalidInput."""
+    """Return (spec, origin, unknown fields) from the file's header. Raises InvalidInput."""
     config = config_of(_Llama2cHeader(path).sizes)
     return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 

@@ -152,7 +152,10 @@ def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
 
 
 def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
-    """Raise CheckpointError, before a tree is made, if the arguments claim more layers than `there` are tensors."""
+    """Raise CheckpointError if the training arguments claim more layers than there are tensors.
+
+    This is checked before a tree with these layers is made. `there` is the number of tensors.
+    """
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
         raise CheckpointError(

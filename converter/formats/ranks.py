@@ -237,7 +237,10 @@ def _listed(given: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
-    """Return the flat tensors that contain a rank's pieces of all parameters, one after the other."""
+    """Return the flat tensors in a rank's file, which contain its pieces of all parameters one after the other.
+
+    `ranks` is the number of files.
+    """
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     flat = state.get("fp32_flat_groups") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(flat, list) or not all(isinstance(x, Stored) for x in flat):

@@ -17,7 +17,7 @@ ONE = "Keep only the config that belongs to these weights in the folder."
 
 
 def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
-    """Return the weight map of a tree under a program's names. Raises CheckpointError if the tensors do not fit."""
+    """Return a tree's leaves under a program's tensor names. Raises CheckpointError if it cannot have such a tree."""
     assert stack is not None
     try:
         return bind(stack.name, stack.leaves, spec)
@@ -30,7 +30,7 @@ def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
 
 
 def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
-    """Return the weights without buffers and without a copy of a tied head, and whether the head is tied."""
+    """Return the weights without buffers and without the copy of a tied head, and whether the head is tied."""
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
     tied = stack.head not in info

@@ -1,4 +1,4 @@
-"""The rule about the small files in a checkpoint's folder: tokenizer, chat template, licence and so on."""
+"""Compare the small files in a checkpoint's folder with the source's: tokenizer, chat template, licence and so on."""
 
 from collections.abc import Iterator
 

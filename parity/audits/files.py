@@ -1,4 +1,4 @@
-"""The rule about weight files and their index."""
+"""Compare the weight files with their index."""
 
 from collections import defaultdict
 from collections.abc import Iterator

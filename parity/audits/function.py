@@ -137,7 +137,10 @@ def _value(value: Any) -> str:
 
 
 def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
-    """Report the fields of a model type that gptkit does not know: each may change the function."""
+    """Report the fields that differ between two configs of a model type that gptkit does not know.
+
+    Any of them may change the function.
+    """
     for path, (old, new) in changed.items():
         if path.rpartition(".")[2] in COMMON_IRRELEVANT or path.partition(".")[0] in COMMON_IRRELEVANT:
             continue
@@ -183,7 +186,7 @@ def _opened(subject: Subject, source: Subject) -> tuple[Checkpoint, Checkpoint] 
 
 
 def _bytes(subject: Subject) -> int:
-    """Return the size of the weights."""
+    """Return the size of the weights in bytes."""
     return sum(info.nbytes for info in subject.files.tensors.values())
 
 

@@ -1,4 +1,4 @@
-"""The rule about the result of `load`."""
+"""Report what `load` refuses."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ READ = frozenset(
 
 
 def check_reader(subject: Subject) -> Iterator[Finding]:
-    """Open the checkpoint as `load` does, and report why it refuses where no other rule has."""
+    """Open the checkpoint as `load` does. If that fails for a reason that no other rule has reported, report it."""
     if any(finding.rule in READ and finding.severity == "error" for finding in subject.findings):
         return
     error = subject.checkpoint

@@ -1,4 +1,4 @@
-"""The rule that compares a checkpoint with its source."""
+"""Compare the tensors of a checkpoint with those of its source."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

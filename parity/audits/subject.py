@@ -1,4 +1,4 @@
-"""The subject of an audit, and the records of its findings."""
+"""Define the subject of an audit, and the records of its findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

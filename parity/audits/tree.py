@@ -1,4 +1,4 @@
-"""Rules about the tensors that a model needs."""
+"""Compare the tensors of a checkpoint with those that the model needs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The rule about the values of the weights."""
+"""Look for unusual values in the weights."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules about the vocabulary: the tokenizer, special tokens, and the rows that the model has for them."""
+"""Compare the tokenizer and the special tokens with the rows that the model has for them."""
 
 import json
 import re
