@@ -1,12 +1,12 @@
 """ModelSpec: a model as a tree of components, which are small frozen records. No torch.
 
-A component lists its parameters by *shared name* and shape. The names and layouts in a family's checkpoints are
-defined in `architectures/`. A component has only fields that every family with this component uses. A component has
-two kinds of fields:
+A component lists its parameters by *shared name* and shape. Shared names are gptkit's own, and the same for all
+families. `architectures/` defines the names and layouts in a family's checkpoints. A component has only fields that
+every family with this component uses. There are two kinds of fields:
 
 - Most fields decide which function is computed: sizes, heads, scale, activation, eps.
 - Rounding fields (`arithmetic`, `cast`, `fused`, …) describe differences between the families' code in the last bits.
-  In exact arithmetic the function is the same for all their values, but bf16 logits differ.
+In exact arithmetic the function is the same for all their values, but bf16 logits differ.
 
 Weights of linear layers are [out, in] everywhere. `to_json` converts a tree to JSON, and `from_json` converts it back.
 The `__all__` of every file lists its public names, so adding a kind to a file needs no change here.

@@ -35,11 +35,12 @@ class ActivationFacts(NamedTuple):
     """The properties of an activation."""
 
     words: str
-    """The name in tables."""
+    """The name of the activation in tables."""
     gated: str = "gated"
     """The name of a gated feed-forward with this activation (Shazeer 2002.05202)."""
     function: Activation | None = None
-    """If several activations compute the same function in different ways, the one that represents them all."""
+    """The activation that represents all activations with the same function, if it is not this one. They compute the
+    function in different ways."""
     zero: bool = True
     """Whether the activation of 0 is 0."""
 
@@ -71,11 +72,10 @@ FACTS: dict[Activation, ActivationFacts] = {
 LEARNT: dict[Activation, dict[str, float]] = {
     "xielu": {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3)), "beta": 0.5, "eps": -1e-6}
 }
-"""The learnt parameters of an activation, with their values at the start of training. Every parameter is one number.
-Plain feed-forwards store them in the module `activation` (Apertus).
-"""
+"""The learnt parameters of an activation, each a single number, with their values at the start of training. Plain
+feed-forwards store them in the module `activation` (Apertus)."""
 
 
 def function_of(activation: Activation) -> Activation:
-    """Return the activation that represents all activations that compute the same function as this one."""
+    """Return the activation that represents all activations with the same function as this one."""
     return FACTS[activation].function or activation

@@ -97,7 +97,7 @@ class Attention(Mixer, Component, frozen=True):
     position: Position | None = None
     """The position encoding inside attention."""
     window: Size | None = None
-    """With w, position t attends to t-w+1 … t; without `causal`, to t-w+1 … t+w-1 (ModernBERT)."""
+    """The sliding window. With w, position t attends to t-w+1 … t; without `causal`, to t-w+1 … t+w-1 (ModernBERT)."""
     chunked: bool = False
     """Whether a token attends only to the tokens of its own chunk of `window` tokens (Llama 4)."""
     q_norm: Norm | None = None
@@ -130,8 +130,9 @@ class Attention(Mixer, Component, frozen=True):
     """The norm of the values of every head (Gemma 4)."""
     kv_from: Literal["input", "keys", "earlier"] = "input"
     """Where keys and values come from. "input": they have separate projections. "keys": one projection gives both, and
-    values are its result before the keys' norm and positions (Gemma 4). "earlier": they are those of the nearest
-    earlier layer that computes its own, with the same number and width of heads and the same window (Gemma 3n)."""
+    values are its result before the keys' norm and positions (Gemma 4). "earlier": the layer uses the keys and values
+    of the nearest earlier layer that computes its own. That layer must have the same window, and the same number and
+    width of key-value heads (Gemma 3n)."""
     key_multiplier: Positive = 1.0
     """The factor of keys before they are rotated (Falcon-H1)."""
 
@@ -144,22 +145,23 @@ class Attention(Mixer, Component, frozen=True):
     "queries": queries are multiplied by it before the product (OPT)."""
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     """When a key head is repeated for its query heads: after the cache ("repeat"), inside the matrix product
-    ("broadcast"), or before positions are applied ("projection")."""
+    ("broadcast"), or directly after the projection, before positions are applied ("projection")."""
     fused: bool = False
     """Whether q, k and v are computed in one matrix product."""
     fused_rows: Literal["by head", "by part"] = "by head"
-    """The order of the rows of that product. "by head": the queries, key and value of one key-value head after the
-    other. "by part": all queries, then all keys, then all values, as always with the arithmetic "conv1d"."""
+    """The order of the rows of the fused product of q, k and v. "by head": for one key-value head after the other, its
+    queries, its key and its value. "by part": all queries, then all keys, then all values, as always with the
+    arithmetic "conv1d"."""
     softmax: Literal["float32", "input"] = "float32"
     """The dtype of the softmax: at least fp32, or that of its input."""
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
-    """How scores are computed if no fused kernel does it. "input": in the dtype of q and k, and scaled as `scaling`
-    says. "product": in this dtype, with the scale inside the product (GPT-NeoX-Japanese). "float32": in at least fp32,
-    with the scale inside the product. "float32, then scaled": in at least fp32, and multiplied by the scale afterwards
-    (GPT-J, GPT-Neo)."""
+    """How scores are computed if no fused kernel computes them. "input": in the dtype of q and k, and scaled as
+    `scaling` says. "product": in the dtype of q and k, with the scale inside the product (GPT-NeoX-Japanese).
+    "float32": in at least fp32, with the scale inside the product. "float32, then scaled": in at least fp32, and
+    multiplied by the scale afterwards (GPT-J, GPT-Neo)."""
     kept: Literal["window", "all"] = "window"
-    """The tokens that the cache of a layer with a window contains. "window": only those in sight. "all": all tokens, of
-    which those out of sight have weights of 0 (GPT-Neo)."""
+    """Which tokens the cache of a layer with a window contains. "window": only those in sight. "all": all tokens. Those
+    out of sight then have weights of 0 (GPT-Neo)."""
     lie: Literal["as cached", "as projected"] = "as cached"
     """The memory layout of keys and values without a cache. "as cached": head by head, as in a cache. "as projected":
     token by token (MPT)."""
@@ -167,8 +169,9 @@ class Attention(Mixer, Component, frozen=True):
     """With "eager", scores are computed as a tensor whichever kernel is requested, because the family has no fused
     attention."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the sink acts: as one of the scores of the softmax, in their dtype ("in softmax") or in fp32 ("in float32"),
-    or as a factor of the heads' output, the share that it leaves to the other scores ("behind it", Granite)."""
+    """How the attention sink acts. It is one of the scores of the softmax, in the scores' dtype ("in softmax") or in
+    fp32 ("in float32"). Or it multiplies the heads' output by the share of the weights that it leaves to the other
+    scores ("behind it", Granite)."""
     gate: Literal["apart", "with queries"] = "apart"
     """Whether the gate has a projection of its own ("apart"), or one product with the queries, in which the gate of a
     head comes after its query ("with queries", Qwen3-Next)."""
@@ -188,7 +191,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_positions(self) -> None:
-        """Check the heads, the position encoding, and which tokens are in sight."""
+        """Raise ConfigError if the heads, the position encoding and the window contradict each other."""
         if self.chunked and self.window is None:
             raise ConfigError(
                 "chunked attention (chunked: true) needs a window, which is the number of tokens in a chunk"
@@ -210,7 +213,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_scores(self) -> None:
-        """Check that position biases and shared key heads support the way scores are computed."""
+        """Raise ConfigError if scores cannot be computed in this way with position biases or shared key heads."""
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "attention with position biases, such as ALiBi, must compute its scores in the dtype of the "
@@ -244,7 +247,7 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError(f"v_norm has size {self.v_norm.size}, but the head dimension is {self.head_dim}")
 
     def _check_keys(self) -> None:
-        """Check the fields that need projections of keys and values."""
+        """Raise ConfigError if a field needs projections of keys and values that the layer does not have."""
         if self.kv_from != "input" and (self.fused or self.kv_expansion == "projection"):
             raise ConfigError(
                 f"with kv_from: {self.kv_from}, the layer does not project keys and values, so fused: true "
@@ -262,7 +265,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_norm_order(self) -> None:
-        """Check the norm of the output, and the order of norms, positions and clipping."""
+        """Raise ConfigError if the norm of the output, or the order of norms, positions and clipping, is impossible."""
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
                 f"mixed_norm has size {self.mixed_norm.size}, but {self.heads} heads of dimension "
@@ -284,7 +287,7 @@ class Attention(Mixer, Component, frozen=True):
 
     @property
     def by_head(self) -> bool:
-        """Whether every norm is on single heads, so that heads can be removed, added and reordered."""
+        """Whether q and k have norms on single heads only, so that heads can be removed, added and reordered."""
         norms = ((self.q_norm, self.heads), (self.k_norm, self.kv_heads))
         return all(norm is None or count == 1 or norm.size == self.head_dim for norm, count in norms)
 
@@ -305,8 +308,9 @@ class Attention(Mixer, Component, frozen=True):
 
     @property
     def kv_signature(self) -> tuple[int | None, int, int]:
-        """The window, number and width of key-value heads. A layer can use the keys and values of an earlier layer if
-        these are equal.
+        """The window, and the number and width of key-value heads.
+
+        A layer can use the keys and values of an earlier layer if these are equal in both.
         """
         return self.window, self.kv_heads, self.head_dim
 
@@ -386,7 +390,7 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, **self._norms_of(heads, kv_heads))
 
     def _devices(self) -> list[int]:
-        """Return the numbers of GPUs over which the query heads can be divided evenly, together with their keys."""
+        """Return the numbers of GPUs over which the query heads, with their keys and values, can be divided evenly."""
         even = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
         return [count for count in even if self.kv_heads % count == 0 or count % self.kv_heads == 0]
 
@@ -400,7 +404,7 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads, **norms)
 
     def _norms_of(self, heads: int, kv_heads: int) -> dict[str, Norm | None]:
-        """Return the norms for other numbers of heads. Norms on all heads at once get the new width."""
+        """Return the norms for other numbers of heads. A norm over all heads together gets the new width."""
         numbers = {"q_norm": heads, "k_norm": kv_heads, "mixed_norm": heads}
         norms: dict[str, Norm | None] = {}
         for name, number in numbers.items():
@@ -424,7 +428,7 @@ class Attention(Mixer, Component, frozen=True):
         orders: dict[str, dict[str, list[int]]] = {}
 
         def rows(order: Iterable[int], inside: Sequence[int] = width) -> list[int]:
-            """Return the rows of the heads in this order, with their elements in the order `inside`."""
+            """Return a projection's row numbers: the heads in this order, and their elements in the order `inside`."""
             return [head * self.head_dim + at for head in order for at in inside]
 
         if isinstance(self.position, Rotary):
@@ -486,13 +490,19 @@ class Attention(Mixer, Component, frozen=True):
         return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))
 
     def _product(self, path: str, part: str) -> dict[str, Any]:
-        """Return the fields of `Linear` that say with which other projections q, k, v or the gate is computed."""
+        """Return the fields of `Linear` that say which projections are computed in the same matrix product.
+
+        `part` is "q", "k", "v" or "gate".
+        """
         if self.gated and self.gate == "with queries" and part in ("q", "gate"):
             return {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
         return {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
 
     def _part(self, part: str, path: str, source: str) -> list[AnyOperation]:
-        """Return the operations from the stream to the queries, keys or values that the scores read."""
+        """Return the operations from the residual stream to the queries, keys or values, ready for attention.
+
+        `part` is "q", "k" or "v".
+        """
         row, end = "attention", f"{path}.o_proj"
         inner: Sizes = ("B", "T", self.heads if part == "q" else self.kv_heads, self.head_dim)
         seen: Sizes = ("B", "S", *inner[2:])
@@ -518,7 +528,7 @@ class Attention(Mixer, Component, frozen=True):
         return [*program, CacheOperation(f"{path}.{part}_cached", (last,), seen, row, live_until=end, **fields)]
 
     def _normed_and_rotated(self, part: str, path: str, last: str, shape: Sizes) -> Iterator[AnyOperation]:
-        """Yield the clipping, norm and rotation of q, k or v, in the order of `norm_order` and `clip_normed`."""
+        """Yield the clipping, norm and rotation of q, k or v, in the order that `norm_order` and `clip_normed` give."""
         row, end = "attention", f"{path}.o_proj"
         norm = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}[part]
         steps = ("clip", "norm", "rotate") if self.norm_order == "before" else ("clip", "rotate", "norm")
@@ -544,19 +554,22 @@ class Attention(Mixer, Component, frozen=True):
 
 
 def few_biased(heads: int) -> int:
-    """Return the number of heads of a small copy. Like `heads`, it is a power of two or not, which ALiBi depends on."""
+    """Return the number of query heads in a small copy of an attention with ALiBi.
+
+    ALiBi's slopes differ if the number of heads is not a power of two. The result is a power of two only if `heads` is.
+    """
     return min(heads, 6 if heads & (heads - 1) else 4)
 
 
 def plain_scale(scale: float) -> float:
-    """Return a scale without its last digits, which depend on how a family computes 1/√d."""
+    """Return a scale without its last digits, which depend on how a family's code computes 1/√d."""
     return float(f"{scale:.14g}")
 
 
 def scale_words(scale: float, dim: int) -> Words:
-    """Return the words for the scale of the scores, without its last digits (see `plain_scale`).
+    """Return the description of the scale of the scores, without its last digits (see `plain_scale`).
 
-    The long words are what a description of the attention adds, and are empty for the usual scale, 1/√dim.
+    The long words are appended to the description of the attention. They are empty for the usual scale, 1/√dim.
     """
     whole = "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
     if plain_scale(scale) == plain_scale(dim**-0.5):
@@ -567,7 +580,15 @@ def scale_words(scale: float, dim: int) -> Words:
 def shared_words(
     window: int | None, position: Position | None, on: Words, chunked: bool = False, causal: bool = True
 ) -> dict[str, Words]:
-    """Return the words that all kinds of attention have: for the tokens in sight and for the positions."""
+    """Return the descriptions of the window and of the position encoding, which all kinds of attention have.
+
+    Args:
+        window: as in `Attention`.
+        position: as in `Attention`.
+        on: the words that say to which elements of a head the position encoding applies.
+        chunked: as in `Attention`.
+        causal: as in `Attention`.
+    """
     no_position = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)
     sight = Words(f"chunks of {window:,}", {"chunk": window}) if chunked else sight

@@ -52,22 +52,21 @@ Arithmetic = Literal["linear", "conv1d", "matmul_add", "conv1d_add"]
 """
 
 Role = Literal["table", "reads", "writes", "inner", "kernel", "router", "columns", "gain", "bias"]
-"""The role of a parameter.
+"""The role of a parameter. "Stream" means the residual stream.
 
-- table: a matrix with a row per token or position, as wide as the residual stream
+- table: a matrix with a row per token or position, as wide as the stream
 - reads: a matrix whose columns belong to the stream, so that its input is the stream
 - writes: a matrix whose rows belong to the stream, so that its output is added to the stream
 - router: a matrix that reads the stream and chooses experts
-- inner: any parameter between these, which has no axis of the stream
+- inner: a parameter inside a mixer, neither of whose axes belongs to the stream
 - kernel: the kernel of a causal convolution, with a row per channel
 - columns: a vector with a number per column of the stream, by which a mixer multiplies its input
-- gain: a vector that is a factor
-- bias: a vector that is added
-"""
+- gain: a vector by which something is multiplied
+- bias: a vector that is added"""
 
 
 class Logs(NamedTuple):
-    """Initial values for training: the logarithms of evenly spaced numbers along the last dimension."""
+    """The initial values of a parameter: the logarithms of evenly spaced numbers along the last dimension."""
 
     least: float
     """The smallest of the numbers, not its logarithm."""
@@ -91,7 +90,8 @@ def bias(size: int) -> Weight:
 
 
 Misread = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""A function that maps the component's parameters (torch tensors by name) to the misread ones (by the same names)."""
+"""A function that returns the component's parameters as a port with a certain mistake would read them. It maps torch
+tensors by name to torch tensors by the same names."""
 
 
 KINDS: dict[str, type[Component]] = {}
@@ -103,19 +103,20 @@ class Component(
 ):
     """A node of the tree: an immutable record with validated fields.
 
-    Its class attributes describe the kind of component. Other code asks for them instead of for the kind.
+    Its class attributes and methods describe the kind of component. Other code uses them and does not check the kind.
     """
 
     label: ClassVar[str | None] = None
-    """The row of a parameter table in which its parameters are counted. None means that it has no parameters."""
+    """The row of a parameter table in which the component's parameters are counted. None means that it has no
+    parameters."""
     rounds: ClassVar[tuple[str, ...]] = ()
     """The fields that change only the rounding, not the function."""
     notes: ClassVar[tuple[str, ...]] = ()
     """The fields that are information, and change nothing that is computed."""
     forgotten: ClassVar[Mapping[str, str]] = {}
-    """For a field with a default, the name of the mistake to leave the field at its default."""
+    """Fields with defaults -> the name of the mistake that a port leaves the field at its default."""
     rows: ClassVar[str] = ""
-    """The letter for the number of rows of its tables, if it has tables (see `letters`)."""
+    """The letter for the number of rows of the component's tables, if it has tables (see `letters`)."""
     described: ClassVar[tuple[str, ...]] = ()
     """The fields that `words` already describes under other names."""
     given: ClassVar[tuple[str, ...]] = ()
@@ -124,8 +125,8 @@ class Component(
     """The fields whose effect depends only on the length of a sequence. Comparisons of trees for short sequences set
     them to these values."""
     usual: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
-    """For a field, the name of the mistake to use the value of another model, and these values. {} in the name stands
-    for the value."""
+    """Fields -> the name of the mistake that a port uses the value of another model, and such values. {} in the name
+    stands for the value."""
     computed_in: ClassVar[str] = ""
     """The full name of the module that has the torch code, which gptkit imports. Kinds of plugins must set it."""
 
@@ -143,11 +144,11 @@ class Component(
         return {}
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of `weights`."""
+        """Return the names and shapes of this node's own parameters."""
         return {name: weight.shape for name, weight in self.weights().items()}
 
     def entries(self) -> dict[str, Any]:
-        """Return the parts of the node by their names in paths. By default, these are its fields."""
+        """Return the parts of the node, by their names in paths. By default, these are its fields."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     def children(self) -> Iterator[tuple[str, Component]]:
@@ -189,31 +190,37 @@ class Component(
         return {name: value for name, value in cls.defaults().items() if name not in (*cls.rounds, *cls.notes)}
 
     def alike(self) -> Self:
-        """Return the component that represents all with the same function: rounding fields have their defaults."""
+        """Return the component that represents all components with the same function.
+
+        Its rounding fields have their defaults.
+        """
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
 
     @property
     def aspect(self) -> str:
-        """The aspect of a model that the component is, such as "norm" or "attention"."""
+        """The aspect of a model that the component describes, such as "norm" or "attention"."""
         return type(self).__name__
 
     def words(self) -> dict[str, Words]:
-        """Return the descriptions by aspect, first that of the whole component. The default is the kind's name."""
+        """Return descriptions of the component by aspect.
+
+        The first describes the whole component, by default by its kind.
+        """
         return {self.aspect: _kind(self)}
 
     def aspects(self) -> dict[str, Words]:
-        """Return `words`, with the fields that they do not describe appended to the first."""
+        """Return the descriptions of `words`. Fields that they do not mention are appended to the first one."""
         return self.whole(self.words())
 
     def named(self) -> Words:
-        """Return the first of `aspects`, which describes the whole component."""
+        """Return the first of `aspects`, the description of the whole component."""
         return next(iter(self.aspects().values()))
 
     def whole(self, words: dict[str, Words]) -> dict[str, Words]:
-        """Return `words` with the fields that they do not describe appended to the first, so that no field is missing.
+        """Return these descriptions, with the fields that they do not mention appended to the first one.
 
-        These are the fields of `undescribed`, except fields that the data of the first words already has.
+        These are the fields of `undescribed`, except fields that the data of the first description already has.
         """
         if "words" not in vars(type(self)):  # inherited words describe another kind
             words = {next(iter(words)): _kind(self)}
@@ -223,7 +230,7 @@ class Component(
         return words | {aspect: first.also(missing)}
 
     def undescribed(self) -> dict[str, tuple[str, Any]]:
-        """Return the fields that differ from their defaults, in words and as data.
+        """Return the fields that differ from their defaults. The values are the field in words, and its value as JSON.
 
         Fields in `described`, `given` or `rounds` are left out.
         """
@@ -237,9 +244,9 @@ class Component(
         """Return the program of the component: the operations (`components.operations`) that it computes.
 
         Args:
-            path: The name of its module in the block. The ids of operations begin with it.
-            source: The id of its input.
-            shape: The shape of its input, usually (B, T, hidden).
+            path: The name of the component's module in the block. The ids of operations begin with it.
+            source: The id of the operation whose result is the component's input.
+            shape: The shape of this input, usually (B, T, hidden).
 
         Raises:
             ConfigError: The kind does not define its operations.
@@ -250,17 +257,18 @@ class Component(
         )
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002 - most have no parts
-        """Return the letters for the sizes of its parameters in a formula of their number (`analysis.explain`).
+        """Return the letters for the component's sizes in a formula for its parameter count (`analysis.explain`).
 
-        The width of the stream has the letter d already. If two sizes are equal, the first letter stands for both.
+        The width of the residual stream always has the letter d. If two sizes are equal, the first letter stands for
+        both.
 
         Args:
-            part: The name of a child component, to return the letters of its sizes instead.
+            part: The name of a child component. If not empty, the result has the letters of the child's sizes instead.
         """
         return {}
 
     def share(self, devices: int) -> Self:
-        """Return the part of the component that one GPU computes under N-way tensor parallelism, for N `devices`.
+        """Return the part of the component that one GPU computes under N-way tensor parallelism, with N = `devices`.
 
         The layout is that of Megatron-LM (1909.08053). Components without matrices are computed on all GPUs.
 
@@ -276,9 +284,9 @@ class Component(
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """Return a small copy for a stream of width `hidden`, with few heads, units and experts.
+        """Return a small copy for a residual stream of width `hidden`, with few heads, hidden units and experts.
 
-        The same mistakes are possible in it, so that tests of the mistakes need no large model.
+        The same mistakes are possible in the copy, so that tests of the mistakes need no large model.
         """
         widths = {name: hidden for name in ("hidden_size", "size") if name in self.__struct_fields__}
         return self._with_parts(lambda part: part.small(hidden), **widths)
@@ -294,21 +302,21 @@ class Component(
         return msgspec.structs.replace(self, **{n: changed(getattr(self, n)) for n in self.__struct_fields__} | fields)
 
     def slips(self) -> dict[str, Self]:
-        """Return the component with typical mistakes in its fields, by the mistake's name (see `parity.mutations`).
+        """Return copies with a typical mistake in a field, by the mistake's name (see `parity.mutations`).
 
         If a mistake does not undo itself, the opposite mistake has the same name plus ", the other way round".
         """
         return {}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        """Return typical wrong orders of rows, by the mistake's name and then by module.
+        """Return typical wrong orders of the rows of weights: mistake -> module -> the row numbers in the wrong order.
 
-        For modules that write the stream, these are orders of columns.
+        For modules that write to the residual stream, these are orders of columns.
         """
         return {}
 
     def misread(self) -> dict[str, Misread]:
-        """Return typical misreadings of the parameters, by the mistake's name."""
+        """Return typical mistakes in reading the parameters, by the mistake's name."""
         return {}
 
 
@@ -328,7 +336,10 @@ def _field(name: str, value: Any) -> tuple[str, Any]:
 
 
 def divided(number: int, devices: int, what: str) -> int:
-    """Return `number` divided by `devices`. Raises UsageError if it is not divisible."""
+    """Return `number` divided by `devices`. Raises UsageError if the result is not an integer.
+
+    `what` names the divided things in the message.
+    """
     if number % devices:
         raise UsageError(
             f"--tp {devices}: {number:,} {what} are not divisible by {devices} GPUs", f"Choose a divisor of {number:,}."
@@ -341,10 +352,10 @@ if TYPE_CHECKING:
 else:
 
     class Open:
-        """The base of classes to which plugins may add kinds, such as `Norm`. Records also inherit `Component`.
+        """The base of classes to which plugins may add kinds, such as `Norm`. Records also inherit from `Component`.
 
-        For the type checker, it is `Component`. For msgspec it must not be a Struct, because msgspec decodes only
-        closed unions of Structs. Other classes are decoded by a hook, which knows all kinds.
+        For the type checker, it is `Component`. At run time, it must not be a msgspec Struct, because msgspec decodes
+        only closed unions of Structs. Other classes are decoded by a hook (`serialise`), which knows all kinds.
         """
 
         __slots__ = ()
@@ -354,7 +365,7 @@ else:
 
 
 class Mixer(Open, frozen=True):
-    """The base class of what a sub-layer computes from the stream: attention, a feed-forward, a recurrence.
+    """The base class of what a sub-layer computes from the residual stream: attention, a feed-forward, a recurrence.
 
     The record of a kind inherits from both `Mixer` and `Component`.
     """
@@ -364,7 +375,7 @@ class Mixer(Open, frozen=True):
     slot: ClassVar[str]
     """The mixer's name in a block, and in the names of its parameters."""
     axes: ClassVar[tuple[str, ...]] = ()
-    """The properties that layouts of checkpoint tensors may use as axis sizes, besides the fields."""
+    """The properties, besides the fields, whose values the layouts of checkpoint tensors may use as sizes of axes."""
     borrows_weights: ClassVar[bool] = False
     """Whether the mixer may use the weights of another layer."""
     hidden_size: int
@@ -375,15 +386,18 @@ class Mixer(Open, frozen=True):
         return self.slot.replace("_", "-")
 
     def biases(self) -> dict[str, Words]:
-        """Return the linear layers that may have a bias, by name. The data of the words is whether there is one."""
+        """Return descriptions of the linear layers that may have a bias, by name.
+
+        `Words.data` says whether there is a bias.
+        """
         return {}
 
 
 def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
-    """Return a component of another kind with the fields that both kinds have, and with `fields`.
+    """Return a component of another kind: with the values of all fields that both kinds have, and with `fields`.
 
     Raises:
-        ConfigError: A field of `node` differs from its default, but `kind` has no such field and `fields` neither.
+        ConfigError: A field of `node` differs from its default, but is neither a field of `kind` nor in `fields`.
     """
     entries = node.entries()
     lost = [
@@ -407,7 +421,7 @@ class Parameter(msgspec.Struct, frozen=True):
     component: str
     """The label of the component in tables of parameters."""
     layer: int | None
-    """The number of the layer, or None outside the layers."""
+    """The number of the layer, or None for a parameter outside of the layers."""
     role: Role = "inner"
     initial: float | Logs | None = None
     """The value at the start of training; see `Weight`."""

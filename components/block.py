@@ -1,4 +1,4 @@
-"""One layer: its sub-layers, and how they read the stream and add to it. No torch."""
+"""One layer: its sub-layers, and how they read the residual stream and add to it. No torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BlockScale(Component, frozen=True):
 
 
 class Block(Component, frozen=True):
-    """A layer: an ordered list of sub-layers, and how their outputs are added to the stream.
+    """A layer: an ordered list of sub-layers, and how their outputs are added to the residual stream.
 
     The names of a sub-layer's parts begin with its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
@@ -58,21 +58,22 @@ class Block(Component, frozen=True):
     sublayers: tuple[SubLayer, ...]
     """The sub-layers, in the order of computation."""
     parallel: bool = False
-    """Whether all sub-layers read the layer's input and their outputs are added to it. A sub-layer without a norm then
-    reads the output of the first sub-layer's norm."""
+    """Whether the sub-layers are parallel: all read the layer's input, and their outputs are added to it. A sub-layer
+    without a norm then reads the output of the first sub-layer's norm."""
     residual: Literal["stream", "normed"] = "stream"
     """What a sub-layer's output is added to: the stream, or the output of the sub-layer's norm (BLOOM's
     apply_residual_connection_post_layernorm)."""
     scale: BlockScale | None = None
     """A factor of the stream after all sub-layers."""
     altup: AlternatingUpdates | None = None
-    """If set, there are several streams, and the sub-layers compute one of them."""
+    """The predictions and corrections of several residual streams. If set, the sub-layers compute only one of these
+    streams."""
     sums: Literal["branches first", "stream first"] = "branches first"
     """The order of additions in a parallel layer. "branches first": outputs are added to each other and then to the
-    stream. "stream first": outputs are added to the stream, one after the other (StableLM)."""
+    stream. "stream first": outputs are added to the stream one after the other (StableLM)."""
     wide: bool = False
-    """Whether the stream is in at least fp32 after the layer. Norms before sub-layers read it in the model's dtype
-    (Mamba)."""
+    """Whether the residual stream is in at least fp32 after the layer. Norms before sub-layers cast their input to the
+    model's dtype (Mamba)."""
 
     def __post_init__(self) -> None:
         slots = [sublayer.mixer.slot for sublayer in self.sublayers]
@@ -89,7 +90,7 @@ class Block(Component, frozen=True):
         self._check_streams()
 
     def _check_residual(self) -> None:
-        """Check that the sub-layers have the norms that `parallel` and `residual` need."""
+        """Raise ConfigError unless the sub-layers have the norms that `parallel` and `residual` need."""
         if self.parallel and self.residual == "normed":
             raise ConfigError("a parallel block (parallel: true) cannot have residual: normed")
         for sublayer in self.sublayers:
@@ -105,7 +106,10 @@ class Block(Component, frozen=True):
                 )
 
     def _check_order(self) -> None:
-        """Check `wide`, `beside` and `onto: next`, which need sub-layers in series with simple sums."""
+        """Raise ConfigError unless the block supports its `wide`, `beside` and `onto: next`.
+
+        These need sub-layers in series, whose outputs are simply added.
+        """
         pre_norms = all(sublayer.pre_norm for sublayer in self.sublayers)
         parallel_pairs = any(sublayer.beside for sublayer in self.sublayers)
         complex_sums = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
@@ -133,7 +137,7 @@ class Block(Component, frozen=True):
                 )
 
     def _check_streams(self) -> None:
-        """Check `altup`, and the sub-layers that write to the other streams."""
+        """Raise ConfigError if `altup` and the sub-layers that write to the other streams contradict each other."""
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError(
@@ -159,7 +163,7 @@ class Block(Component, frozen=True):
         return {"parallel block run in series": msgspec.structs.replace(self, parallel=False)} if alone else {}
 
     def groups(self) -> Iterator[tuple[SubLayer, ...]]:
-        """Yield the sub-layers in groups. Those in a group read the same input (`SubLayer.beside`)."""
+        """Yield the sub-layers in groups. The sub-layers of a group read the same input (`SubLayer.beside`)."""
         starts = [index for index, sublayer in enumerate(self.sublayers) if not sublayer.beside]
         for start, end in pairwise((*starts, len(self.sublayers))):
             yield self.sublayers[start:end]
@@ -203,11 +207,11 @@ class Block(Component, frozen=True):
 
     @property
     def slots(self) -> str:
-        """The mixers in words: "attention (Attention) and feed_forward (FeedForward)"."""
+        """Name the mixers with their kinds: "attention (Attention) and feed_forward (FeedForward)"."""
         return " and ".join(f"{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})" for sublayer in self.sublayers)
 
     def words(self) -> dict[str, Words]:
-        """Return the words for the arrangement, the norms, the biases and all aspects of the mixers."""
+        """Return descriptions of the order of sub-layers, the norms, the biases and all aspects of the mixers."""
         number = sum(sublayer.norm is not None for sublayer in self.sublayers)
         data = {"parallel": self.parallel, "norms": number, "residual": self.residual}
         short = whole = "serial"
@@ -236,7 +240,7 @@ class Block(Component, frozen=True):
         return {n.removesuffix("_norm"): part for n, part in self.entries().items() if isinstance(part, Norm)}
 
     def _norms(self) -> Words:
-        """Return the words for the norms. A sub-layer without any norm is listed with the first norm."""
+        """Return the description of the norms. In its data, a sub-layer without a norm has that of the first norm."""
         described = {name: norm.named() for name, norm in self.norms().items()}
         if not described:
             return NOT_THERE
@@ -251,7 +255,7 @@ class Block(Component, frozen=True):
         return Words(f"{short}, {where}", data | {"placement": where}, whole)
 
     def _eps(self) -> Words:
-        """Return the words for the eps of all norms, as one number if they are equal."""
+        """Return the description of the eps of all norms, as one number if they are equal."""
         by_norm = {name: norm.eps for name, norm in self.norms().items()}
         for mixer in self._mixers:
             inner = {name: part.eps for name, part in mixer.entries().items() if isinstance(part, Norm)}
@@ -262,7 +266,10 @@ class Block(Component, frozen=True):
         return Words(words, by_norm if len(set(by_norm.values())) > 1 else next(iter(by_norm.values())))
 
     def _biases(self) -> Words:
-        """Return the words for the linear layers that have a bias. Biases of norms are described with the norms."""
+        """Return the description of the linear layers that have a bias.
+
+        Biases of norms are described with the norms.
+        """
         linears: dict[str, Words] = {}
         for mixer in self._mixers:
             own = mixer.biases()
@@ -280,7 +287,7 @@ class Block(Component, frozen=True):
         return [sublayer.mixer for sublayer in self.sublayers]
 
     def mixer(self, slot: str) -> Mixer | None:
-        """Return the mixer of a slot, or None."""
+        """Return the mixer with this slot, or None."""
         return next((mixer for mixer in self._mixers if mixer.slot == slot), None)
 
     @property
@@ -316,20 +323,23 @@ class Block(Component, frozen=True):
 
     @property
     def feed_forward_norm(self) -> Norm | None:
-        """The feed-forward's own input norm, or None."""
+        """The norm of the feed-forward's input, or None if there is none."""
         return self._norm_before("feed_forward")
 
     def _norm_before(self, slot: str) -> Norm | None:
         return next((sublayer.norm for sublayer in self.sublayers if sublayer.mixer.slot == slot), None)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program from the stream `source` to the block's output. Ids are names in the block's module."""
+        """Return the program from the residual stream `source` to the block's output.
+
+        Ids are module names in the block.
+        """
         return _BlockProgram(self, path, source, shape).whole()
 
     def plain(self) -> None:
-        """Check that every mixer has an input norm and no other norms or factors, for code that supports no others.
+        """Check that every mixer has an input norm, and no other norms or factors, which some code does not support.
 
-        A multiplier of the branch is allowed, unless the result is added to a norm's output.
+        A multiplier of a sub-layer's output is allowed, unless the output is added to the output of a norm.
 
         Raises:
             MissingComponent: a mixer has no input norm, or has an output norm, a sum norm or another such part.
@@ -351,13 +361,15 @@ class Block(Component, frozen=True):
 
 
 _END = "block_output"
-"""The id of a block's last operation. Until it, the code of the module refers to the stream and to most results."""
+"""The id of a block's last operation. The code of the block's module refers to the stream and to most results until
+then, so that their memory is not released earlier."""
 
 
 class _BlockProgram:
-    """The program of a block while it is written, one sub-layer after the other.
+    """Builds the program of a block, one sub-layer after the other.
 
-    How long results live depends on the variables in the code of the block's module (`modules.decoder`).
+    How long the memory of a result is in use depends on the variables in the code of the block's module
+    (`modules.decoder`).
     """
 
     def __init__(self, block: Block, path: str, source: str, shape: Sizes) -> None:
@@ -377,11 +389,11 @@ class _BlockProgram:
 
     @property
     def last(self) -> str:
-        """The id of the last operation so far."""
+        """The id of the operation that was added last."""
         return self.program[-1].id
 
     def whole(self) -> Program:
-        """Return the program of the whole block."""
+        """Build and return the program of the whole block."""
         block, altup = self.block, self.block.altup
         for index in range(len(block.sublayers)):
             self._sublayer(index)
@@ -396,7 +408,7 @@ class _BlockProgram:
         return tuple(self.program)
 
     def _sublayer(self, index: int) -> None:
-        """Write a sub-layer, and the addition of its output to the stream."""
+        """Add the operations of a sub-layer, and the addition of its output to the stream."""
         block, sublayer, shape = self.block, self.block.sublayers[index], self.shape
         slot, altup = sublayer.mixer.slot, block.altup
         if altup is not None and sublayer.onto == "others":
@@ -423,7 +435,7 @@ class _BlockProgram:
             self._serial_sum(index, read if block.residual == "normed" else self.total, branch)
 
     def _input(self, index: int) -> str:
-        """Write the norm of a sub-layer's input. Return the id of what its mixer reads."""
+        """Add the norm of a sub-layer's input. Return the id of what its mixer reads."""
         block, sublayer = self.block, self.block.sublayers[index]
         stream = self.next_input or (self.source if block.parallel else self.total)
         read = self.normed if block.parallel or sublayer.beside else stream
@@ -440,9 +452,11 @@ class _BlockProgram:
         return read
 
     def _branch(self, index: int, read: str) -> str:
-        """Write a mixer, its multipliers, its output norm, and the sum with the output that waits for it.
+        """Add the operations of a mixer, its multipliers and its output norm. Return the id of the result.
 
-        The module has one variable for the results of a branch, so only the last of them lives until the block's end.
+        If the previous sub-layer's output is still to be added (`SubLayer.beside`), the result is the sum of both
+        outputs. The module has one variable for the outputs of sub-layers. So only the last output is in memory until
+        the block's end.
         """
         sublayer, shape = self.block.sublayers[index], self.shape
         slot, last, waits = sublayer.mixer.slot, self._is_last(index), self._waits(index)
@@ -469,7 +483,7 @@ class _BlockProgram:
         return branch
 
     def _serial_sum(self, index: int, residual: str, branch: str) -> None:
-        """Write the addition of a sub-layer's output to `residual`, and the norm of the sum."""
+        """Add the addition of a sub-layer's output `branch` to `residual`, and the norm of the sum."""
         sublayer, last = self.block.sublayers[index], self._is_last(index)
         slot, low_rank = sublayer.mixer.slot, sublayer.low_rank is not None
         self.total = self._add(_END if last and not low_rank else f"{slot}_output", residual, branch, residual)
@@ -484,7 +498,7 @@ class _BlockProgram:
             self.total = self._run(f"{slot}_sum_norm", sublayer.sum_norm, self.total)
 
     def _parallel_sum(self) -> None:
-        """Write the sum of the stream and of the outputs of all sub-layers."""
+        """Add the sum of the stream and of the outputs of all sub-layers."""
         if self.block.sums == "stream first":
             for index, branch in enumerate(self.branches):
                 name = _END if index == len(self.branches) - 1 else f"sum_{index + 1}"
@@ -496,7 +510,7 @@ class _BlockProgram:
         self._add(_END, self.source, both, self.source)
 
     def _run(self, name: str, node: Component, read: str, live_until: str = _END) -> str:
-        """Write a component's program. Return the id of its result."""
+        """Add the program of a component. Return the id of its result."""
         program: Program = node.operations(f"{self.path}{name}", read, self.shape)
         *first, last = program
         self.program += (*first, msgspec.structs.replace(last, live_until=live_until))
@@ -511,10 +525,10 @@ class _BlockProgram:
         self.program[-1] = msgspec.structs.replace(self.program[-1], live_until="")
 
     def _waits(self, index: int) -> bool:
-        """Return whether the next sub-layer reads the same input, so that both outputs are added together."""
+        """Return whether the next sub-layer reads the same input, so that the outputs of both are added together."""
         following = self.block.sublayers[index + 1 :]
         return bool(following) and following[0].beside
 
     def _is_last(self, index: int) -> bool:
-        """Return whether the output of this sub-layer completes the block."""
+        """Return whether the block's output is complete after this sub-layer."""
         return index == len(self.block.sublayers) - 1 and self.block.altup is None

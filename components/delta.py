@@ -52,11 +52,11 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
     activation: Activation
     """The activation after the convolution."""
     norm: RMSNorm
-    """The norm of the y of every head."""
+    """The norm of every head's output y."""
     fused: Literal["by part", "by head"] = "by part"
     """What one matrix product computes. "by part": all queries, then all keys, then all values (Qwen3.5). "by head":
-    the query, key, values and gates of one key head after the other, with β and the decays in a second product
-    (Qwen3-Next). It changes only the rounding."""
+    for one key head after the other, its query, key, values and gates, with β and the decays in a second product
+    (Qwen3-Next). The field changes only the rounding."""
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads:

@@ -13,8 +13,9 @@ __all__ = ["HeadTransform", "Pooler", "TokenTypes"]
 
 
 class TokenTypes(Component, frozen=True):
-    """A table of embeddings of token types, which are added to the token embeddings. A type says to which segment of a
-    text a token belongs (BERT, 1810.04805). Without types, all tokens have the first.
+    """A table of embeddings of token types, which are added to the token embeddings (BERT, 1810.04805).
+
+    The type says to which segment of a text a token belongs. By default, all tokens have the first type.
     """
 
     label = "embedding"
@@ -37,7 +38,7 @@ class TokenTypes(Component, frozen=True):
         return {"token types exchanged": {"": order}} if self.count > 1 else {}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that adds the embeddings of types to the stream `source`. `shape` is (B, T)."""
+        """Return the program that adds the embeddings of token types to the stream `source`. `shape` is (B, T)."""
         wide: Sizes = (*shape, self.hidden_size)
         return (
             Tokens(f"{path}.ids", (), shape, "embedding", types=True),
@@ -87,8 +88,9 @@ class HeadTransform(Component, frozen=True):
 
 
 class Pooler(Component, frozen=True):
-    """activation(dense(x)) of a text's first token, as one vector for the text (BERT). It is not part of the
-    model's output per token, and is computed only on request.
+    """activation(dense(x)), where x is the hidden state of a text's first token: one vector for the text (BERT).
+
+    It is not part of the model's output per token, and is computed only on request.
     """
 
     label = "pooler"

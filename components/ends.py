@@ -37,17 +37,19 @@ class Embedding(Component, frozen=True):
     hidden_size: Size
     """The width of the residual stream."""
     norm: Norm | None = None
-    """The norm of the rows before the first block (BLOOM)."""
+    """The norm of the embeddings before the first block (BLOOM)."""
     multiplier: Positive = 1.0
-    """The factor of the rows (√hidden in Gemma)."""
+    """The factor of the embeddings (√hidden in Gemma)."""
     width: Size | None = None
-    """The width of the rows, if a matrix projects them to the stream (OPT 350m). None means the width of the stream."""
+    """The width of the table's rows, if a matrix projects them to the residual stream (OPT 350m). None means that they
+    are as wide as the stream."""
     shared: bool = False
-    """Whether an encoder's table is that of the decoder, so that it is stored only once."""
+    """Whether an encoder uses the table of the decoder, so that the table is stored only once."""
     scaling: Literal["exact", "rounded"] = "exact"
     """With "rounded", the multiplier is first rounded to the dtype of the rows."""
     blank: Annotated[int, Meta(ge=0)] | None = None
-    """The id of a token whose row counts as zeros, also in a tied head, whatever it contains (Youtu's padding)."""
+    """The id of a token whose embedding counts as zeros, also in a tied head, whatever the table contains (Youtu's
+    padding)."""
 
     def __post_init__(self) -> None:
         if self.blank is not None and self.blank >= self.vocab_size:
@@ -90,9 +92,9 @@ class Embedding(Component, frozen=True):
 class LayerEmbedding(Component, frozen=True):
     """An additional input of every layer for every token (Gemma 3n), which the layer's `LayerInput` reads.
 
-    The inputs of all layers are `summed` · (row + norm(`projected` · projection(x))), with x the token's embedding and
-    row its row of the table. They are normalised separately for every layer. A token whose id is beyond the table has
-    the first row.
+    The inputs of all layers are `summed` · (row + norm(`projected` · projection(x))). x is the token's embedding, and
+    row is the token's row in `table`. The norm is applied separately to every layer's input. A token whose id is beyond
+    the table has the first row.
     """
 
     label = "embedding"
@@ -101,7 +103,7 @@ class LayerEmbedding(Component, frozen=True):
     given = ("hidden_size", "layers")
 
     table: Embedding
-    """The table. Its rows contain the inputs of all layers."""
+    """The table of additional inputs. A token's row contains the inputs of all layers."""
     hidden_size: Size
     """The width of the residual stream."""
     layers: Size
@@ -109,11 +111,11 @@ class LayerEmbedding(Component, frozen=True):
     width: Size
     """The number of elements of one layer's input."""
     norm: Norm
-    """The norm of the projected embedding, for one layer."""
+    """The norm of the projected embedding. It is as wide as one layer's input."""
     projected: Positive
     """The factor of the projected embedding."""
     summed: Positive
-    """The factor of the sum."""
+    """The factor of the sum of row and projected embedding."""
     scaling: Literal["exact", "rounded"] = "exact"
     """With "rounded", both factors are first rounded to the dtype of the rows."""
 
@@ -135,7 +137,7 @@ class LayerEmbedding(Component, frozen=True):
 
     @property
     def every(self) -> int:
-        """The number of elements of the inputs of all layers."""
+        """The number of elements of one token's inputs for all layers."""
         return self.layers * self.width
 
     def words(self) -> dict[str, Words]:
@@ -167,7 +169,7 @@ class LayerEmbedding(Component, frozen=True):
         return msgspec.structs.replace(self, table=table, norm=self.norm.small(width), **sizes)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that computes the inputs from the token embeddings `source`. `shape` is (B, T)."""
+        """Return the program that computes the layers' inputs from the token embeddings `source`. `shape` is (B, T)."""
         row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
         ids, x = f"{path}.tokens", f"{path}.embedded"
         program: list[AnyOperation] = [Tokens(ids, (), shape, row)]
@@ -204,7 +206,7 @@ class Head(Component, frozen=True):
     hidden_size: Size
     """The width of the hidden states."""
     tied: bool = False
-    """Whether its weight is the table of the embedding, which is stored once."""
+    """Whether the head's weight is the table of the embedding, which is then stored once."""
     bias: bool = False
     """Whether a bias is added to the logits."""
     cap: Positive | None = None
@@ -212,9 +214,10 @@ class Head(Component, frozen=True):
     multiplier: Positive = 1.0
     """The factor of the logits; see `scaling`."""
     width: Size | None = None
-    """The width to which a matrix projects the hidden states first, if there is such a matrix (OPT 350m)."""
+    """The width to which a matrix first projects the hidden states (OPT 350m). None means that there is no such
+    matrix."""
     transform: HeadTransform | None = None
-    """What the hidden states pass through first (BERT)."""
+    """A transform of the hidden states before they are multiplied by the head's weight (BERT)."""
     scaling: Literal["multiply", "divide", "divide states", "multiply states"] = "multiply"
     """How the multiplier is applied. "multiply": logits are multiplied by it (Cohere). "divide": logits are divided by
     its inverse (Granite). "divide states": hidden states are divided by its inverse before the product (MiniCPM).
@@ -236,7 +239,7 @@ class Head(Component, frozen=True):
 
     @property
     def early(self) -> bool:
-        """Whether the hidden states are scaled before the product, and not the logits after it."""
+        """Whether the hidden states are scaled before the product. Otherwise the logits are scaled after it."""
         return self.scaling.endswith(" states")
 
     def words(self) -> dict[str, Words]:

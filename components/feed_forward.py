@@ -56,7 +56,8 @@ class FeedForward(Mixer, Component, frozen=True):
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias."""
     inside: bool = False
-    """Whether it reads and writes a latent of the component that contains it, instead of the stream."""
+    """Whether the feed-forward reads and writes a latent of the component that contains it, instead of the residual
+    stream."""
 
     def weights(self) -> dict[str, Weight]:
         weights = {
@@ -168,18 +169,18 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     up_shift: float = 0.0
     """A number that is added to up(x) after the limit (gpt-oss)."""
     inner_norm: Norm | None = None
-    """The norm of the product, before the down projection (BitNet)."""
+    """The norm of the product of gate and up, before the down projection (BitNet)."""
     sparsity: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
-    """With s, about the share s of a token's units is 0: gate(x) becomes max(gate(x) − threshold, 0), where the
-    threshold is mean + Φ⁻¹(s) · deviation of the token's units (Gemma 3n)."""
+    """With s, about the fraction s of a token's hidden units is 0: gate(x) becomes max(gate(x) − threshold, 0). The
+    threshold is mean + Φ⁻¹(s) · standard deviation of the token's gate(x) (Gemma 3n)."""
     gate_multiplier: Positive = 1.0
-    """The factor of gate(x), before its limit (Falcon-H1)."""
+    """The factor of gate(x), before `limit` (Falcon-H1)."""
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias."""
     fused: bool = False
-    """Whether gate and up are computed in one matrix product."""
+    """Whether gate(x) and up(x) are computed in one matrix product."""
     down_turned: bool = False
-    """Whether only the down projection is stored as [in, out] (DBRX)."""
+    """Whether the down projection's weight, and no other, is stored as [in, out] (DBRX)."""
 
     def __post_init__(self) -> None:
         if self.activation in LEARNT:
@@ -192,7 +193,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
             )
 
     def _norm_of(self, units: int) -> Norm | None:
-        """Return the inner norm for another number of units."""
+        """Return the inner norm for another number of hidden units."""
         return None if self.inner_norm is None else self.inner_norm.small(units)
 
     def weights(self) -> dict[str, Weight]:
@@ -319,14 +320,15 @@ class LayerInput(Mixer, Component, frozen=True):
 
 FEW = 8  # the width of a layer's input in a small copy
 UNITS = 640
-"""The largest number of units in a small copy. Its stream may be wide, because some families have heads of 256."""
+"""The largest number of hidden units in a small copy. The stream of a small copy may be wide, because some families
+have heads of width 256."""
 
 LAYER_INPUTS = "layer_inputs.summed"
-"""The id of the operation before the first layer whose result has the inputs of all layers."""
+"""The id of the operation before the first layer whose result contains the inputs of all layers (`LayerEmbedding`)."""
 
 
 def _another(activation: Activation) -> Activation:
-    """Return the activation for the mistake of another activation: GELU, or its approximation if it is GELU itself.
+    """Return a wrong activation, for the mistake of using another one: GELU, or its tanh approximation instead of GELU.
 
     gelu_10 counts as GELU, because it equals GELU below 10.
     """

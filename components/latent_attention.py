@@ -80,17 +80,17 @@ class LatentAttention(Mixer, Component, frozen=True):
     qkv_bias: bool = False
     """Whether all projections that read the stream have a bias: q or its latent, c, and k_rope."""
     kv_bias: bool = False
-    """Whether only the projections to c and k_rope have a bias."""
+    """Whether the projections to c and k_rope have a bias, and that of the queries has none."""
     output_bias: bool = False
     """Whether the output projection has a bias."""
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias. It changes only the rounding, like the fields below."""
     fused: bool = False
-    """Whether one matrix product computes c and k_rope, and another k_up and v_up, with the key and value of every head
-    next to each other."""
+    """Whether one matrix product computes c and k_rope, and another one all keys (k_up) and values (v_up). In the
+    latter, the key and value of a head are next to each other."""
     gathered: bool = False
-    """Whether rotation of adjacent pairs puts the first elements of all pairs before the second ones (DeepSeek-V3), so
-    that scores sum them in another order."""
+    """Whether the rotation of adjacent pairs also reorders elements: the first elements of all pairs come before the
+    second ones (DeepSeek-V3). Scores then sum the elements in another order."""
 
     def __post_init__(self) -> None:
         if isinstance(self.position, Turning) != (self.rope_heads > 0):
@@ -121,7 +121,7 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     @property
     def queries(self) -> str:
-        """The name of the linear layer whose rows belong to query heads."""
+        """The name of the last linear layer of the queries, whose rows belong to query heads: q_up_proj or q_proj."""
         return "q_proj" if self.q_rank is None else "q_up_proj"
 
     def weights(self) -> dict[str, Weight]:

@@ -61,7 +61,7 @@ class Mamba(Mixer, Component, frozen=True):
     c_norm: RMSNorm | None = None
     """The norm of c."""
     bias: bool = False
-    """Whether the projections x and gate and the output projection have a bias."""
+    """Whether the input projections (x and gate) and the output projection have a bias."""
     conv_bias: bool = False
     """Whether the convolution has a bias."""
 
@@ -73,7 +73,7 @@ class Mamba(Mixer, Component, frozen=True):
 
     @property
     def chosen(self) -> dict[str, int]:
-        """The sizes of dt, b and c."""
+        """The sizes of dt, b and c, by name."""
         return dict(zip(_CHOSEN, (self.rank, self.state_size, self.state_size), strict=True))
 
     def weights(self) -> dict[str, Weight]:
@@ -133,7 +133,7 @@ class Mamba(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
-            """Exchange the parameters of two linear layers."""
+            """Return the misreading in which the parameters of two linear layers are exchanged."""
             names = {one: other, other: one}
             return lambda own: {
                 f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own

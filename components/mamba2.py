@@ -70,7 +70,7 @@ class Mamba2(Mixer, Component, frozen=True):
     conv_bias: bool = False
     """Whether the convolutions have a bias."""
     least: Annotated[float, msgspec.Meta(ge=0, le=1e30)] = 0.0
-    """The lower limit of Δ. Both limits apply only when several tokens are read at once."""
+    """The lower limit of Δ. Both limits apply only when several tokens are processed at once."""
     most: Positive | None = None
     """The upper limit of Δ."""
     multipliers: tuple[Positive, Positive, Positive, Positive, Positive] = (1.0, 1.0, 1.0, 1.0, 1.0)
@@ -88,12 +88,12 @@ class Mamba2(Mixer, Component, frozen=True):
 
     @property
     def inner(self) -> int:
-        """The width of all heads together."""
+        """The width of all heads together, in channels."""
         return self.heads * self.head_dim
 
     @property
     def states(self) -> int:
-        """The width of b, or of c, in all groups together."""
+        """The number of elements of b (or of c) in all groups together."""
         return self.groups * self.state_size
 
     @property
@@ -103,7 +103,7 @@ class Mamba2(Mixer, Component, frozen=True):
 
     @property
     def widths(self) -> dict[str, int]:
-        """The number of rows of every projection."""
+        """The number of rows of every projection, by name."""
         return dict(zip(_READ, (self.inner, self.inner, self.states, self.states, self.heads), strict=True))
 
     def weights(self) -> dict[str, Weight]:
@@ -185,7 +185,7 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
-            """Exchange the parameters of two projections, and those of their convolutions."""
+            """Return the misreading that exchanges the parameters of two projections, and of their convolutions."""
             names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
             names |= {f"{one}_conv": f"{other}_conv", f"{other}_conv": f"{one}_conv"} if one in _MIXED else {}
             return lambda own: {
@@ -237,7 +237,10 @@ class Mamba2(Mixer, Component, frozen=True):
         return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))
 
     def _scan(self, path: str, dt: str) -> Scan:
-        """Return the recurrence itself, from x, b and c after their activations, and from `dt`, to y."""
+        """Return the operation of the recurrence, from x, b and c after their activations, to y.
+
+        `dt` is the id of dt.
+        """
         inputs = (*(f"{path}.{name}_activated" for name in _MIXED), dt)
         own = tuple((name, (self.heads,)) for name in ("A_log", "D", "dt_bias"))
         dim, size, chunk = self.head_dim, self.state_size, self.chunk
@@ -270,6 +273,6 @@ class Mamba2(Mixer, Component, frozen=True):
         )
 
     def _normed(self, norm: RMSNorm, path: str, source: str, shape: Sizes, **fields: Any) -> list[AnyOperation]:
-        """Return the operations of the norm, whose input is in at least fp32."""
+        """Return the operations of the norm of y, whose input is in at least fp32."""
         program = out_of("recurrence", norm.operations(f"{path}.norm", source, shape))
         return [msgspec.structs.replace(operation, normalised_in="float32", **fields) for operation in program]

@@ -32,8 +32,7 @@ MOST_EXPERTS = 1024  # the largest number of experts in a mixture
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):
-    """Feed-forwards of the same form, the experts, from which a router chooses some for every token (Shazeer
-    1701.06538).
+    """A mixture of experts: a router chooses some of several feed-forwards for every token (Shazeer 1701.06538).
 
     The router computes p = scores(router(x)), a softmax over all experts or a sigmoid for each (DeepSeek-V3
     2412.19437). The output is Σ p_e · expert_e(x) over the experts e with the `top_k` largest p.
@@ -84,12 +83,12 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     top_k: Size
     """The number of experts that the router chooses for a token."""
     expert: FeedForward | GatedFeedForward
-    """The form of every expert."""
+    """The form of every expert. Each expert has weights of its own."""
     normalise: bool = True
-    """Whether the p of the chosen experts are divided by their sum (Mixtral 2401.04088). Then equal experts give the
-    output of one of them."""
+    """Whether the p of the chosen experts are divided by their sum (Mixtral 2401.04088). Then a mixture of equal
+    experts gives the output of one of them."""
     added: Annotated[float, Meta(ge=0)] = 0.0
-    """A number that is added to this sum (LFM2-MoE)."""
+    """A number that is added to the sum by which `normalise` divides (LFM2-MoE)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """The function from logits to p: a softmax over all experts, or a sigmoid for each (DeepSeek-V3 2412.19437)."""
     multiplier: Positive = 1.0
@@ -98,7 +97,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     """Whether a learnt number per expert is added to p for the choice of experts, but not for their weights
     (2408.15664)."""
     biased: Literal["scores", "logits"] = "scores"
-    """Whether this number is added to p or to the logits."""
+    """Whether the numbers of `choice_bias` are added to p ("scores") or to the logits."""
     router_bias: bool = False
     """Whether the linear layer of the router has a bias."""
     groups: Size = 1
@@ -106,13 +105,14 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     top_groups: Size = 1
     """The number of groups that are chosen."""
     group_best: Literal[1, 2] = 2
-    """The number of experts of a group whose largest p are summed. The groups with the largest sums are chosen."""
+    """How groups are chosen: by the sum of the largest p in a group. The value is the number of p in this sum."""
     shared: FeedForward | GatedFeedForward | None = None
     """An expert that every token uses. Several shared experts equal one whose width is the sum of theirs."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by σ(gate(x)), one number per token."""
     averaged: bool = False
-    """Whether the output is half of the sum of shared and chosen experts."""
+    """Whether the output is the mean of the shared expert's output and the sum over the chosen experts, instead of
+    their sum."""
     jitter: Positive | None = None
     """With j, every chosen expert has a separate softmax (SparseMixer 2409.12136). This softmax leaves out the experts
     that were chosen before, and those whose logits are below the expert's own l by more than 2j · max(|logit|, l)."""
@@ -127,7 +127,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     expert_scale: bool = False
     """Whether the final weight of an expert is multiplied by a learnt number of the expert (Gemma 4)."""
     latent: ExpertLatent | None = None
-    """If set, experts read a projection of x to a latent and write to the latent. Their sum is projected back."""
+    """The projections to and from a latent. If set, experts read a projection of x to the latent and write to the
+    latent. The sum of their outputs is projected back."""
     routed_in: Literal["input", "float32"] = "input"
     """The dtype of the router's product: that of its input, or at least fp32."""
     chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
@@ -136,19 +137,21 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     scored_in: Literal["float32", "input"] = "float32"
     """The dtype of p: at least fp32, or that of the logits."""
     in_order: bool = True
-    """Whether the outputs of experts are summed in the order of their p. Otherwise the order is that of the experts."""
+    """Whether a token's experts are summed in the order of their p. Otherwise they are summed in the order of their
+    indices."""
     rounded: bool = False
-    """Whether the weights are rounded to the dtype of x before they multiply."""
+    """Whether the experts' weights (p) are rounded to the dtype of x before they multiply."""
     wide_router: bool = False
     """Whether the router's weight is stored in fp32, whatever the model's dtype is."""
     wide_choice: bool = False
     """Whether the numbers of `choice_bias` are stored in fp32, whatever the model's dtype is."""
     summed: Literal["by token", "by expert", "over all"] = "by token"
-    """How outputs are summed. "by token": a token's experts at once. "by expert": one expert after the other is added,
-    and the sum is rounded every time (DBRX). "over all": all experts get all tokens, as zeros if they were not chosen,
-    in one product, which costs as much as if all were chosen (Llama 4)."""
+    """How the outputs of experts are summed. "by token": all experts of a token at once. "by expert": one expert after
+    the other is added, and the sum is rounded every time (DBRX). "over all": every expert computes all tokens in one
+    product, with zeros as the input for tokens that did not choose it (Llama 4). This costs as much as if all experts
+    were chosen."""
     total: Literal["sum", "norm"] = "sum"
-    """Whether `normalise` computes the sum of p as a sum or as a norm (DBRX). The order of the additions differs."""
+    """How `normalise` computes the sum of p: as a sum, or as a norm (DBRX). The two add in different orders."""
 
     def __post_init__(self) -> None:
         self._check_router()
@@ -220,15 +223,16 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     @property
     def extras(self) -> list[str]:
-        """The fields that a plain softmax over experts does not have: biases, groups, a scale, a shared expert, …"""
+        """The fields that a plain softmax over experts does not need: biases, groups, a factor, a shared expert, …"""
         defaults = self.choices().items()
         return [name for name, default in defaults if name != "normalise" and getattr(self, name) != default]
 
     @property
     def of_chosen(self) -> bool:
-        """Whether scores are computed only for the experts with the largest logits.
+        """Whether experts are chosen by their logits, and scores are computed for the chosen experts only.
 
-        A softmax or sigmoid of all logits would choose the same experts. The scores of a softmax sum to 1 then.
+        A softmax or sigmoid over all experts would choose the same ones. After a softmax over the chosen experts, their
+        weights sum to 1.
         """
         alike = self.normalise or self.scores == "sigmoid"
         plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
@@ -262,7 +266,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return one | {name: Words(f"{short}, {few}{routed}{more}", data, f"{few}{given}{more}, each {whole}")}
 
     def _extras_in_words(self) -> Iterator[str]:
-        """Yield what a plain softmax over experts does not have, in a few words."""
+        """Yield short descriptions of everything that a plain softmax over experts does not have."""
         if self.scores == "sigmoid" or self.choice_bias:
             of = " of logits" if self.biased == "logits" else ""
             yield f"{self.scores}{f' + bias{of}' if self.choice_bias else ''}"
@@ -292,9 +296,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """Return a small copy. If the router chooses all experts, it also does in the copy, and otherwise not.
+        """Return a small copy. Its router chooses all experts only if this router does.
 
-        Groups have two experts. They have three if one group is chosen, and several but not all of its experts.
+        In the copy, groups have two experts. They have three if the router chooses one group, and then several of the
+        group's experts, but not all.
         """
         if self.groups > 1:
             groups = min(self.groups, 4)
@@ -337,7 +342,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return (*router, *experts, *self._with_shared(path, source, experts[-1].id, shape))
 
     def _router(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
-        """Return the operations of the router, of which the last chooses the experts."""
+        """Return the operations of the router. The last one chooses the experts."""
         program: list[AnyOperation] = []
         read = source
         if self.router_norm is not None:
@@ -359,7 +364,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return [*program, Choose(f"{path}.{name}", (program[-1].id,), (*shape[:-1], self.top_k), "router", **fields)]
 
     def _experts(self, path: str, source: str, choice: str, shape: Sizes) -> list[AnyOperation]:
-        """Return the operations from the stream to the sum of the chosen experts. `choice` is the id of the choice."""
+        """Return the operations from the stream to the sum of the chosen experts.
+
+        `choice` is the id of the operation that chooses them.
+        """
         row, gathered, combined = "feed-forward", f"{path}.gathered", f"{path}.combined"
         mixed: Sizes = (*shape[:-1], self.expert_width)
         chosen: Sizes = (*shape[:-1], self.top_k, self.expert_width)
@@ -389,14 +397,23 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return program
 
     def _copied(self, operation: AnyOperation, choice: str, apart: int) -> AnyOperation:
-        """Return an operation of one expert as that of all experts, of which `choice` says which a token uses."""
+        """Return an operation of one expert, changed to the operation of all experts together.
+
+        Args:
+            operation: the operation of one expert.
+            choice: the id of the operation that chooses experts.
+            apart: the number of modules that run one after the other (`Operation.apart`).
+        """
         fields: dict[str, Any] = {"copies": self.experts if operation.weights else 1, "apart": apart}
         if isinstance(operation, Linear):
             fields |= {"inputs": (*operation.inputs, choice), "choice": choice}
         return msgspec.structs.replace(operation, **fields)
 
     def _with_shared(self, path: str, source: str, combined: str, shape: Sizes) -> Iterator[AnyOperation]:
-        """Yield the operations of the shared expert, and its sum with the chosen ones."""
+        """Yield the operations of the shared expert, and the addition of its output to `combined`.
+
+        `combined` is the id of the chosen experts' sum.
+        """
         if self.shared is None:
             return
         row, total = "feed-forward", f"{path}.both"
@@ -416,7 +433,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
 
 class DenseBesideExperts(Mixer, Component, frozen=True):
-    """A feed-forward that every token uses and a mixture of experts, whose outputs are added (Gemma 4).
+    """A dense feed-forward next to a mixture of experts, whose outputs are added (Gemma 4).
 
     Both read the same input. The norm of the mixture's input is a field of the mixture.
     """
@@ -428,11 +445,11 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
     hidden_size: Size
     """The width of the residual stream."""
     dense: GatedFeedForward
-    """The feed-forward that every token uses."""
+    """The dense feed-forward, which every token uses."""
     dense_norm: Norm
-    """The norm of its input."""
+    """The norm of the dense feed-forward's input."""
     dense_output_norm: Norm
-    """The norm of its output."""
+    """The norm of the dense feed-forward's output."""
     mixture: MixtureOfExperts
     """The mixture of experts."""
     mixture_output_norm: Norm

@@ -1,4 +1,4 @@
-"""A model as a tree of components, and functions on any tree: its nodes, parameters, differences. No torch."""
+"""A model as a tree of components, and functions for any tree: its nodes, parameters, differences. No torch."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -27,7 +27,7 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional.
 
-    With an `encoder`, it is the decoder of an encoder-decoder model.
+    If it has an `encoder`, it is an encoder-decoder model, and the other fields describe the decoder.
     """
 
     described = (
@@ -75,13 +75,14 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     layer_inputs: LayerEmbedding | None = None
     """Additional inputs of the layers (Gemma 3n)."""
     streams: Streams | None = None
-    """The split of the embeddings into several residual streams (Gemma 3n). Every layer then has an `altup`."""
+    """The component that makes several residual streams from the embeddings (Gemma 3n). Every layer then has an
+    `altup`."""
     relative_bias: RelativeBias | None = None
     """The table of position biases for layers with the positions `Buckets` (T5)."""
     blocks: tuple[Block, ...]
     """The layers."""
     joined: Streams | None = None
-    """The combination of the residual streams after the last layer. It equals `streams`."""
+    """The component that combines the residual streams after the last layer. It equals `streams`."""
     final_norm: Norm | None = None
     """The norm of the last layer's output. Post-norm models have none."""
     head: Head | None
@@ -128,7 +129,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self._encoded()
 
     def _encoded(self) -> None:
-        """Raise ConfigError if cross-attention has no encoder, or position biases have no table."""
+        """Raise ConfigError if cross-attention has no encoder, or a layer's position biases have no table."""
         encoder, table = self.encoder, self.relative_bias
         if encoder is not None and (encoder.head, encoder.pooler, encoder.encoder) != (None, None, None):
             raise ConfigError(
@@ -156,7 +157,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 )
 
     def _given(self) -> None:
-        """Raise ConfigError if layers read layer inputs, keys or shared weights that do not exist."""
+        """Raise ConfigError if a layer reads layer inputs, keys or shared weights that do not exist in the tree."""
         inputs, known_keys, shared_blocks = self.layer_inputs, set[Any](), dict[int, Any]()
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
@@ -187,7 +188,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def causal(self) -> bool:
-        """Whether tokens attend only to earlier tokens, so that the model can predict the next token."""
+        """Whether tokens attend only to themselves and earlier ones, so that the model can predict the next token."""
         return all(getattr(block.mixer("attention"), "causal", True) for block in self.blocks)
 
     @property
@@ -204,7 +205,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return self.head
 
     def predicts(self, what: str) -> None:
-        """Check that the model predicts the next token, which `what` needs.
+        """Check that the model predicts the next token. `what` names the operation that needs this, for the message.
 
         Raises:
             MissingComponent: The model has bidirectional attention, or no head.
@@ -218,7 +219,11 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self.has_head()
 
     def one_stack(self, what: str) -> None:
-        """Check that the model has no encoder, which `what` does not support. Raises MissingComponent otherwise."""
+        """Check that the model has no encoder. `what` names the operation that supports none, for the message.
+
+        Raises:
+            MissingComponent: The model has an encoder.
+        """
         if self.encoder is not None:
             raise MissingComponent(
                 f"{what} needs a decoder-only model, but this model also has an encoder",
@@ -227,7 +232,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def extra_inputs(self) -> str:
-        """What layers read besides the stream, as field names joined by "and". Empty if they read only the stream."""
+        """What layers read besides the residual stream, as field names joined by "and".
+
+        It is empty if they read nothing else.
+        """
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.reused_keys)}
         there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
         there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.has_shared_blocks}
@@ -235,12 +243,12 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def has_shared_blocks(self) -> bool:
-        """Whether layers have shared blocks, which read the first layer's input again."""
+        """Whether some layers run a shared block (`SharedTransformer`), which also reads the first layer's input."""
         return any(block.mixer(SharedTransformer.slot) is not None for block in self.blocks)
 
     @property
     def shared_block_sources(self) -> dict[int, int]:
-        """For every layer with a shared block, the number of the layer that stores the block's weights."""
+        """The layers that run a shared block -> the layer that stores the block's weights, by number."""
         sources: dict[int, int] = {}
         stored: dict[int, int] = {}
         for layer, block in enumerate(self.blocks):
@@ -252,7 +260,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def reused_keys(self) -> frozenset[Any]:
-        """The `Attention.kv_signature` of the keys and values that later layers take from earlier ones."""
+        """The `Attention.kv_signature` of all layers that use the keys and values of an earlier layer."""
         mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
         return frozenset(mixer.kv_signature for mixer in mixers if getattr(mixer, "kv_from", "") == "earlier")
 
@@ -269,7 +277,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
 
     def __repr__(self) -> str:
-        """Return the tree in a few lines. `to_json` returns all of it."""
+        """Return a summary of the tree in a few lines. `to_json` returns the whole tree."""
         runs: list[list[Any]] = []  # the first layer, the last layer and the block of every run of equal layers
         for index, block in enumerate(self.blocks):
             if runs and runs[-1][2] == block:
@@ -300,7 +308,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def stream_size(self) -> int:
-        """The number of elements per token that a layer passes to the next."""
+        """The number of elements per token that a layer passes to the next layer."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
@@ -308,7 +316,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return self.embedding.vocab_size
 
     def components(self) -> Iterator[Component]:
-        """Yield every component of the tree, depth first, also those without parameters."""
+        """Yield every component of the tree, depth first, including components that never have parameters."""
         for _, root, top in self._roots():
             yield from (node for _, node in walk(top, root))
 
@@ -331,7 +339,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                     yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 
     def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
-        """Yield (number of the layer or None, path, node) for the components directly below the model."""
+        """Yield (layer number or None, path, node) for the components directly below the model."""
         for name, value in self.entries().items():
             if isinstance(value, Component):
                 yield None, name, value
@@ -339,7 +347,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 yield from ((layer, f"{name}.{layer}", block) for layer, block in enumerate(value))
 
     def before_blocks(self) -> Program:
-        """Return the program from token ids to the stream that the first block reads."""
+        """Return the program from token ids to the residual stream that the first block reads."""
         ids: Sizes = ("B", "T")
         program: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
         program += self.embedding.operations("embedding", "tokens", ids)
@@ -365,11 +373,11 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return tuple(program)
 
     def block_operations(self, block: Block) -> Program:
-        """Return the program of a block, from the stream "x" to "block_output"."""
+        """Return the program of a block. Its input has the id "x", and its result has the id "block_output"."""
         return _program(block, self.hidden_size)
 
     def after_blocks(self) -> Program:
-        """Return the program from the last block's output to logits, or to hidden states."""
+        """Return the program from the last block's output to logits, or to hidden states if there is no head."""
         stream: Sizes = ("B", "T", self.hidden_size)
         program: list[AnyOperation] = []
         if self.joined is not None:
@@ -387,7 +395,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def _program(block: Block, width: int) -> Program:
-    """Return a block's program. The cache saves time, because walks ask for the same blocks many times."""
+    """Return a block's program. The results are cached, because other code asks for the same blocks many times."""
     return block.operations("", "x", ("B", "T", width))
 
 
@@ -402,7 +410,7 @@ def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:
 
 
 def _summary(node: Component) -> str:
-    """Return a component with its sizes in words: Attention(heads 12, kv_heads 12, head_dim 64)."""
+    """Return a component's kind and sizes as text: Attention(heads 12, kv_heads 12, head_dim 64)."""
     plain = {name: getattr(node, name) for name in node.__struct_fields__ if name not in ("hidden_size", "scale")}
     sizes = [f"{name} {value:,}" for name, value in plain.items() if type(value) is int]
     sizes += [name for name, value in plain.items() if value is True]
@@ -411,9 +419,9 @@ def _summary(node: Component) -> str:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return the differences of two trees as (path, value in a, value in b).
+    """Return the differences between two trees, as (path, value in a, value in b).
 
-    Components of different kinds are one difference.
+    If two components at the same path are of different kinds, this is one difference.
     """
     if type(a) is not type(b):
         return [(path or "model", a, b)]
@@ -435,7 +443,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 def without_rounding(node: Component | None) -> Any:
     """Return the tree that represents all trees with the same function in exact arithmetic.
 
-    Rounding fields, and the ways of computing an activation, are set to the same values. The cache saves time, because
-    all families ask for the same tree when gptkit looks for a family that can store it.
+    All rounding fields have their defaults, and activations are replaced by `function_of`. The results are cached,
+    because every family asks for the same tree when gptkit looks for a family that can store it.
     """
     return None if node is None else node.mapped(lambda part, _: part.alike())

@@ -13,7 +13,7 @@ from .words import Words
 __all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm", "inside"]
 
 Gain = Literal["weight", "1 + weight", "none"]
-"""The factor of a norm: its weight, its weight plus 1 (Gemma), or no factor, if the norm has no weight."""
+"""What a norm multiplies by: its weight, its weight plus 1 (Gemma), or nothing, if the norm has no weight."""
 
 
 class Norm(Open, frozen=True):
@@ -23,7 +23,7 @@ class Norm(Open, frozen=True):
     given = ("size",)
     usual: ClassVar[dict[str, Any]] = {"eps": ("norms with an eps of {:.0e}", (1e-5, 1e-6, 1e-8, 1e-12))}
     centred: ClassVar[bool]
-    """Whether the mean of a row is subtracted first."""
+    """Whether the mean of a row is subtracted from the row first."""
     size: int
     """The number of elements of a row."""
     eps: float
@@ -34,11 +34,14 @@ class Norm(Open, frozen=True):
         return "norm"
 
     def factor(self, weight: Any) -> Any:
-        """Return the factor that a weight means: the weight itself, or 1 + weight. Arrays of any library will do."""
+        """Return what a norm with this weight multiplies by: the weight, or 1 + weight.
+
+        Arrays of any library are accepted.
+        """
         return 1.0 + weight if self.gain == "1 + weight" else weight
 
     def weight_of(self, factor: Any) -> Any:
-        """Return the weight for a factor: the inverse of `factor`."""
+        """Return the weight with which a norm multiplies by this factor. This is the inverse of `factor`."""
         return factor - 1.0 if self.gain == "1 + weight" else factor
 
     def slips(self) -> dict[str, Any]:
@@ -46,11 +49,23 @@ class Norm(Open, frozen=True):
         return {"eps ten times as large": large, "eps ten times as small": small}
 
     def gains(self) -> dict[str, Weight]:
-        """Return the norm's weight, if it has one. At the start of training, its factor is 1."""
+        """Return the norm's weight by its name, or nothing if it has none.
+
+        At the start of training, the norm multiplies by 1.
+        """
         return {} if self.gain == "none" else {"weight": Weight((self.size,), "gain", self.weight_of(1.0))}
 
     def normed(self, path: str, source: str, shape: Sizes, formula: str, shift: str = "", **fields: Any) -> Program:
-        """Return the program of a norm, which is one operation. `formula` is the norm without its gain."""
+        """Return the program of a norm, which is one operation.
+
+        Args:
+            path: The name of the norm's module in the block.
+            source: The id of the norm's input.
+            shape: The shape of the input.
+            formula: The formula without gain and bias, for drawings.
+            shift: What is added after the gain, for drawings.
+            fields: Further fields of `NormOperation`.
+        """
         factor = {"weight": " · w", "1 + weight": " · (1 + w)", "none": ""}[self.gain]
         fields |= {"formula": formula + factor + shift, "gain": self.gain}
         return (NormOperation(path, (source,), shape, "norms", tuple(self.shapes().items()), **fields),)
@@ -77,12 +92,12 @@ class LayerNorm(Norm, Component, frozen=True):
     bias: bool = True
     """Whether a bias is added after the gain."""
     gain: Gain = "weight"
-    """The factor of the normalised row."""
+    """What the normalised row is multiplied by."""
     groups: Size = 1
     """The number of equal parts of a row. Every part is normalised separately, with its own part of the weight, as in
     StableLM's and Cohere's norms of every head."""
     cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
-    """How the norm is computed. "kernel": by torch's kernel, in the dtype of the input. "float32 kernel": by this
+    """How the norm is computed. "kernel": by torch's kernel, in the dtype of the input. "float32 kernel": by torch's
     kernel, in at least fp32 (OLMo). "float32": by separate operations, in at least fp32 (Cohere)."""
     apart: bool = False
     """Whether the weights of the groups are separate tensors (StableLM)."""
@@ -138,7 +153,7 @@ class RMSNorm(Norm, Component, frozen=True):
     """When the normalised row is cast back to the model's dtype: before (Llama) or after it is multiplied by the
     weight."""
     gain: Gain = "weight"
-    """The factor of the normalised row."""
+    """What the normalised row is multiplied by."""
     groups: Size = 1
     """The number of equal parts of a row. Every part is normalised separately, with its own part of the weight
     (Mamba-2)."""
@@ -168,12 +183,18 @@ def _check_groups(norm: Any) -> None:
 
 
 def _groups(norm: Any, size: int) -> int:
-    """Return the number of groups in a row of `size` elements, so that the groups keep their width."""
+    """Return the number of groups in a row of `size` elements, if every group keeps its width."""
     return 1 if norm.groups == 1 else size * norm.groups // norm.size
 
 
 def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:
-    """Return the words for the norms inside a mixer, by name. `short` and `whole` say what they normalise."""
+    """Return the description of the norms inside a mixer. `norms` has them by name.
+
+    Args:
+        norms: The norms, by name.
+        short: What is appended to the short words, such as " on dt, b, c".
+        whole: What the norms normalise, for the long words.
+    """
     present = {name: norm for name, norm in norms.items() if norm is not None}
     if not present:
         return Words("none", [])

@@ -52,14 +52,14 @@ class Operation(msgspec.Struct, frozen=True):
     weights: tuple[tuple[str, Shape], ...] = ()
     """The names and shapes of the module's parameters."""
     copies: int = 1
-    """The number of equal modules, of which a token uses some (experts)."""
+    """The number of equal modules with their own weights, such as experts. A token uses only some of them."""
     apart: int = 1
-    """The number of modules that run one after the other, each on its part of the tokens (experts)."""
+    """The number of modules that run one after the other, each on some of the tokens (experts)."""
     live_until: str = ""
-    """The id of the operation until which the module's code refers to the result, so that its memory is not released.
-    If empty, the result is released after the last operation that reads it."""
+    """The id of the last operation during which the module's code still refers to the result, so that its memory is not
+    released. If empty, the result is released after the last operation that reads it."""
     tied: str | None = None
-    """The operation whose weights it uses."""
+    """The id of the operation whose weights this one uses, or None if it has its own."""
     kept_wide: bool = False
     """Whether the result is in at least fp32, whatever the model's dtype is."""
 
@@ -69,20 +69,23 @@ class Operation(msgspec.Struct, frozen=True):
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     def numbers(self, **symbols: int) -> int:
-        """Return the number of elements of the result for given B, T and S. The default of U is T, or else S."""
+        """Return the number of elements of the result for given B, T, S and U.
+
+        If U is not given, it is T, or else S.
+        """
         symbols = {"U": symbols.get("T", symbols.get("S", 1)), **symbols}
         return math.prod(size if isinstance(size, int) else symbols[size] for size in self.shape)
 
 
 class Tokens(Operation, frozen=True, kw_only=True):
-    """The token ids, or the token types, (B, T)."""
+    """The token ids of a batch, or its token types, (B, T)."""
 
     types: bool = False
     """Whether these are token types, which say to which segment a token belongs (BERT)."""
 
 
 class Stream(Operation, frozen=True, kw_only=True):
-    """A value under another name: the input of a block, or a value that bypasses a branch."""
+    """A value under another name, such as the input of a block, or a value that bypasses a branch."""
 
 
 class Given(Operation, frozen=True, kw_only=True):
@@ -98,7 +101,7 @@ class Given(Operation, frozen=True, kw_only=True):
 
 
 class Embed(Operation, frozen=True, kw_only=True):
-    """The lookup of ids in a table of embeddings."""
+    """The lookup of token ids or types in a table of embeddings."""
 
 
 class Positions(Operation, frozen=True, kw_only=True):
@@ -107,7 +110,8 @@ class Positions(Operation, frozen=True, kw_only=True):
     offset: int = 0
     """The number that is added to a position to get its row."""
     padding: int | None = None
-    """The id of tokens that are not counted, so that the positions differ between the texts of a batch."""
+    """The id of padding tokens, which are not counted as positions. Then the positions differ between the texts of a
+    batch."""
 
 
 class NormOperation(Operation, frozen=True, kw_only=True):
@@ -118,8 +122,8 @@ class NormOperation(Operation, frozen=True, kw_only=True):
     formula: str
     """The formula of the norm for drawings."""
     normalised_in: Literal["kernel", "input", "float32"]
-    """Where the normalised rows are before the gain: inside one "kernel", or in a tensor, with the dtype of the "input"
-    or "float32". Without a kernel, the norm is computed in at least fp32."""
+    """Where the rows are between normalisation and gain: inside one "kernel", or in a tensor with the dtype of the
+    "input" or in "float32". Without a kernel, the norm is computed in at least fp32."""
     statistics: int = 1
     """The number of statistics per row that autograd saves for the backward pass."""
     gain: Literal["weight", "1 + weight", "none"] = "weight"
@@ -127,7 +131,7 @@ class NormOperation(Operation, frozen=True, kw_only=True):
     centred: bool = False
     """Whether the rows minus their means are a separate tensor, and the gain is applied in at least fp32."""
     narrowed: bool = False
-    """Whether it casts a stream in fp32 to the model's dtype first."""
+    """Whether the norm first casts an fp32 stream to the model's dtype."""
 
 
 class Linear(Operation, frozen=True, kw_only=True):
@@ -139,19 +143,19 @@ class Linear(Operation, frozen=True, kw_only=True):
     """What is cast to at least fp32 first: nothing, the input, or the input and the weight."""
     arithmetic: Arithmetic = "linear"
     together: str = ""
-    """A name that linear layers with the same input share if they are computed at the same time."""
+    """A name that linear layers with the same input have in common if they are computed at the same time."""
     fused: bool = False
     """Whether the layers with the same `together` are one matrix product."""
     groups: int = 1
-    """The number of groups in the rows of that product, such as one per key-value head."""
+    """The number of groups in the rows of the fused product, such as one per key-value head."""
     copied: bool = False
-    """Whether the result is copied out of the result of that product."""
+    """Whether the layer's part of the fused product's result is copied to a new tensor."""
     joined: bool = False
-    """Whether the results of that product are concatenated to a new tensor."""
+    """Whether the results of the layers in the fused product are concatenated to a new tensor."""
     choice: str | None = None
-    """The input that says which of the `copies` a token uses."""
+    """The id of the input that says which of the `copies` a token uses."""
     window: int | None = None
-    """The number of cached tokens in sight, if it reads cached tokens."""
+    """The number of cached tokens in sight, if the layer reads cached tokens."""
     by_channel: bool = False
     """Whether the input is stored channel by channel, so that it is copied if there are several sequences."""
 
@@ -176,7 +180,7 @@ class Rotate(Operation, frozen=True, kw_only=True):
     start: int = 0
     """The index of the first rotated element of a head."""
     parts: int = 1
-    """The number of parts. Each has `rotary.dim` elements and is rotated separately."""
+    """The number of rotated parts of a head. Each has `rotary.dim` elements and is rotated separately."""
 
     @property
     def turned(self) -> int:
@@ -185,28 +189,34 @@ class Rotate(Operation, frozen=True, kw_only=True):
 
 
 class Temper(Operation, frozen=True, kw_only=True):
-    """The product of a token's elements and a factor that grows with its position."""
+    """The product of a token's queries and a factor that grows with the token's position."""
 
     temperature: Temperature
 
 
 class CacheOperation(Operation, frozen=True, kw_only=True):
-    """A KV cache: the cached x of the earlier tokens followed by x, so that T becomes S in the shape."""
+    """A KV cache.
+
+    Its result is the cached x of the earlier tokens followed by the new x, so its shape has S instead of T.
+    """
 
     window: int | None = None
-    """The number of tokens in sight. All but one of them stay in the cache for the next step."""
+    """The number of tokens in sight, or None for all. All but one of them stay in the cache for the next step."""
     repeats: int = 1
-    """How many times every head is repeated after the cache, and inside the cache of transformers."""
+    """How many times every head is repeated after the cache. The cache of transformers contains the repeated heads."""
     ours: bool = False
-    """Whether no family of transformers has such a cache."""
+    """Whether this cache is only in gptkit's models, and no family of transformers has one like it."""
     as_given: bool = False
-    """Whether x is used as it is if there is no cache. Otherwise it is copied, head by head."""
+    """Whether x is not copied if there is no cache. Otherwise it is copied, head by head."""
     once: bool = False
     """Whether x belongs to the tokens of an encoder, so that the cache is full after the first step."""
 
 
 class Concat(Operation, frozen=True, kw_only=True):
-    """The concatenation of parts of a token's features, or of a key. Inputs with one head are shared by all heads."""
+    """The concatenation of its inputs along the last dimension, such as the parts of a key.
+
+    Inputs with one head are shared by all heads.
+    """
 
 
 class Scores(Operation, frozen=True, kw_only=True):
@@ -216,7 +226,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     query_dim: int
     """The number of elements of a query or key."""
     kv_heads: int
-    """The number of key heads. Each is shared by the same number of query heads."""
+    """The number of key heads. Every key head is shared by the same number of query heads."""
     window: int | None = None
     chunked: bool = False
     causal: bool = True
@@ -225,7 +235,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     broadcast: bool = False
     """Whether key heads are expanded to query heads inside the matrix product, which no fused kernel does."""
     written: bool = False
-    """Whether scores are a tensor with every kernel, because the family has no fused attention."""
+    """Whether scores are stored as a tensor with every attention kernel, because the family has no fused attention."""
 
     @property
     def heads(self) -> int:
@@ -237,7 +247,7 @@ class Alibi(Operation, frozen=True, kw_only=True):
 
     alibi: Biasing
     scale: float
-    """The scale of the scores, which also multiplies the bias if it is `scaled`."""
+    """The scale of the scores. It also multiplies the bias if the bias is `scaled`."""
 
 
 class Cap(Operation, frozen=True, kw_only=True):
@@ -245,7 +255,7 @@ class Cap(Operation, frozen=True, kw_only=True):
 
     limit: float
     hard: bool = False
-    """Whether x is clipped."""
+    """Whether x is clipped. Otherwise the tanh formula is used."""
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
@@ -261,15 +271,15 @@ class Softmax(Operation, frozen=True, kw_only=True):
     causal: bool = True
     """Whether only the query's own key and earlier ones are in sight. Otherwise a window extends to both sides."""
     wide: bool = True
-    """Whether it is computed in at least fp32, or else in the dtype of the scores."""
+    """Whether the softmax is computed in at least fp32. Otherwise it is computed in the dtype of the scores."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the sink acts. "in softmax": as a score, after the row's largest score is subtracted from all. "in float32":
-    as a score, without this subtraction. "behind it": as a factor of the output, the share that it leaves to the
-    keys."""
+    """How the sink acts. "in softmax": as a score, after the row's largest score is subtracted from all scores. "in
+    float32": as a score, without this subtraction. "behind it": it multiplies the output by the share of the weights
+    that it leaves to the keys."""
 
 
 class Mix(Operation, frozen=True, kw_only=True):
-    """The weighted sum of the values, (B, T, heads, value dim). Heads are grouped as in `Scores`."""
+    """The weighted sum of the values, (B, T, heads, value dim). Query heads share value heads as in `Scores`."""
 
     window: int | None = None
     chunked: bool = False
@@ -296,10 +306,11 @@ class Scan(Operation, frozen=True, kw_only=True):
     wide: bool = False
     """Whether the recurrence is computed, and the state stored, in at least fp32."""
     theirs: int | None = None
-    """The number of elements of the state in the cache of transformers. None means that transformers has no such
-    state."""
+    """The number of elements of the state in the cache of transformers. None means that transformers does not have this
+    recurrence."""
     narrow: bool = False
-    """Whether the temporary numbers (`alive`, `within`) are in the model's dtype."""
+    """Whether the temporary elements (`alive`, `within`) are in the model's dtype. Otherwise they are in at least
+    fp32."""
     chunk: int = 1
     """The number of tokens in a chunk. The last chunk is padded with zeros."""
     chunk_products: int = 0
@@ -307,14 +318,15 @@ class Scan(Operation, frozen=True, kw_only=True):
     spared: int = 0
     """The number of multiplications that the first chunk does not need, because there is no state before it."""
     between: int = 0
-    """The number of multiplications per pair of chunks, if the states of chunks are computed from those of all earlier
-    chunks."""
+    """The number of multiplications per pair of chunks, for recurrences that compute a chunk's state from those of all
+    earlier chunks."""
     alive: int = 0
-    """The number of temporary elements per token of all chunks, besides inputs and result, when memory is highest."""
+    """The number of temporary elements, per token of the text, when memory use is highest. Inputs and result are not
+    counted."""
     again: bool = False
-    """Whether steps of single tokens are also computed again for the backward pass."""
+    """Whether a text that is processed token by token is also computed again for the backward pass."""
     within: tuple[int, int] = (0, 0)
-    """The number of temporary elements of the current chunk: if it is the first, and if it is a later one."""
+    """The number of temporary elements for the current chunk: for the first chunk of a text, and for a later one."""
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
@@ -330,19 +342,19 @@ class Convolve(Operation, frozen=True, kw_only=True):
     pads_short: bool = True
     """Whether a text that is shorter than the kernel is first padded to `width` tokens."""
     carried: int | None = None
-    """The number of tokens that stay in the cache. None means `width`. Otherwise, a single new token is computed as a
-    sum of products instead of a convolution."""
+    """The number of tokens that stay in the cache. None means `width`. If it is set, a single new token is computed as
+    a sum of products instead of a convolution."""
 
 
 class Pairs(Operation, frozen=True, kw_only=True):
-    """The input of every token, paired with that of the previous token, (B, T, 2, hidden).
+    """Every token's input, paired with that of the previous token, (B, T, 2, hidden).
 
-    The token before the first is zeros. The last token's input stays in the cache.
+    Before the first token, the input counts as zeros. The last token's input stays in the cache.
     """
 
 
 class Blend(Operation, frozen=True, kw_only=True):
-    """w · x + (1 − w) · y for pairs (x, y). The weight w has one number per column."""
+    """w · x + (1 − w) · y for pairs (x, y). The weight w has one element per column."""
 
 
 class ActivationOperation(Operation, frozen=True, kw_only=True):
@@ -350,14 +362,15 @@ class ActivationOperation(Operation, frozen=True, kw_only=True):
 
     function: Activation
     wide: Literal["", "rounded", "kept"] = ""
-    """If not empty, it is computed in at least fp32, and the result is "rounded" to the model's dtype or "kept"."""
+    """If not empty, the activation is computed in at least fp32. Then the result is "rounded" to the model's dtype, or
+    "kept"."""
 
 
 class Sparse(Operation, frozen=True, kw_only=True):
-    """max(x − threshold, 0), where the threshold of a row is its mean + Φ⁻¹(share) · its deviation."""
+    """max(x − threshold, 0). The threshold of a row is its mean + Φ⁻¹(share) · its standard deviation."""
 
     share: float
-    """The share of a row's elements that become 0, if they are normally distributed."""
+    """The fraction of a row's elements that become 0, if the elements are normally distributed."""
 
 
 class Product(Operation, frozen=True, kw_only=True):
@@ -368,14 +381,14 @@ class Product(Operation, frozen=True, kw_only=True):
 
 
 class ScaleOperation(Operation, frozen=True, kw_only=True):
-    """The product of the input, a number, and the weight if there is one.
+    """The product of the input and a number, and of the weight if there is one.
 
-    The weight is a single number that is not trained, or has one number per column.
+    The weight is a single number that is not trained, or has one element per column.
     """
 
     factor: float
     together: str = ""
-    """A name that operations share if their results are concatenated to one tensor."""
+    """A name that operations have in common if their results are concatenated to one tensor."""
 
     def computed_together(self, program: Iterable[Operation]) -> list[ScaleOperation]:
         """Return all `ScaleOperation`s of the program with the same `together`, including this one."""
@@ -392,14 +405,14 @@ class Add(Operation, frozen=True, kw_only=True):
     """The sum of the inputs."""
 
     residual: str | None = None
-    """The input that bypassed a branch, if one did."""
+    """The id of the input that bypassed a branch, or None if none did."""
 
 
 class Choose(Operation, frozen=True, kw_only=True):
     """The choice of `top_k` experts per token by the logits of a router, and the weights of these experts.
 
-    It has a bias if one is added for the choice only, and a weight if the experts' weights are multiplied by a number
-    per expert. Fields with a name of `MixtureOfExperts` mean the same as there.
+    The operation has a bias if one is added for the choice only. It has a weight if the weights of experts are
+    multiplied by a learnt number per expert. Fields with a name of `MixtureOfExperts` mean the same as there.
     """
 
     top_k: int
@@ -420,7 +433,7 @@ class Choose(Operation, frozen=True, kw_only=True):
 
 
 class Gather(Operation, frozen=True, kw_only=True):
-    """The tokens, sorted by their experts. A token appears once for each of its experts."""
+    """The inputs of experts: the tokens, sorted by expert. A token appears once for each of its experts."""
 
     weighs: bool = False
     """Whether tokens are multiplied by the weights of their experts."""
@@ -430,23 +443,23 @@ class Combine(Operation, frozen=True, kw_only=True):
     """The sum of the outputs of a token's experts."""
 
     wide: bool = True
-    """Whether the weights are in at least fp32."""
+    """Whether the weights of the experts are in at least fp32."""
     one_by_one: bool = False
-    """Whether one expert after the other is added, instead of all at once."""
+    """Whether one expert after the other is added to the sum. Otherwise the sum is computed at once."""
     weighs: bool = True
-    """Whether outputs are multiplied by the weights of their experts. Otherwise the experts' inputs have been."""
+    """Whether outputs are multiplied by the weights of their experts. Otherwise the inputs were multiplied by them."""
 
 
 class AltUp(Operation, frozen=True, kw_only=True):
     """A step of a model with several residual streams, (streams, B, T, hidden).
 
-    - split: the inputs become the streams, scaled to the length of the first
+    - split: the inputs become the streams, scaled to the length (the norm) of the first
     - pick: the stream `index` of `count`
     - predict: to every stream, all streams are added, times one coefficient of the token per pair of streams
     - correct: to every stream, the error of the stream `index` is added, times one coefficient per stream; the error is
-      the second input minus that stream
+    the second input minus that stream
     - spread: the second input is added to all streams except the first
-    - join: the mean of the inputs, scaled to the length of the first
+    - join: the mean of the inputs, scaled to the length (the norm) of the first
     """
 
     step: Literal["split", "pick", "predict", "correct", "spread", "join"]
@@ -468,7 +481,10 @@ Program = tuple[AnyOperation, ...]
 
 
 def unknown(operation: Never, walk: str) -> ConfigError:
-    """Return the error for an operation without a rule in a walk. The last case of every `match` raises it."""
+    """Return the error for a kind of operation that a walk has no rule for.
+
+    The last case of every `match` raises it.
+    """
     return ConfigError(f"{walk} has no entry for the operation {type(operation).__name__} ({operation.id})")
 
 
@@ -478,7 +494,10 @@ def unknown(operation: Never, walk: str) -> ConfigError:
 def linear(
     node: Component, name: str, path: str, source: str, shape: Sizes, row: str, live_until: str = "", **fields: Any
 ) -> Linear:
-    """Return the linear layer `name` of a component at `path`, with the component's parameters of this name."""
+    """Return the linear layer `name` of a component. Its weights are the component's parameters with this name.
+
+    `path` is the name of the component's module in the block.
+    """
     own = {key.partition(".")[2]: value for key, value in node.shapes().items() if key.partition(".")[0] == name}
     weights, arithmetic = tuple(own.items()), getattr(node, "arithmetic", "linear")
     fields = {"arithmetic": arithmetic, "inputs_wide": own["weight"][1], **fields}
@@ -535,5 +554,5 @@ def attend(
 
 
 def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:
-    """Return the operations with another row, for example to count a norm inside attention as attention."""
+    """Return the operations with another `row`. With "attention", a norm inside attention is counted as attention."""
     return (msgspec.structs.replace(operation, row=row) for operation in operations)

@@ -95,8 +95,8 @@ class SinusoidalPositions(Component, frozen=True):
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """A number that is added to every position."""
     ends: Literal["one", "both"] = "one"
-    """Which pair of sine and cosine has a period of 2π · 10,000 tokens. "both": the slowest pair (XGLM, tensor2tensor).
-    "one": the pair that would follow the slowest one (the paper, CTRL)."""
+    """Which pair of sine and cosine has a wavelength of 2π · 10,000 tokens. "both": the slowest pair (XGLM,
+    tensor2tensor). "one": a pair that would follow the slowest one (the paper, CTRL)."""
     made: Literal["float32", "float64"] = "float32"
     """The dtype in which the angles are computed. It changes only the rounding."""
 
@@ -120,7 +120,7 @@ class LinearScaling(Component, frozen=True):
 
 
 class DynamicScaling(Component, frozen=True):
-    """An NTK-aware base that grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
+    """NTK-aware scaling: the base grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
 
     factor: Positive
     """How fast the base grows with the length of the sequence."""
@@ -132,8 +132,9 @@ class DynamicScaling(Component, frozen=True):
 
 
 class YarnScaling(Component, frozen=True):
-    """YaRN (Peng et al. 2309.00071): slow pairs are interpolated, fast pairs are unchanged, with a ramp between
-    them, and cos and sin are scaled.
+    """YaRN (Peng et al. 2309.00071): positions of slow pairs are interpolated, and fast pairs are unchanged.
+
+    There is a ramp between slow and fast pairs. cos and sin are multiplied by `attention_factor`.
     """
 
     forgotten: ClassVar[dict[str, str]] = {
@@ -160,8 +161,9 @@ class YarnScaling(Component, frozen=True):
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753): every pair has its own divisor, with other divisors for long sequences, and cos and sin
-    are scaled.
+    """LongRoPE (2402.13753): every pair has its own divisor, with other divisors for long sequences.
+
+    cos and sin are multiplied by `attention_factor`.
     """
 
     rounds = ("renewed",)
@@ -182,8 +184,9 @@ class LongRopeScaling(Component, frozen=True):
 
 
 class Llama3Scaling(Component, frozen=True):
-    """Llama 3.1's scaling: slow pairs are divided by `factor`, fast pairs are unchanged, with a ramp in wavelength
-    between them.
+    """Llama 3.1's scaling: the frequencies of slow pairs are divided by `factor`, and fast pairs are unchanged.
+
+    There is a ramp in wavelength between slow and fast pairs.
     """
 
     factor: Positive
@@ -214,7 +217,10 @@ class ProportionalScaling(Component, frozen=True):
 
 
 def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]:
-    """Return the words for a scaling, with `more` in the long words, and with all of its numbers as data."""
+    """Return the description of a scaling.
+
+    Its data has all numbers of the scaling. Its long words are `short` + `more`.
+    """
     data: dict[str, Any] = msgspec.to_builtins(scaling)
     kind = data.pop("type").removesuffix("Scaling").lower()
     return {"scaling": Words(short, {"kind": kind, **data}, short + more)}
@@ -234,16 +240,16 @@ class Position(Open, frozen=True):
 
     __slots__ = ()
     turns: ClassVar[bool] = False
-    """Whether it rotates queries and keys."""
+    """Whether the encoding rotates queries and keys."""
     biases: ClassVar[bool] = False
-    """Whether it adds to the scores."""
+    """Whether the encoding adds a bias to the scores."""
 
     @property
     def aspect(self) -> str:
         return "position"
 
     def aspects_on(self, on: Words) -> dict[str, Words]:  # noqa: ARG002 - most kinds do not depend on it
-        """Return `aspects`, where `on` says to which elements of a head the encoding applies."""
+        """Return `aspects`, given the words that say to which elements of a head the encoding applies."""
         return self.aspects()
 
 
@@ -286,7 +292,7 @@ class Biasing(Position, frozen=True):
 
 PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
 PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
-"""The two mistakes of rotating elements together that are not a pair in the model."""
+"""The names of two mistakes: rotating elements together that are not a pair in the model."""
 
 
 class Rotary(Turning, Component, frozen=True):
@@ -314,16 +320,16 @@ class Rotary(Turning, Component, frozen=True):
     """Which elements are rotated together: i and i + dim/2 ("halves": GPT-NeoX, llama), or 2i and 2i + 1 ("adjacent":
     the paper, GPT-J). The frequencies are the same."""
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
-    """What is rounded to the dtype of the queries and keys: cos, sin and their products ("input"), only the "result"
-    (OLMo), only the result of "keys" (CodeGen), or the "tables" of cos and sin and the result (Cohere). "complex"
-    rounds only the result of complex products (DeepSeek-V2, with adjacent pairs)."""
+    """What is rounded to the dtype of the queries and keys. "input": cos, sin and their products. "result": only the
+    result (OLMo). "keys": only the result, and only that of keys (CodeGen). "tables": cos, sin and the result (Cohere).
+    "complex": only the result of complex products (DeepSeek-V2, with adjacent pairs)."""
     direction: Literal["forward", "backward"] = "forward"
     """Whether later tokens are rotated by larger angles, or by smaller ones ("backward", nanochat)."""
     joined: bool = False
-    """Whether the result is always a concatenation: of rotated and other elements, even if there are no others
+    """Whether the result is always a concatenation, of rotated and other elements, even if there are no others
     (GPT-NeoX), or of both halves (gpt-oss)."""
     lie: Literal["by head", "by token"] = "by head"
-    """The memory layout of the result: head by head, or token by token as projected (GPT-J)."""
+    """The memory layout of the result: head by head, or token by token as the projection gives it (GPT-J)."""
     spread: Size | None = None
     """The divisor in the exponent of the base, if it is not `dim`: pair i rotates by base^(-2i / spread). If the number
     of dimensions in config.json is odd, transformers rotates one element more and divides by the odd number."""
@@ -381,7 +387,7 @@ class Rotary(Turning, Component, frozen=True):
         return {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
 
     def in_other_pairs(self) -> Self:
-        """Return the same rotation of neighbouring elements instead of halves, or the reverse."""
+        """Return the same RoPE on pairs of neighbours if it is on pairs from both halves, and the reverse."""
         return msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
 
     def partners(self) -> list[int]:
@@ -414,7 +420,7 @@ class ALiBi(Biasing, Component, frozen=True):
         return {"position": Words(short, {"kind": "ALiBi", "scaled": self.scaled}, "ALiBi")}
 
     def by_slope(self, heads: int) -> list[int]:
-        """Return the heads in the order of descending slopes; see `modules.positions.alibi_slopes`."""
+        """Return the indices of the heads, sorted by descending slope; see `modules.positions.alibi_slopes`."""
         whole = 1 << heads.bit_length() - 1
         return sorted(range(heads), key=[*range(2, 2 * whole + 1, 2), *range(1, 2 * (heads - whole), 2)].__getitem__)
 
@@ -449,7 +455,7 @@ class Buckets(Biasing, Component, frozen=True):
 
     @property
     def exact(self) -> int:
-        """The number of buckets with a single distance, on one side."""
+        """The number of buckets that stand for a single distance, for keys on one side of the query."""
         return self.buckets // (4 if self.both else 2)
 
     def words(self) -> dict[str, Words]:
@@ -458,7 +464,7 @@ class Buckets(Biasing, Component, frozen=True):
         return {"position": Words("relative bias", data, f"relative bias, {text}")}
 
     def table(self, heads: int) -> "RelativeBias":
-        """Return the table for this number of heads."""
+        """Return the table of biases for this number of heads."""
         return RelativeBias(buckets=self.buckets, heads=heads)
 
     def slips(self) -> dict[str, Self]:
@@ -511,10 +517,11 @@ class Temperature(Component, frozen=True):
     original_context: Size
     """The number of tokens after which the factor grows for the first time, apart from the offset."""
     offset: Literal[0, 1] = 0
-    """The number that is added to t."""
+    """The number that is added to the position t."""
     counts: Literal["positions", "tokens"] = "positions"
-    """What t is. "positions": the given position, and the factor is rounded to the dtype of queries (Ministral 3).
-    "tokens": the number of earlier tokens, including padding, and only the result is rounded (Llama 4)."""
+    """What the position t is. "positions": the given position, and the factor is rounded to the dtype of queries
+    (Ministral 3). "tokens": the number of earlier tokens, including padding, and only the result is rounded (Llama
+    4)."""
 
     def words(self) -> dict[str, Words]:
         data = {"growth": self.growth, "original_context": self.original_context}

@@ -1,4 +1,4 @@
-"""Lists in words: numbers of layers or rows as ranges ("0–3, 8"), and the first few of many names."""
+"""Lists as text: numbers of layers or rows as ranges ("0–3, 8"), and the first few of many names."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -8,7 +8,7 @@ __all__ = ["layer_ranges", "number_ranges", "number_runs", "range_label", "some_
 
 
 def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
-    """Return the runs of equal values as (first index, last index, value)."""
+    """Return the runs of equal consecutive values, as (first index, last index, value)."""
     runs = []
     for value, run in groupby(enumerate(values), key=lambda pair: pair[1]):
         indices = [index for index, _ in run]
@@ -17,12 +17,12 @@ def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
 
 
 def range_label(first: int, last: int) -> str:
-    """Return the words for the layers `first` to `last`, both included: "3" or "0–13"."""
+    """Return the range from `first` to `last`, both included, as text: "3" or "0–13"."""
     return f"{first}" if first == last else f"{first}–{last}"
 
 
 def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers, for rising `numbers`, as (first, last)."""
+    """Return the runs of consecutive numbers in ascending `numbers`, as (first, last)."""
     listed = list(numbers)
     # In a run of consecutive numbers, every number minus its index is the same.
     runs = layer_ranges(number - index for index, number in enumerate(listed))
@@ -30,10 +30,13 @@ def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Return the runs of consecutive numbers in words: "0–3, 8"."""
+    """Return ascending numbers as text with ranges: "0–3, 8"."""
     return ", ".join(range_label(*run) for run in number_runs(numbers))
 
 
 def some_of(names: Sequence[object], most: int, more: str = " and {} more") -> str:
-    """Return the first `most` names, and then `more` if there are more names. {} in `more` becomes their number."""
+    """Return the first `most` names as text.
+
+    If there are more, `more` is appended, with their number in place of {}.
+    """
     return ", ".join(map(str, names[:most])) + (more.format(len(names) - most) if len(names) > most else "")

@@ -87,8 +87,8 @@ class TimeMixing(Mixer, Component, frozen=True):
 class ChannelMixing(Mixer, Component, frozen=True):
     """σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²) (RWKV-4, Peng et al. 2305.13048).
 
-    x_g and x_u are μ ⊙ x + (1 − μ) ⊙ x'. x' is the input of the previous token. μ has one number per column, and
-    differs between the two.
+    x_g and x_u are both of the form μ ⊙ x + (1 − μ) ⊙ x', where x' is the input of the previous token. μ has one
+    element per column, and differs between x_g and x_u.
     """
 
     label = "feed-forward"
@@ -140,7 +140,10 @@ class ChannelMixing(Mixer, Component, frozen=True):
 
 
 def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
-    """Return the parameters of the projections of these widths: for every projection, its μ and its matrix."""
+    """Return the parameters of projections that read the stream: the μ and the matrix of each.
+
+    `widths` has the width of every projection by name.
+    """
     mixes = {f"{name}_mix": Weight((hidden,), "columns", 0.5) for name in widths}
     return mixes | {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in widths.items()}
 
@@ -148,7 +151,10 @@ def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
 def _blended(
     node: Component, path: str, source: str, shape: Sizes, row: str, names: Sequence[str], live_until: str
 ) -> Iterator[AnyOperation]:
-    """Yield μ ⊙ x + (1 − μ) ⊙ x', where x' is the previous token's input, with the μ of every projection in `names`."""
+    """Yield the operations of μ ⊙ x + (1 − μ) ⊙ x' for every projection in `names`.
+
+    x' is the input of the previous token.
+    """
     pairs = Pairs(f"{path}.before", (source,), (*shape[:-1], 2, shape[-1]), row)
     yield pairs
     for name in names:

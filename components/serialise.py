@@ -29,7 +29,10 @@ def to_json(spec: ModelSpec) -> Any:
 
 
 def _with_parts(plain: dict[str, Any], spec: Any) -> None:
-    """Replace the sub-layers in the JSON of all blocks, also of the encoder's, by their parts."""
+    """Replace the list of sub-layers by their named parts, in the JSON of all blocks of a tree and of its encoder.
+
+    `plain` is the JSON of the tree `spec`, and is changed.
+    """
     if plain.get("encoder") is not None:
         _with_parts(plain["encoder"], spec.encoder)
     for block, node in zip(plain.get("blocks", ()), getattr(spec, "blocks", ()), strict=True):
@@ -40,7 +43,10 @@ def _with_parts(plain: dict[str, Any], spec: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a component as JSON values, without defaults. msgspec itself compares defaults by identity only."""
+    """Return a component as JSON values, without fields that equal their defaults.
+
+    msgspec itself leaves out only fields whose value is the same object as the default.
+    """
     if isinstance(value, Component):
         plain = value.defaults()
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
@@ -113,7 +119,10 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a tree with the parts of its blocks grouped into sub-layers."""
+    """Return the JSON of a tree in which the parts of every block are grouped into sub-layers.
+
+    It reverses `_with_parts`.
+    """
     blocks = plain.get("blocks")
     if not isinstance(blocks, list):
         return plain
@@ -121,7 +130,10 @@ def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _component(kind: type[Any], value: Any) -> Any:
-    """Decode a component of any subclass of `kind` from JSON values: a hook for msgspec, which has no open unions."""
+    """Decode a component of `kind`, or of a subclass of it, from JSON values.
+
+    This is a hook for msgspec, which has no unions to which plugins may add kinds.
+    """
     if not isinstance(value, dict):
         raise msgspec.ValidationError(f"a component (an object with a type) was expected, not {shown(value, 40)}")
     name = value.get("type", kind.__name__)
@@ -143,7 +155,7 @@ def _component(kind: type[Any], value: Any) -> Any:
 
 
 def _with_sublayers(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a block with its parts grouped into sub-layers. Other parts stay, as unknown fields."""
+    """Return the JSON of a block with its parts grouped into sub-layers. Fields that are no parts stay as they are."""
     rest, sublayers = dict(block), []
     for slot, mixer in block.items():
         kind = KINDS.get(str(mixer.get("type"))) if isinstance(mixer, dict) else None

@@ -30,7 +30,7 @@ from .words import Words
 __all__ = ["FIRST", "SharedTransformer"]
 
 FIRST = "first_stream"
-"""The name of the first layer's input, which every `SharedTransformer` reads too."""
+"""The id of the first layer's input, which every `SharedTransformer` reads too."""
 
 _FEW = 4  # the rank of adapters in a small copy
 
@@ -111,12 +111,12 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     @property
     def read(self) -> int:
-        """The width of the input of the queries, keys and values."""
+        """The width of the input of the query, key and value projections."""
         return 2 * self.hidden_size
 
     @property
     def shared_part(self) -> Self:
-        """The shared part of the block, as in the layer that stores the weights."""
+        """The component without adapters, as in the layer that stores the weights."""
         return msgspec.structs.replace(self, weights_from="own", rank=None, attention_rank=None)
 
     def _rows(self) -> dict[str, int]:
@@ -147,7 +147,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return weights | {"stream_proj.weight": Weight((hidden, hidden), "writes")}
 
     def children(self) -> Any:
-        """Return the positions, and the norms if this layer stores the shared weights."""
+        """Return the position encoding, and the norms if this layer stores the shared weights."""
         own = self.weights_from == "own"
         return ((name, node) for name, node in super().children() if own or not isinstance(node, Norm))
 
@@ -237,11 +237,11 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return (embedded, joined, *attention, *units, linear(self, "stream_proj", path, units[-1].id, shape, row))
 
     def _stored(self, operation: AnyOperation) -> AnyOperation:
-        """Return an operation on shared weights, without its weights if an earlier layer stores them."""
+        """Return the operation, without its weights if an earlier layer stores them."""
         return operation if self.weights_from == "own" else msgspec.structs.replace(operation, weights=())
 
     def _adapter(self, name: str, path: str, source: str, inner: Sizes, **fields: Any) -> AnyOperation:
-        """Return the second matrix of an adapter."""
+        """Return the operation of the second matrix of the adapter `name`."""
         return linear(self, f"{name}_adapter_up", path, source, inner, self.label, **fields)
 
     def _adapted(self, name: str, path: str, source: str, inner: Sizes, live_until: str = "") -> AnyOperation:
@@ -254,7 +254,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return [self._stored(operation) for operation in out_of(self.label, program)]
 
     def _attention(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
-        """Return the operations of the norm of the input, attention and its output projection."""
+        """Return the operations of the input norm, of attention, and of attention's output projection."""
         row, end, part, tokens = self.label, f"{path}.o_proj", self.shared_part, shape[:-1]
         program = self._norm("norm", path, source, (*tokens, self.read))
         read, inputs = program[-1].id, dict[str, str]()

@@ -62,7 +62,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def gates(own: Mapping[str, Any]) -> dict[str, Any]:
-            """Exchange the parameters of the two gates."""
+            """Return the parameters with those of the two gates, b and c, exchanged."""
             names = {"before_proj": "behind_proj", "behind_proj": "before_proj"}
             return {f"{names[n]}.{w}": own[f"{n}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own}
 
@@ -83,7 +83,7 @@ _READ = ("before_proj", "behind_proj", "in_proj")
 
 
 def misread_kernels(*names: str) -> dict[str, Misread]:
-    """Return typical misreadings of the kernels of these convolutions."""
+    """Return typical misreadings of the kernels of the convolutions in `names`, by the mistake's name."""
     return {
         "kernels of convolutions back to front": lambda own: {
             f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names
@@ -93,6 +93,9 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
 
 
 def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
-    """Return the causal convolution `name` of a component at `path`, with the component's parameters of this name."""
+    """Return the causal convolution `name` of a component. Its weights are the component's parameters with this name.
+
+    `path` is the name of the component's module in the block.
+    """
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
     return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

@@ -34,9 +34,9 @@ _Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 class Streams(Component, frozen=True):
     """Several residual streams per token (Gemma 3n).
 
-    Before the first layer, the first stream is the embedding itself, and matrices compute the others from it. They are
-    scaled to its length. After the last layer, the other streams pass through matrices and are scaled to the length of
-    the first. The result is the mean of all streams.
+    Before the first layer, the first stream is the embedding itself, and matrices compute the others from it. These are
+    scaled to its length (its norm as a vector). After the last layer, all streams but the first pass through matrices
+    and are scaled to the length of the first. The result is the mean of all streams.
     """
 
     label = "streams"
@@ -59,7 +59,10 @@ class Streams(Component, frozen=True):
         return {"rows of streams shifted by one": {f"{i}": turned for i in range(self.count - 1)}}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program from one stream (B, T, hidden) to all (streams, B, T, hidden), or from all to one."""
+        """Return the program that splits one stream into several, or joins several into one.
+
+        One stream is (B, T, hidden), and several are (streams, B, T, hidden). `shape` decides between the two programs.
+        """
         split = len(shape) == 3
         one = shape if split else shape[1:]
         program: list[AnyOperation] = []
@@ -92,7 +95,7 @@ class AlternatingUpdates(Component, frozen=True):
     count: _Count
     """The number of streams."""
     norm: Norm
-    """The norm of the router's input. Its result is divided by its width."""
+    """The norm of the router's input. The result of the norm is divided by its width."""
     active: Annotated[int, Meta(ge=0, lt=MOST_STREAMS)] = 0
     """The index of the stream that the sub-layers read and compute."""
 
@@ -133,12 +136,20 @@ class AlternatingUpdates(Component, frozen=True):
         return replace(self, hidden_size=hidden, norm=self.norm.small(hidden))
 
     def _routed(self, path: str, source: str, shape: Sizes, step: str, rows: int) -> Iterator[AnyOperation]:
-        """Yield the operations from the active stream to a step's coefficients. Both steps use one norm and router."""
+        """Yield the operations from the active stream to the coefficients of a step.
+
+        Both steps use the same norm and router.
+
+        `step` is "prediction" or "correction", and `rows` is the number of its coefficients.
+        """
         own: dict[str, Any] = {} if step == "prediction" else {"weights": ()}
         at = path if step == "prediction" else f"{path}.{step}"
 
         def shared(operation: Any, name: str) -> Any:
-            """Return an operation on weights that the prediction stores."""
+            """Return the operation, without its weights if this is the correction.
+
+            It then uses those of the prediction.
+            """
             return replace(operation, id=f"{at}.{name}", **own, **({"tied": f"{path}.{name}"} if own else {}))
 
         (norm,) = out_of("streams", self.norm.operations(f"{path}.norm", source, shape))
@@ -150,7 +161,10 @@ class AlternatingUpdates(Component, frozen=True):
         yield linear(self, step, path, f"{at}.numbers", (*shape[:-1], rows), "streams")
 
     def predicted(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that predicts all streams (`.predicted`) and picks the active one (`.active`)."""
+        """Return the program that predicts all streams, and picks the active one of the predicted streams.
+
+        The ids of the results end in `.predicted` and `.active`.
+        """
         wide = (self.count, *shape)
         return (
             _pick(self, f"{path}.first", source, shape, self.active),
@@ -160,7 +174,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def corrected(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that corrects all streams by the result `source` of the sub-layers."""
+        """Return the program that corrects all streams. `source` is the id of the sub-layers' result."""
         inputs = (f"{path}.predicted", source, f"{path}.correction")
         return (
             *self._routed(path, source, shape, "correction", self.count),
@@ -168,7 +182,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def scaled(self, path: str, shape: Sizes) -> Program:
-        """Return the program of the active one of the corrected streams, times a weight."""
+        """Return the program that picks the active one of the corrected streams and multiplies it by a weight."""
         own = (("weight", (self.hidden_size,)),)
         return (
             _pick(self, f"{path}.computed", f"{path}.corrected", shape, self.active),
@@ -186,7 +200,7 @@ class LowRankResidual(Component, frozen=True):
     hidden_size: Size
     """The width of the residual stream."""
     rank: Size
-    """The number of dimensions between the two matrices."""
+    """The width between the two matrices."""
     norm: Norm
     """The norm of the second matrix's output."""
 

@@ -12,7 +12,7 @@ from .words import Words
 __all__ = ["SubLayer"]
 
 _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
-"""The norms of a sub-layer, and the words for their placements."""
+"""The norms of a sub-layer -> the words for their places."""
 
 
 class SubLayer(Component, frozen=True):
@@ -35,21 +35,21 @@ class SubLayer(Component, frozen=True):
     }
 
     mixer: Mixer
-    """What the sub-layer computes."""
+    """The mixer, which is what the sub-layer computes."""
     norm: Norm | None = None
     """The norm of the mixer's input."""
     low_rank: LowRankResidual | None = None
-    """With r, the new x is (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n)."""
+    """A low-rank residual r: the new x is (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n)."""
     output_norm: Norm | None = None
     """The norm of the mixer's output, before it is added to the stream."""
     sum_norm: Norm | None = None
     """The norm of the stream after the addition."""
     multiplier: Positive = 1.0
-    """The factor of the output before it is added to the stream (Granite)."""
+    """The factor of the mixer's output before it is added to the stream (Granite)."""
     onto: Literal["stream", "others", "next"] = "stream"
-    """Where the output is added. "others", in a layer with `altup`: to all streams except the first, and the sub-layer
-    reads the active one of the corrected streams (Gemma 3n). "next": only to the input of the next sub-layer's norm,
-    and the stream stays unchanged (Zamba)."""
+    """Where the output is added. "others", in a layer with `altup`: to all residual streams except the first. The
+    sub-layer then reads the active one of the corrected streams (Gemma 3n). "next": only to the input of the next
+    sub-layer's norm, and the stream stays unchanged (Zamba)."""
     input_multiplier: Positive = 1.0
     """The factor of the mixer's input, after the norm."""
     beside: bool = False
@@ -69,13 +69,16 @@ class SubLayer(Component, frozen=True):
             )
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """Return the sub-layer with `change` applied to its parts, then to itself. `path` is the block's path."""
+        """Return the sub-layer with `change` applied to its parts, and then to itself.
+
+        `path` is the path of the block.
+        """
         names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
         paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
         return change(self._mapped(change, paths), path)
 
     def parts(self) -> dict[str, Any]:
-        """Return the fields by their names in a block: "attention_norm", "attention", …"""
+        """Return the fields by the names of parts in a block: "attention_norm", "attention", …"""
         slot = self.mixer.slot
         named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
         others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
@@ -91,5 +94,5 @@ class SubLayer(Component, frozen=True):
         return self.norm is not None and self.low_rank is None and self.sum_norm is None
 
     def places(self) -> list[str]:
-        """Return the placements of the norms: "pre", "output", "post"."""
+        """Return where the sub-layer has norms: "pre", "output", "post"."""
         return [place for name, place in _PLACES.items() if getattr(self, name) is not None]

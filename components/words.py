@@ -13,7 +13,7 @@ class Words(NamedTuple):
     short: str
     """The words for a table: "GQA 32/8"."""
     data: Any
-    """The same as plain JSON values: {"kind": "GQA", "heads": 32, "kv_heads": 8}."""
+    """The same description as plain JSON values: {"kind": "GQA", "heads": 32, "kv_heads": 8}."""
     whole: str = ""
     """The words for a longer description: "GQA, 32 q, 8 kv, head dim 128". If empty, `short` is used."""
 
@@ -22,7 +22,10 @@ class Words(NamedTuple):
         return self.whole or self.short
 
     def also(self, fields: dict[str, tuple[str, Any]]) -> Words:
-        """Return the words with fields appended. `fields` maps a field's name to its words and its data."""
+        """Return the description with fields appended.
+
+        `fields` has a field in words and its data, by the field's name.
+        """
         if not fields:
             return self
         data = self.data if isinstance(self.data, dict) else {"kind": self.data}
@@ -31,7 +34,7 @@ class Words(NamedTuple):
         return Words(", ".join([self.short, *more]), data, ", ".join([self.long, *more]))
 
     def joined(self, other: Words) -> Words:
-        """Return the words for an aspect that two parts of a block have."""
+        """Return one description of an aspect that two parts of a block have, from this one and the other's."""
         return Words(f"{self.short}; {other.short}", [self.data, other.data], f"{self.long}; {other.long}")
 
 
@@ -39,5 +42,5 @@ NOT_THERE = Words("–", None, "none")
 
 
 def plain_number(value: float) -> str:
-    """Return all digits of a float. A whole number below 1e15 has no exponent and no decimals: 1,000,000; 8; 1.25."""
+    """Return a float with all digits. A whole number below 1e15 has no exponent and no decimals: 1,000,000; 8; 1.25."""
     return f"{int(value):,}" if float(value).is_integer() and value < 1e15 else repr(value)
