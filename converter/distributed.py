@@ -119,7 +119,7 @@ def _not_met(error: Exception) -> GptkitError:
 
 
 def meet(backend: str) -> None:
-    """Connect to the other processes, as torch's default process group without a timeout. Raises GptkitError."""
+    """Connect to the other processes as the default process group of torch, without a timeout. Raises GptkitError."""
     import torch.distributed as dist
 
     c10d: Any = dist  # its stubs do not have all names
@@ -161,7 +161,7 @@ class _Verdict:
 
     @classmethod
     def on(cls, rank: int, error: BaseException | None) -> _Verdict:
-        """Return the verdict on an error of this rank; None means that its connection is closed."""
+        """Return the verdict on an error that a rank raised; None means that the connection to it is closed."""
         if error is None:
             reason = f"the process of rank {rank} ended without reporting an error"
             return cls(rank, 1, reason, "lost")
@@ -200,7 +200,10 @@ class _Team(_Alone):
             thread.start()
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
-        """Send a message. A lost rank is ignored here, because its thread notices it."""
+        """Send a message to a rank.
+
+        A closed connection is no error here, because the thread that listens to the rank reports it.
+        """
         import torch.distributed as dist
 
         with suppress(RuntimeError), self.sending[rank]:
@@ -271,7 +274,7 @@ class _Team(_Alone):
 
 
 def _digest(plan: FolderPlan, source: TensorFiles) -> str:
-    """Return a hash of what must be the same in all ranks."""
+    """Return a hash of the plan and of the source. It must be the same in all ranks."""
     return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
 

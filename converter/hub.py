@@ -233,7 +233,7 @@ class Repository:
         return path.parent
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
-        """Return the weight files that transformers and `index.weight_files` choose; an index is before its shards."""
+        """Return the weight files that transformers and `index.weight_files` choose; an index precedes its shards."""
         from .index import read_index  # here, because it imports numpy
 
         not_cached = Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)

@@ -45,7 +45,7 @@ class TensorDiff:
     shape_b: tuple[int, ...] | None  # None if B does not have it
     dtype_a: str | None
     dtype_b: str | None
-    figures: TensorFigures | None = None  # None if the shapes cannot be compared; of tables, the common rows are
+    figures: TensorFigures | None = None  # of the common rows of tables; None if the shapes differ otherwise
     quantised: tuple[Literal["a", "b"], ...] = ()  # the sides that are quantised in blocks, which hides the rank
 
     @property

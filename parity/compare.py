@@ -96,8 +96,9 @@ def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class PositionComparison:
-    """The comparison of two models at N positions. Every field is (N,) in fp64, except `agree` (bool). If the
-    vocabulary changed, only the tokens of both vocabularies count.
+    """The comparison of two models at N positions. Every field is (N,) in fp64, except `agree` (bool).
+
+    If the vocabulary changed, only the tokens of both vocabularies count.
     """
 
     gap: Tensor  # the largest absolute difference of logits
@@ -116,9 +117,17 @@ def compare_heads(
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
 ) -> PositionComparison:
-    """Compare the logits that each model's head gives for its own states (N, hidden) after the last norm. `tokens` are
-    the ids to compare in the first and in the second vocabulary; by default all. `targets` (N,) are the next tokens, as
-    indices into the compared tokens, or -1. Raises GptkitError as `require_same_tokens`.
+    """Compare the logits of two models at N positions, a part of the vocabulary at a time.
+
+    Args:
+        before: the first model.
+        after: the second model.
+        states: the input of each model's head, (N, hidden).
+        tokens: the ids to compare in the first and in the second vocabulary; by default all.
+        targets: the next tokens (N,), as indices into the compared tokens, or -1 for unknown ones.
+
+    Raises:
+        GptkitError: the vocabularies have different sizes, and `tokens` is not given.
     """
     require_same_tokens(before, after, tokens)
     dtype, count = states[0].dtype, len(states[0])

@@ -56,16 +56,18 @@ class Differing:
 
     @property
     def enough(self) -> float:
-        """Return the largest difference that may remain after a mistake that explains the port. It is not zero, because
-        a port's fp32 rotary tables round differently with the mistake than without it.
+        """Return the largest difference of logits that may remain after a mistake that explains the port.
+
+        It is not zero, because a port's fp32 rotary tables round differently with the mistake than without it.
         """
         return max(self.allowed, _REST * largest_gap(self.exact, self.port))
 
 
 def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
-    """Return the mistake, or the two mistakes, that make the reference compute the port's logits. If there is none,
-    return the mistakes that explain the first difference. Reasons for mistakes that were not tried are added to
-    `notes`.
+    """Return the mistake, or the two mistakes, with which the reference computes the port's logits.
+
+    If there is none, return the mistakes that explain the first component that differs. Reasons for mistakes that were
+    not tried are added to `notes`.
     """
     bare = [batch.attention_mask is None for batch in port.batches]
     differ = [not largest_gap([a], [logits]) <= port.allowed for a, logits in zip(port.exact, port.port, strict=True)]

@@ -239,7 +239,8 @@ def whole_context(a: ModelSpec, b: ModelSpec, supported: int | None = None) -> i
 
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
     """Return the longest sequence that a verdict covers (None for any), and the reasons why it covers no longer ones.
-    `probed` is the length of the longest batch in tokens. `up_to` is the length that the user asked for.
+
+    `probed` is the length of the longest batch, and `up_to` the length that the user asked for, both in tokens.
     """
     if up_to is not None:
         return up_to, []

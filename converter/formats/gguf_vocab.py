@@ -282,7 +282,7 @@ def _unigram(vocab: _Metadata, model: JsonObject, added: Sequence[JsonObject]) -
 
 
 def _space_prefix(vocab: _Metadata, steps: list[JsonObject], normalizers: list[JsonObject]) -> None:
-    """Record whether a space is put before a text, by a normalizer or by the newer Metaspace."""
+    """Record whether a space is put before a text, by a normalizer or, in newer files, by the step Metaspace."""
     metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
     if metaspace is None:
         vocab.say(add_space_prefix=any(step["type"] == "Prepend" for step in normalizers))
@@ -326,7 +326,7 @@ def pre_tokenizer(steps: list[JsonObject], ignore_merges: bool) -> str | None:
 
 
 def _words(steps: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield, for every step, the pattern whose matches it splits off."""
+    """Yield, for every step of a pre-tokenizer, the pattern by which it splits a text."""
     for step in steps:
         kind = step["type"]
         if kind == "ByteLevel":

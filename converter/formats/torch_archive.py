@@ -151,7 +151,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def pickled_tensor(key: str, dtype: str, shape: Sequence[int]) -> bytes:
-    """Return the call in a pickle that makes a contiguous tensor from a whole storage; `dtype` is a float type."""
+    """Return the opcodes that make a contiguous tensor of the whole storage `key`. `dtype` is a float type."""
     strides = [*accumulate((max(size, 1) for size in reversed(shape[1:])), lambda x, y: x * y, initial=1)][::-1]
     kind = b"ctorch\n" + _STORAGES[dtype].encode() + b"\n"
     storage = _pickled(("storage", kind, key, "cpu", math.prod(shape))) + b"Q"

@@ -108,7 +108,10 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """Return the folder with the files that have weights, and these files."""
+    """Return the folder that has the weight files, and these files.
+
+    It may be inside `path`: the folder of a run's latest step.
+    """
     from . import megatron
 
     if path.is_file():
@@ -351,7 +354,11 @@ def _only(
     described: tuple[ModelSpec, Origin, list[str]] | None,
     family: Architecture | None,
 ) -> _TrainedModel | None:
-    """Return the only model in the files, or None. Raises CheckpointError if there are several."""
+    """Return the only model in the files, or None if there is none. Raises CheckpointError if there are several.
+
+    A model is recognised by the name of its embedding. `described` and `family` are those of a config.json next to the
+    files, or None.
+    """
     signs: list[tuple[str, Stack | None]] = [(stack.sign, stack) for stack in STACKS]
     if described is not None and family is not None:
         own = next(leaf.checkpoint for leaf in family.bind(described[0]) if "embedding.weight" in leaf.shared)
