@@ -71,10 +71,14 @@ class _NoText:
 
 
 def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, bool, bool]:
-    """Run a swap without a text. Return its result, whether it uses a text to fit weights, and whether to decide.
+    """Run a swap without a text, to learn what its result would be with one.
 
-    If the new model depends on the text, for example on which layers it chooses to drop, the result is that of the
-    form without a fit (--approximate). `work` runs a step with a keyword argument `calibration`.
+    `work` runs a step with a keyword argument `calibration`.
+
+    Returns:
+        The result of the swap; whether it is fitted on a text; and whether the components of the new model depend on
+        the text, for example because it decides which layers are dropped. In that case the result is that of the form
+        without a fit (--approximate).
     """
     text = _NoText()
     try:

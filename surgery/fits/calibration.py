@@ -1,8 +1,9 @@
-"""The text that swaps are fitted on: its token ids, and the activations that they give, a layer at a time.
+"""The text that swaps are fitted on: its token ids, and the activations in a model, one layer at a time.
 
-A calibrated swap sees the inputs of its own layers: `Calibration.walk` runs the text through a model with one layer's
-weights in memory, and yields every layer with its input. A text has three parts. Swaps are fitted on the first, the
-second chooses between fits (their number of tokens, or a cheaper form), and the last measures the cost of a swap.
+A calibrated swap needs the inputs of the layers that it changes. `Calibration.walk` runs the text through a model with
+one layer's weights in memory, and yields every layer with its input. A text has three parts. Swaps are fitted on the
+first part. The second decides between several fits, or between a fit and a simpler form. The last part measures how
+much a swap changes the model.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ _CHOOSING = 4096  # tokens before them that choose between fits, at most
 _WINDOW = 512  # tokens in a row, if the model accepts that many
 _READ_BYTES = 16 * 2**20  # the rest of a larger file would not be used
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
-"""A tenth of the text that the samples come from, which they were not trained on."""
+"""The held-out tenth of the text that the sample models were trained on."""
 
 
 @dataclass(frozen=True)
 class CalibrationText:
     """The token ids of a text, in three parts."""
 
-    fitted: tuple[int, ...]  # for the fit
-    held_out: tuple[int, ...]  # for the measurement of the result
+    fitted: tuple[int, ...]  # the part to fit on
+    held_out: tuple[int, ...]  # the part to measure the result on
     name: str
     sha256: str
-    choosing: tuple[int, ...] = ()  # for the choice between fits
+    choosing: tuple[int, ...] = ()  # the part to choose between fits on
 
     def renamed(self, promise: Promise) -> CalibrationText:
-        """Return the text in the vocabulary after a swap that renumbers it. Dropped tokens are left out."""
+        """Return the text in the token ids after a swap that renumbers the tokens. Dropped tokens are left out."""
         if promise.tokens is None:
             return self
         table = dict(zip(*promise.tokens, strict=True))
@@ -58,12 +59,12 @@ class CalibrationText:
         return replace(self, fitted=fitted, held_out=held_out, choosing=choosing)
 
     def cut(self, tokens: int | None) -> CalibrationText:
-        """Return the text with only the first `tokens` tokens for the fit, or with all of them if it is None."""
+        """Return the text with only the first `tokens` tokens of the part to fit on, or all of them for None."""
         return replace(self, fitted=self.fitted[:tokens])
 
 
 class NoText(UsageError):
-    """The error that no text was given, and that the checkpoint is not a sample, which has a text of its own."""
+    """The error that no text was given. Only for checkpoints that come from a sample, gptkit has a text itself."""
 
 
 def read_text(
@@ -74,15 +75,15 @@ def read_text(
     Args:
         checkpoint: The checkpoint with the tokenizer.
         file: A file with plain text in UTF-8.
-        tokens: The number of tokens to fit on. None uses from `TOKENS` to `MOST`, and leaves enough for the
-            other parts.
+        tokens: The number of tokens to fit on. With None, it is as large as the text allows, from `TOKENS` to `MOST`,
+            and leaves enough for the other parts.
         held_out: The largest number of tokens to measure on.
 
     Raises:
         NoText: There is no file, and the checkpoint does not come from a sample.
         UsageError: There is no tokenizer, or the text is too short.
         InvalidInput: The file cannot be read as UTF-8 text.
-        MissingComponent: The model does not predict a next token, by which fits are measured.
+        MissingComponent: The model does not predict next tokens, or has an encoder and a decoder.
     """
     checkpoint.spec.predicts("fitting a swap on a text")
     checkpoint.spec.one_stack("fitting a swap on a text")
@@ -134,7 +135,7 @@ def read_text(
 
 
 class Calibration:
-    """The token ids (rows, tokens) for a swap, and the activations that they give in a model."""
+    """The part of a text to fit on, as rows of token ids (rows, tokens) that a model accepts."""
 
     def __init__(self, text: CalibrationText, spec: ModelSpec, most: int = _WINDOW) -> None:
         self.text, self.spec = text, spec
@@ -144,16 +145,16 @@ class Calibration:
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
     def within(self, spec: ModelSpec) -> Calibration:
-        """Return the text in rows that another model accepts too."""
+        """Return the same text in rows that are short enough for another model too."""
         return Calibration(self.text, self.spec, Calibration(self.text, spec, self.ids.shape[1]).ids.shape[1])
 
     def deciding(self, tokens: int) -> Calibration:
-        """Return up to `tokens` tokens of the choosing part, or of the fitted part if there is no choosing part."""
+        """Return up to `tokens` tokens of the part to choose on, or if that is empty, of the part to fit on."""
         part = self.text.choosing or self.text.fitted
         return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
 
     def start(self, model: Model) -> tuple[Tensor, Context]:
-        """Return the input of a model's first layer, (rows, tokens, hidden), and the context of the pass."""
+        """Return the input of a model's first layer, (rows, tokens, hidden), and the context to run layers with."""
         rows, steps = self.ids.shape
         front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
         with torch.no_grad():
@@ -165,11 +166,10 @@ class Calibration:
     def walk(
         self, model: Model, layers: Collection[int] | None = None, without: Collection[int] = ()
     ) -> Iterator[CalibrationLayer]:
-        """Yield the layers of a model, or some of them, with their inputs on the text in fp32. Layers in `without` are
-        skipped.
+        """Run the text through a model in fp32, and yield its layers, or those in `layers`, with their inputs.
 
-        One layer's weights are in memory. The next layer gets the output of this layer's module in its present state:
-        if the caller changes its weights, the later layers see the effect.
+        Layers in `without` are left out of the model. Only one layer's weights are in memory. If the caller changes the
+        weights of a layer, the later layers get the changed output.
         """
         x, context = self.start(model)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
@@ -185,7 +185,7 @@ class Calibration:
 
 @dataclass
 class CalibrationLayer:
-    """A layer during a pass of a text."""
+    """A layer of a model while a text runs through the model."""
 
     index: int
     module: BlockModule  # the block with its weights
@@ -198,18 +198,21 @@ class CalibrationLayer:
         return run_block(self.module, self.x, self.context)[0]
 
     def run(self, *watched: str) -> _Run:
-        """Run the block; see `run_block`. The output is stored."""
+        """Run the block as `run_block` does. The output is stored for `output`."""
         output, activations = run_block(self.module, self.x, self.context, *watched)
         self.__dict__.setdefault("output", output)
         return output, activations
 
 
 def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) -> _Run:
-    """Return a block's output, and the (input, output) of the named modules in it ("attention.o_proj")."""
+    """Run a block. Return its output, and input and output of the modules in it that `watched` names.
+
+    A name is a path in the block, such as "attention.o_proj".
+    """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        # Copies: a gated feed-forward multiplies its gate in place.
+        # These are copies, because a gated feed-forward multiplies its gate in place.
         seen[name] = (inputs[0].detach().clone(), output.detach().clone())
 
     hooks = [block.get_submodule(name).register_forward_hook(partial(watch, name)) for name in watched]
@@ -219,6 +222,6 @@ def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) ->
 
 
 def block_of(model: Model, index: int) -> BlockModule:
-    """Return a layer of a model as a module with its weights."""
+    """Return the module of one layer of a model, with its weights in fp32."""
     read = partial(tensor_of, Exactly(model))
     return filled(partial(BlockModule, model.spec.blocks[index]), read, torch.float32, f"blocks.{index}")

@@ -1,8 +1,8 @@
 """A greedy search for the layers that a model can do without, measured by the KL divergence on a text.
 
-Every round tries to leave out one more layer, and drops the layer without which the KL is least. The candidates of a
-round share one walk through the layers: their hidden states differ only after the first layer that a candidate leaves
-out.
+Every round tries to leave out each of the remaining layers, and drops the one without which the KL is least. All
+candidates of a round are computed in one pass through the layers, because their hidden states differ only after the
+layer that a candidate leaves out.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Dropping:
 
     layers: Layers  # the layers to keep, in order
     by: str  # the name of the method that chose them
-    influence: list[float]  # the block influence of each layer
-    tried: dict[Layers, float] = field(default_factory=dict)  # the KL in nats per token by layers, in measured order
-    tokens: int = 0  # the number of tokens measured on
+    influence: list[float]  # the block influence of each layer (`regression.block_influence`)
+    tried: dict[Layers, float] = field(default_factory=dict)  # the KL in nats per token, by the layers that were kept
+    tokens: int = 0  # the number of tokens that the KL was measured on
 
 
 def drop(model: Model, calibration: Calibration, plain: Layers) -> Dropping:
-    """Choose the layers to keep. Their number is that of `plain`.
+    """Choose which layers to keep, as many as `plain` has.
 
-    The candidates are the result of the greedy search, the layers with the most block influence, and `plain`: all
-    layers except the last ones before the final layer. The candidate with the least KL on the text wins.
+    Three choices are compared: the result of the greedy search, the layers with the most block influence, and `plain`,
+    which is all layers except the last ones before the final layer. The choice with the least KL on the text wins.
     """
     layers, size = len(model.spec.blocks), len(plain)
     text = calibration.deciding(_tokens(model, size))
@@ -69,7 +69,7 @@ def drop(model: Model, calibration: Calibration, plain: Layers) -> Dropping:
 
 
 def _tokens(model: Model, remaining: int) -> int:
-    """Return the number of tokens that the search can afford."""
+    """Return the number of tokens to measure on. It limits the time of a search that keeps `remaining` layers."""
     layers = len(model.spec.blocks)
     passes = max(layers - remaining, 1) * min(layers, _CANDIDATES)
     size = sum(parameter.count for parameter in model.spec.parameters())
@@ -77,12 +77,12 @@ def _tokens(model: Model, remaining: int) -> int:
 
 
 def _without(layers: Layers, layer: int) -> Layers:
-    """Return a set of layers without one of them."""
+    """Return a tuple of layers without one of them."""
     return tuple(other for other in layers if other != layer)
 
 
 def _whole(model: Model, text: Calibration) -> tuple[Tensor, list[float]]:
-    """Return the output of the last layer, and the block influence of every layer."""
+    """Run the unchanged model. Return the output of its last layer, and the block influence of every layer."""
     influence, output = list[float](), torch.empty(0)
     for layer in text.walk(model):
         influence.append(block_influence(layer.x, layer.output).mean().item())
@@ -91,7 +91,10 @@ def _whole(model: Model, text: Calibration) -> tuple[Tensor, list[float]]:
 
 
 class _Judge:
-    """A judge of final hidden states, which compares them with those of the whole model, (rows, tokens, hidden)."""
+    """Measures the KL divergence of a model with fewer layers from the whole model.
+
+    `whole` is the output of the whole model's last layer, (rows, tokens, hidden).
+    """
 
     def __init__(self, model: Model, whole: Tensor) -> None:
         self.model, self.tree = model, Exactly(model)
@@ -99,18 +102,21 @@ class _Judge:
         self.whole = self._states(whole)
 
     def _states(self, output: Tensor) -> Tensor:
-        """Return the input of the head for the output of the last layer, (tokens, hidden)."""
+        """Apply the final norm to the output of the last layer. Return the input of the head, (tokens, hidden)."""
         with torch.no_grad():
             states: Tensor = self.norm(output)
         return states.flatten(0, 1)
 
     def kl(self, output: Tensor) -> float:
-        """Return the KL in nats per token, or infinity if it is not finite."""
+        """Return the KL in nats per token for the output of the last layer, or infinity if it is not finite."""
         kl = compare_heads(self.tree, self.tree, (self.whole, self._states(output))).kl.double().mean().item()
         return kl if math.isfinite(kl) else math.inf
 
     def without_one(self, text: Calibration, layers: Layers, candidates: Collection[int]) -> dict[Layers, float]:
-        """Return the KL without one more layer, for each candidate, from one walk through the layers."""
+        """Return the KL of the model with `layers` minus one, for every candidate to leave out.
+
+        All are computed in one pass through the layers.
+        """
         outputs: dict[int, Tensor] = {}
         dropped = [layer for layer in range(len(self.model.spec.blocks)) if layer not in layers]
         for layer in text.walk(self.model, without=dropped):

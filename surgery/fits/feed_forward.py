@@ -1,7 +1,7 @@
 """Fits on a text in feed-forwards, a layer at a time.
 
-They are the slope of a replaced activation, the output projection of a gated feed-forward without its gate, and the
-share of each expert in a router's weights.
+There are three fits: the slope for a new activation function, the output projection of a gated feed-forward that
+becomes plain, and the average weight that a router gives each expert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _STRENGTH = 1e-3  # the first strength of the ridge that pulls the projection to
 def slopes(
     model: Model, calibration: Calibration, layers: Mapping[int, Dense], new: Activation
 ) -> Iterator[Mapping[str, Wide]]:
-    """Yield the best slope of each layer, by its number."""
+    """Yield for each layer, by its number, the slope s for which new(s·x)/s is nearest to its old activation."""
     for layer in calibration.walk(model, layers):
         dense = layers[layer.index]
         down = torch.from_numpy(model.wide(f"blocks.{layer.index}.feed_forward.down_proj.weight").copy())
@@ -34,9 +34,11 @@ def slopes(
 
 
 def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
-    """Return `SAMPLES` inputs of a layer's activation on the text, weighted by the effect of their error on the output.
+    """Return `SAMPLES` inputs of a layer's activation function on the text.
 
-    The weight is the square of the gated other factor, times that of the unit's column of `down`.
+    An input is sampled in proportion to the effect of an error in its activation on the layer's output. This effect is
+    the squared norm of the unit's column of `down`, in a gated feed-forward times the square of the unit's other
+    factor, the output of up_proj.
     """
     gated = "gate_proj.weight" in dense.shapes()
     _, seen = layer.run(*((_GATE, UP) if gated else (UP,)))
@@ -50,9 +52,10 @@ def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -
 
 
 def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
-    """Yield down' of each layer: argmin E|down·(a · u) - down'·a|² with a = act(gate(x)) and u = up(x).
+    """Yield the output projection of each gated feed-forward that becomes plain by dropping the factor up(x).
 
-    The ridge pulls towards down·diag(E[a² u] / E[a²]), the best for each unit alone.
+    It is down' = argmin E|down·(a · u) - down'·a|² with a = act(gate(x)) and u = up(x). The ridge penalty pulls down'
+    towards down·diag(E[a² u] / E[a²]), which is the best choice if every unit is fitted alone.
     """
     for layer in calibration.walk(model, layers):
         name = f"blocks.{layer.index}.feed_forward.down_proj.weight"
@@ -66,7 +69,10 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
 
 
 def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
-    """Yield the share of each expert in the router's weights, (experts,), by the layer's number. They sum to 1."""
+    """Yield for each layer the sum of the router's weights of each expert over the text, scaled to a total of 1.
+
+    It has the shape (experts,), and its key is the layer's number.
+    """
     for layer in calibration.walk(model, layers):
         module = layer.module.feed_forward
         assert isinstance(module, MixtureOfExpertsModule)

@@ -1,7 +1,7 @@
-"""Fewer key-value heads, or a latent in their place, fitted on a text, layer after layer.
+"""Fewer key-value heads, or latent attention in their place, fitted on a text, layer after layer.
 
-The original and the new model run together; the fitted layers of the new model feed its next layers. In each layer, for
-every group of old heads that becomes one, these are fitted:
+The original and the new model run together, so that the fit of a layer sees the errors of the fitted layers before it.
+In each layer, for every group of old key-value heads that becomes one, these are fitted:
 
 1. keys and queries in closed form (`regression.fit_keys`) on the layer's inputs in the new model,
 2. both again, to the original's scores (`scores.refit_scores`), on at most `SCORED` tokens,
@@ -12,11 +12,12 @@ every group of old heads that becomes one, these are fitted:
 
 The strength of each ridge is the one that is best on tokens left out of the regression.
 
-Then the product of two matrices is shared out anew (`regression.balanced`): the function stays, and can be trained.
+At the end, elements of matrices that are multiplied with each other get the same size (`regression.balanced`). This
+does not change the function, and makes it easier to train.
 
-For a latent, rotary keys become one as in 1 and 2. The latent's directions are the leading ones of attention's use of
-the input: the values' part [O_h V_h] Σ^½ stacked over the query heads and, for keys without rotary positions, [(E q
-qᵀ)^½ K_h] Σ^½. Both count equally. Then come 4 and 5.
+For latent attention, all rotary keys become one as in steps 1 and 2. The latent has the directions of the input that
+attention uses most. These are the leading singular directions of [O_h V_h] Σ^½ for values, stacked over the query
+heads, and of [(E q qᵀ)^½ K_h] Σ^½ for keys without rotary positions. Both count equally. Then steps 4 and 5 follow.
 
 The memory is one layer of each model, the activations of the text, and one layer's attention patterns. The fit uses
 only the text: there are no gradients through the model.
@@ -62,7 +63,7 @@ from .regression import (
 from .scores import refit_scores
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
-"""For `refit_scores`: its linearisations, the steps of conjugate gradients in each, and its ridge."""
+"""For `refit_scores`: the number of linearisations, of steps of conjugate gradients in each, and the ridge strength."""
 SCORED = 6144  # tokens for the refit of scores, which takes nearly all the time; projections use the whole text
 _GROUPING_WORK = 10**11  # multiplications for the search for similar heads; beyond that, neighbours are grouped
 DOWN = "feed_forward.down_proj"
@@ -90,7 +91,10 @@ def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibra
 
 
 def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
-    """Yield the tensors of a latent from the mean of the rotary keys and the weights' leading directions."""
+    """Yield the tensors of latent attention without a text, layer by layer. `changed` has the new attention by layer.
+
+    The rotary key is the mean of the old keys, and the latent has the leading directions of the weights alone.
+    """
     for index, new in changed.items():
         heads = _Heads.of(block_of(model, index))
         dim, identity = _turning(heads.spec), torch.eye(heads.queries.shape[-1], dtype=torch.float64)
@@ -100,7 +104,7 @@ def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[s
 
 
 def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> BlockModule:
-    """Return the block with its new attention. It shares everything else with the old block."""
+    """Return a block with new tensors of its attention, and everything else as in the old block."""
     new = BlockModule(spec).to(torch.float32).eval()
     values = dict(old.state_dict())
     values.update({f"attention.{name}": value.float() for name, value in tensors.items()})
@@ -113,7 +117,11 @@ def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> Blo
 
 @dataclass(frozen=True)
 class _Heads:
-    """The projections of one attention by head in fp64. Biases, if any, are a last column."""
+    """The projections of one attention by head, in fp64. A bias is a last column of its matrix.
+
+    H and KV are the numbers of query and key-value heads, d is the head's width, and e the width of the input,
+    including 1 for a bias.
+    """
 
     attention: AttentionModule
     queries: Tensor  # (H, d, e)
@@ -142,7 +150,7 @@ class _Heads:
         return self.attention.spec
 
     def projections(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights by name, and biases from their last columns if there are any."""
+        """Return the weights of some projections, and their biases if there are any, which are the last columns."""
         width, bias = self.spec.hidden_size, self.spec.qkv_bias
         tensors = {f"{name}.weight": weight[:, :width].contiguous() for name, weight in weights.items()}
         return tensors | (
@@ -150,7 +158,14 @@ class _Heads:
         )
 
     def with_latent(self, new: Any, queries: Tensor, key: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """Return all tensors with a latent, for rotary queries (H, dim, e) and their key (dim, e). o_proj stays."""
+        """Return all tensors of the latent attention `new`. o_proj is unchanged.
+
+        Args:
+            new: The latent attention.
+            queries: The rotary part of the queries, (H, dim, e).
+            key: The rotary key that all heads share, (dim, e).
+            covariance: The second moment of the layer's input, (e, e).
+        """
         spec, dim = self.spec, key.shape[0]
         readers = spec.heads // len(self.keys)
         plain_q, plain_k = self.queries[:, dim:], self.keys[:, dim:].repeat_interleave(readers, dim=0)
@@ -162,7 +177,7 @@ class _Heads:
         if plain_k.shape[1]:
             factors = plain_q @ root  # a root of E q qᵀ is enough: its Gram is used
             grams.append(gram_of(plain_k @ root, factors @ factors.transpose(-1, -2)))
-        # Both parts count equally, whatever the sizes of values and scores.
+        # Values and keys count equally, whatever the sizes of values and scores.
         total = torch.stack([gram / gram.trace().clamp_min(1e-300) for gram in grams]).sum(dim=0)
         basis = leading(total, new.kv_rank)  # (e, rank)
         ups = [(part @ root @ basis).flatten(0, 1) for part in (plain_k, values)]
@@ -182,8 +197,8 @@ class _Heads:
 class _LayerFit:
     """The fit of one layer's attention, in fp64.
 
-    `block` is the original block, and `record` the new one's description. `student` is the layer's input in the new
-    model; the layer has that in the original (the teacher), and the context.
+    `block` is the original block, and `record` describes the new block. `layer` has the layer's input in the original
+    model (the teacher), and `student` is its input in the new model.
     """
 
     def __init__(self, block: BlockModule, record: Block, layer: CalibrationLayer, student: Tensor) -> None:
@@ -197,7 +212,8 @@ class _LayerFit:
         ones = [torch.ones_like(after[..., :1])] * self.spec.qkv_bias
         self.inputs = torch.cat((after, *ones), dim=-1)  # (B, T, e)
         self.covariance = Moment.of(self.inputs).covariance
-        # The original's scores q·k · scale without biases of positions, and its weights: (some of B, H, T, T) each.
+        # The original's scores q·k · scale without biases of positions, and its attention weights, for some sequences.
+        # Both are (some of B, H, T, T).
         self.some = slice(None, None, -(-after.shape[:2].numel() // SCORED))  # sequences from all of the text
         q, k = (
             torch.unflatten(projected, -1, (-1, self.spec.head_dim)).transpose(1, 2)
@@ -206,7 +222,7 @@ class _LayerFit:
         self.scores, self.pattern = self._weights(q, k.repeat_interleave(self.spec.group, dim=1), None)
 
     def fewer_heads(self, new: Attention) -> dict[str, Tensor]:
-        """Return new q, k, v and o, by their names in the attention."""
+        """Return the weights and biases of the new q, k, v and o projections, by their names in the attention."""
         spec, heads, inputs = self.spec, self.heads, self.inputs
         if len(heads.keys) % new.kv_heads:  # a group splits the readers of a head, so every reader gets its own key
             keys, values = (part.repeat_interleave(spec.group, dim=0) for part in (heads.keys, heads.values))
@@ -236,7 +252,7 @@ class _LayerFit:
         return heads.projections({"q_proj": q, "k_proj": k, "v_proj": v}) | {"o_proj.weight": o}
 
     def latent(self, new: Any) -> dict[str, Tensor]:
-        """Return all tensors of a latent attention, by their names in it."""
+        """Return all tensors of the latent attention `new`, by their names in the attention."""
         heads, dim = self.heads, _turning(self.spec)
         queries, key = heads.queries, heads.keys[0]
         if dim:
@@ -248,7 +264,10 @@ class _LayerFit:
         return tensors | {"o_proj.weight": self._refit_output(tensors["o_proj.weight"], by_heads)}
 
     def _shared_key(self, group: Sequence[int], readers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the queries (n, d, e) and the key (d, e) of one group."""
+        """Fit the key head that replaces a group of old key heads. Return its queries (n, d, e) and key (d, e).
+
+        `readers` are the query heads that read the group.
+        """
         spec, inputs = self.spec, self.inputs
         queries, keys = self.heads.queries[list(readers)], self.heads.keys[list(group)]
         if spec.q_norm is not None or spec.k_norm is not None:
@@ -257,7 +276,7 @@ class _LayerFit:
         angles: Tensor | None = None
         if dim:
             rotary: Any = spec.position
-            # The rotary tables have a factor of their own (YaRN, longrope).
+            # The tables of cos and sin include a factor of their own (YaRN, longrope).
             scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
             steps = self.context.position_ids.shape[-1]
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
@@ -274,8 +293,9 @@ class _LayerFit:
         return q[:, back], k[back]
 
     def _refit_output(self, start: Tensor, mixed: Tensor) -> Tensor:
-        """Return the output projection (hidden, H·d) from the new mixed values (B, H, T, d) to the original residual
-        stream.
+        """Fit the output projection (hidden, H·d), so that the new residual stream is near to the original one.
+
+        `start` is the projection that the ridge pulls towards. `mixed` are the outputs of the new heads, (B, H, T, d).
         """
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
@@ -284,7 +304,11 @@ class _LayerFit:
         return refit(start, mixed.transpose(1, 2).flatten(2), wanted, stream)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Return scores and softmax of q and k, (B, n, T, d) before norms and positions, for the heads `readers`."""
+        """Return the scores and attention weights of some query heads, (B, n, T, T) each.
+
+        `q` and `k` are (B, n, T, d), before norms and positions. `readers` are the numbers of the query heads, or None
+        for all.
+        """
         attention, spec, context = self.attention, self.spec, self.context
         position: Any = spec.position
         q = q if attention.q_norm is None else attention.q_norm(q)
@@ -309,9 +333,10 @@ class _LayerFit:
         return scores, torch.softmax(torch.cat((biased, column), dim=-1), dim=-1)[..., :-1]
 
     def _groups(self, new: int) -> Groups:
-        """Return the groups of old heads that become one head.
+        """Divide the old key-value heads into `new` groups, each of which becomes one head.
 
-        Neighbours are grouped if a slope or sink belongs to a head's place, or if a search would take too long.
+        Heads with similar functions are grouped. Neighbouring heads are grouped instead if ALiBi or attention sinks fix
+        the order of heads, if queries have a norm, or if the search would take too long.
         """
         heads, spec, dim, rows = self.heads, self.spec, _turning(self.spec), _as_halves(self.spec)
         old = len(heads.keys)
@@ -323,30 +348,40 @@ class _LayerFit:
 
 
 def refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
-    """Fit a projection from inputs to outputs, with a weight for each token.
+    """Fit a projection from `inputs` to `wanted` by ridge regression that pulls towards `start`.
 
-    The weight is one over the mean square of the original's residual stream, since a few tokens have nearly all of it.
+    A token counts with one over the mean square of the original's residual stream (`stream`), because otherwise a few
+    tokens with huge activations would determine the fit.
     """
     weight = stream.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
     return ridge_by_held_out(start, inputs, wanted, weight)
 
 
 def sublayer_of(block: Block, slot: str) -> SubLayer:
-    """Return a block's sub-layer with this slot."""
+    """Return the sub-layer of a block by its slot: "attention", "feed_forward" or "recurrence"."""
     return next(sublayer for sublayer in block.sublayers if sublayer.mixer.slot == slot)
 
 
 def added(sublayer: SubLayer) -> bool:
-    """Return whether the mixer's output is added to the residual stream without a norm; it may be multiplied."""
+    """Return whether a sub-layer's output is added to the residual stream without a norm, but maybe with a factor."""
     return sublayer.output_norm is None and sublayer.sum_norm is None
 
 
 def refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the residual stream after a new block, and the down projection fitted to the original residual stream.
+    """Fit the down projection of a new block, so that its output is near to the original's.
 
-    There is no fit for experts, and none if a norm follows the projection.
+    The projection of experts is not fitted, nor is one that a norm follows.
+
+    Args:
+        block: The block with its new attention.
+        student: The block's input in the new model.
+        teacher_output: The block's output in the original model.
+        context: The context to run the block with.
+
+    Returns:
+        The new block's output, and the weight of its down projection, or None for experts.
     """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
@@ -365,7 +400,7 @@ def refit_down(
 
 
 def _turning(spec: Attention) -> int:
-    """Return the number of elements of a head that rotate in pairs. Raises SwapRefused for other rotations."""
+    """Return the number of elements of a head that RoPE rotates. Raises SwapRefused for rotations other than RoPE."""
     position: Any = spec.position
     if position is None or not position.turns:
         return 0
@@ -375,12 +410,12 @@ def _turning(spec: Attention) -> int:
 
 
 def _biased(spec: Attention) -> bool:
-    """Return whether positions add to the scores."""
+    """Return whether the position encoding adds biases to the scores, as ALiBi does."""
     return spec.position is not None and spec.position.biases
 
 
 def _as_halves(spec: Attention) -> Tensor:
-    """Return the order in which the rotary pairs of a head's elements are at i and i + dim/2."""
+    """Return the order of a head's elements in which a rotary pair has the places i and i + dim/2."""
     order, dim, position = torch.arange(spec.head_dim), _turning(spec), spec.position
     if not dim or getattr(position, "pairs", "halves") == "halves":
         return order

@@ -31,7 +31,7 @@ _FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # of scores
 
 
 def _opened(rate: float) -> float:
-    """Return the bias of a gate that forgets at this rate: its softplus is the rate."""
+    """Return the bias of the gate for a constant forgetting rate. The rate is the softplus of the bias."""
     return math.log(math.expm1(rate))
 
 
@@ -65,7 +65,7 @@ def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibr
 
 
 def _plain(old: BlockModule, spec: Block) -> BlockModule:
-    """Return the block with linear attention with the same queries, keys and values."""
+    """Return the new block with linear attention. It has the weights of the old block, and gates of zero."""
     new = BlockModule(spec).to(torch.float32).eval()
     values = {name.replace("attention", "recurrence", 1): value for name, value in old.state_dict().items()}
     gates: Any = new.recurrence.gate_proj
@@ -75,14 +75,14 @@ def _plain(old: BlockModule, spec: Block) -> BlockModule:
 
 
 def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted: Tensor) -> None:
-    """Set the forgetting rates of heads, and the factors of their scores.
+    """Choose and set the forgetting rate of each key-value head, and the factor of each query head's scores.
 
-    These are few numbers from a grid, so the first `TOKENS` tokens suffice.
+    Only a grid of values is tried, so the first `TOKENS` tokens suffice.
 
     Args:
         mixer: The new layer.
         inputs: Its queries, keys, values and gates, (B, heads, T, …).
-        wanted: The desired output of its heads, (B, T, H·d).
+        wanted: The output that its heads should have, (B, T, H·d).
     """
     rows = max(1, TOKENS // wanted.shape[1])
     (q, k, v, g), wanted, spec = (tensor[:rows] for tensor in inputs), wanted[:rows], mixer.spec
@@ -91,7 +91,7 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
     factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # all heads share the norm's gain
 
     def errors(rate: float) -> Tensor:
-        """Return the error of each factor and head, (factors, H)."""
+        """Return the squared error with a forgetting rate, for each factor and query head, (factors, H)."""
         differences = [mean(pairs(q * factor, k, torch.full_like(g, -rate)) @ value) - wanted for factor in factors]
         return torch.stack([difference.square().sum(dim=(0, 2, 3)) for difference in differences])
 

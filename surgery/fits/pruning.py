@@ -1,9 +1,10 @@
-"""Fewer units of a feed-forward or fewer query heads, chosen on a text.
+"""Fewer units of a feed-forward, query heads or experts, chosen on a text.
 
-Two ways: drop the units or heads that the others can best replace, and fit the next projection again (Optimal Brain
-Surgeon, Hassibi & Stork 1993, on the second moments of the projection's inputs). Or drop the least active ones and fit
-nothing, by Minitron's criterion (Muralidharan et al. 2407.14679): the norm of a head's or unit's output over a
-sequence, averaged over sequences. Experts use REAP's criterion (Lasby et al. 2510.13999).
+There are two ways to choose units or heads. One drops those that the others can best replace, and fits the next
+projection again (Optimal Brain Surgeon, Hassibi & Stork 1993, on the second moments of the projection's inputs). The
+other drops the least active ones and fits nothing. The activity is Minitron's criterion (Muralidharan et al.
+2407.14679): the norm of a head's or unit's output over a sequence, averaged over sequences. Experts are chosen by
+REAP's criterion (Lasby et al. 2510.13999).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,14 +19,15 @@ from ..layerwise import Grouped, HeadChoice, Inner, by_weights, choice_of, large
 from .calibration import Calibration
 
 _RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
-"""The candidates for the ridge: factors of the mean second moment that is added to the diagonal."""
+"""The ridge strengths that are tried. A strength times the mean second moment is added to the diagonal."""
 _ROUNDS = 8  # rounds in which units go; on the trained samples, 8 cost a sixth to a quarter less than one
 
 
 def refit(old: Wide, moments: Wide, index: Index, ridge: float) -> Wide:
-    """Return W' [out, index], which gives from some inputs nearly the same output as W [out, n] from all inputs.
+    """Fit W', which gets only the inputs in `index`, so that its output is near to that of W [out, n] with all inputs.
 
-    moments [n, n] are the means of a·aᵀ over the text. The fit is least squares with a ridge that pulls towards W.
+    `old` is W. `moments` [n, n] is the mean of a·aᵀ for inputs a of the text. The fit is least squares with a ridge
+    that pulls towards W. `ridge` is its strength.
     """
     gram = with_ridge(moments, index, ridge)
     target = old @ moments[:, index] + old[:, index] * (gram - moments[np.ix_(index, index)]).diagonal()
@@ -39,10 +41,10 @@ def with_ridge(moments: Wide, index: Index, ridge: float) -> Wide:
 
 
 def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> float:
-    """Return the ridge for which W refitted to fewer inputs is best on unseen tokens.
+    """Return the ridge strength for which W, refitted to fewer inputs, has the least error on unseen tokens.
 
-    rows [tokens, n] are the inputs of W [out, n]. Three quarters of them are used for the fit. `stay` returns the
-    remaining inputs for their second moments and a ridge.
+    `old` is W [out, n], and `rows` [tokens, n] are its inputs. The first three quarters of them are used for the fit.
+    `stay` is a function of the inputs' second moments and a ridge strength, which returns the inputs that stay.
     """
     cut = len(rows) - len(rows) // 4
     seen, unseen = rows[:cut], rows[cut:]
@@ -58,7 +60,10 @@ def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> fl
 
 
 def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
-    """Return a projection's matrix and its inputs. A bias becomes the weight of one more input, which is always 1."""
+    """Return the matrix of a projection, and its inputs on the text.
+
+    If it has a bias, this becomes one more column, for an input that is always 1. `bias` is its name, or "".
+    """
     if not bias:
         return model.wide(weight), activations
     old = np.concatenate([model.wide(weight), model.wide(bias)[:, None]], axis=1)
@@ -69,10 +74,11 @@ def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wid
 
 
 def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, rounds: int = _ROUNDS) -> Index:
-    """Return the `size` most needed of the first `units` inputs of W [out, n].
+    """Choose the `size` most needed of the first `units` inputs of W [out, n]; the other inputs always stay.
 
-    Without input j, and with the others refitted, the output is off by ‖W_j‖² / (M⁻¹)_jj on average. M is the second
-    moments of the inputs. The inputs go in several rounds, because every removal changes the need for the others.
+    If input j is removed and W is refitted to the others, the mean squared error of the output is ‖W_j‖² / (M⁻¹)_jj,
+    where M is the second moment of the inputs (`moments`). The least needed inputs are removed in several rounds,
+    because every removal changes how much the others are needed.
     """
     rest = np.arange(units, old.shape[1])
     stay = np.arange(units)
@@ -85,7 +91,10 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, 
 
 
 def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, Wide]:
-    """Return the `size` inputs that stay, of the first `units`, and W [out, n] refitted to them."""
+    """Choose the `size` most needed of the first `units` inputs of W [out, n], and refit W to them.
+
+    `old` is W, and `rows` [tokens, n] are its inputs on the text.
+    """
     rest = np.arange(units, old.shape[1])
 
     def at_once(moments: Wide, ridge: float) -> Index:
@@ -97,12 +106,12 @@ def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, 
 
 
 def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: int) -> Iterator[dict[str, Wide]]:
-    """Yield the tensors of each feed-forward with its most needed units, and down_proj fitted to them."""
+    """Yield the tensors of each feed-forward with only its `size` most needed units, and down_proj fitted to them."""
     for layer in calibration.walk(model, {mlp.layer for mlp in inner}):
         by_path = {mlp.down.split(".", 2)[2].removesuffix(".weight"): mlp for mlp in inner if mlp.layer == layer.index}
         _, seen = layer.run(*by_path)
         for name, mlp in by_path.items():
-            # An expert without tokens has no inputs.
+            # An expert that gets no tokens has no inputs to fit on.
             rows = seen[name][0].reshape(-1, mlp.units).double().numpy() if name in seen else np.zeros((0, mlp.units))
             bias = mlp.down_bias if mlp.record.down_bias else ""
             old, rows = _reads(model, mlp.down, bias, rows)
@@ -117,7 +126,10 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
 
 
 def unit_activity(model: Model, calibration: Calibration, inner: Sequence[Inner]) -> dict[str, Wide]:
-    """Return the activity of each unit, by the path of its feed-forward. An expert's tokens count as one sequence."""
+    """Return the activity of each unit on the text, by the path of its feed-forward.
+
+    The activity is Minitron's criterion. All tokens of an expert count as one sequence.
+    """
     activity: dict[str, Wide] = {}
     for layer in calibration.walk(model, {mlp.layer for mlp in inner}):
         by_path = {mlp.down.split(".", 2)[2].removesuffix(".weight"): mlp for mlp in inner if mlp.layer == layer.index}
@@ -129,7 +141,10 @@ def unit_activity(model: Model, calibration: Calibration, inner: Sequence[Inner]
 
 
 def _activity(outputs: torch.Tensor) -> Wide:
-    """Return the norm over a sequence of parts of (sequences, tokens, parts, elements), as mean over sequences."""
+    """Return the activity of each unit or head, (parts,), from outputs (sequences, tokens, parts, elements).
+
+    It is the norm over the tokens of a sequence and over elements, averaged over sequences.
+    """
     return np.asarray(outputs.double().square().sum(dim=(1, 3)).sqrt().mean(dim=0).numpy())
 
 
@@ -137,17 +152,18 @@ def _activity(outputs: torch.Tensor) -> Wide:
 
 
 def _columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
-    """Return the columns of some heads, and those after the last head."""
+    """Return the columns of o_proj (`old`) for some heads of `size` elements, and the column of its bias, if any."""
     whole = old.shape[1] // size * size
     columns = by_head(np.asarray(heads), np.arange(size), size)
     return np.append(columns, np.arange(whole, old.shape[1])).astype(np.int64)
 
 
 def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[list[int]], Callable[[Index], float]]:
-    """Return a function of the remaining heads, which returns the cost of each unit of heads.
+    """Return the cost function for `layerwise.remaining`: of the remaining heads, and then of a unit of heads.
 
-    The cost is the mean error of o_proj's output [hidden] without the unit, with the others refitted. old is [hidden,
-    heads · size (and 1 for a bias)], and moments are the second moments of its inputs.
+    The cost of a unit is the mean squared error of o_proj's output if the unit is removed and the other heads are
+    refitted. `old` is o_proj [hidden, heads · size], with one more column for a bias, and `moments` is the second
+    moment of its inputs.
     """
 
     def costs(heads: list[int]) -> Callable[[Index], float]:
@@ -165,7 +181,7 @@ def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[lis
 
 
 def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, int]) -> dict[int, Wide]:
-    """Return the activity of each head in these layers. `layers` gives the number of heads of each layer."""
+    """Return the activity of each query head on the text, by layer. `layers` gives each layer's number of heads."""
     activity = {}
     for layer in calibration.walk(model, layers):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
@@ -176,9 +192,17 @@ def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, i
 def _needed_heads(
     old: Wide, rows: Wide, size: int, attention: Grouped, remaining: Callable[..., list[int]]
 ) -> tuple[HeadChoice, Wide]:
-    """Return the heads of `size` elements that stay, and o_proj [hidden, n] refitted to them on its inputs [tokens, n].
+    """Choose the query heads that are most needed, and refit o_proj to them.
 
-    `remaining` returns the heads that stay for a function of their costs.
+    Args:
+        old: o_proj [hidden, n].
+        rows: Its inputs on the text, [tokens, n].
+        size: The number of elements of a head.
+        attention: The attention with all heads.
+        remaining: A function of the cost function, which returns the heads that stay (`layerwise.remaining`).
+
+    Returns:
+        The heads that stay, and the new o_proj.
     """
     moments = rows.T @ rows / len(rows)
 
@@ -194,7 +218,11 @@ def _needed_heads(
 def heads(
     model: Model, calibration: Calibration, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int
 ) -> Iterator[dict[str, Wide]]:
-    """Yield the tensors of each layer's attention with its most needed heads, and o_proj fitted to them."""
+    """Yield the tensors of each layer's attention with only its most needed query heads, and o_proj fitted to them.
+
+    `fitting` has for each layer the new number of key-value heads, and the units of heads that may be removed together.
+    `new` is the number of query heads that stay.
+    """
     for layer in calibration.walk(model, fitting):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
         path, (keys, candidates) = f"blocks.{layer.index}.attention", fitting[layer.index]
@@ -217,8 +245,10 @@ def heads(
 
 
 def expert_saliency(model: Model, calibration: Calibration, layers: Collection[int]) -> dict[int, Wide]:
-    """Return REAP's score of each expert in these layers: the mean of its weight times the norm of its output over its
-    tokens. An expert without tokens gets 0.
+    """Return REAP's score of each expert, (experts,), by layer.
+
+    The score is the router's weight of the expert times the norm of the expert's output, averaged over the tokens that
+    it gets. An expert without tokens gets 0.
     """
     saliency = {}
     for layer in calibration.walk(model, layers):

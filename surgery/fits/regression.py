@@ -1,14 +1,14 @@
-"""The closed forms for fits, on tensors alone: key-value heads, linears, activation slopes and block influence.
+"""The formulas for fits, on tensors alone: key-value heads, linears, activation slopes and block influence.
 
-One new key-value head replaces a group of m old ones, each read by some query heads. Every function takes one such
-group, and knows nothing of files or modules. Notation: n query heads in a group, d = head_dim, e = width of the input.
+One new key-value head replaces a group of m old ones, each of which is read by some query heads. A function about heads
+gets the tensors of one such group. Notation: n query heads in a group, d = head_dim, e = width of the input.
 
-A bias is a weight on a constant input of 1. `augment` adds it: then e = hidden + 1, the inputs end in a column of ones,
-and no function needs to know. The constant of the values passes through attention unchanged, because attention weights
-sum to 1.
+A bias is treated as a weight on a constant input of 1. `augment` appends the bias to the weight; then e = hidden + 1,
+and the inputs end in a column of ones. The bias of the values passes through attention unchanged, because attention
+weights sum to 1.
 
-A layer needs the second moment of the calibration text (`Moment`) and, for `scores.refit_scores`, its inputs there.
-Everything works in the dtype of its arguments, which should be fp64.
+A fit of a layer needs the second moment of its inputs on the calibration text (`Moment`), and `scores.refit_scores`
+needs the inputs themselves. All functions compute in the dtype of their arguments, which should be fp64.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moment:
-    """Sums over tokens in fp64, for the fit of a linear: x xᵀ (e, e), and y xᵀ (out, e) if there is a target."""
+    """Sums over tokens in fp64, for the fit of a linear from inputs x to targets y."""
 
-    gram: Tensor
-    cross: Tensor | None
-    count: int
+    gram: Tensor  # the sum of x xᵀ, (e, e)
+    cross: Tensor | None  # the sum of y xᵀ, (out, e); None without targets
+    count: int  # the number of tokens
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> Moment:
-        """Return the sums for tokens x (..., e) and targets y (..., out). Each token counts `weight` (...) times."""
+        """Return the sums for inputs x (..., e) and targets y (..., out). A token counts with its `weight` (...)."""
         flat = x.reshape(-1, x.shape[-1]).double()
         scaled = flat if weight is None else flat * weight.reshape(-1, 1).to(flat)
         cross = None if y is None else y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
@@ -41,12 +41,12 @@ class Moment:
 
     @property
     def covariance(self) -> Tensor:
-        """Return the mean of x xᵀ, not centred: (e, e)."""
+        """Return the mean of x xᵀ, (e, e). The mean of x is not subtracted."""
         return self.gram / self.count
 
 
 def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return (..., out, hidden) and its bias (..., out) as one weight (..., out, hidden + 1) on [x, 1]."""
+    """Append a bias (..., out) to its weight (..., out, hidden). The result (..., out, hidden + 1) reads [x, 1]."""
     column = torch.zeros_like(weight[..., 0]) if bias is None else bias
     return torch.cat((weight, column[..., None]), dim=-1)
 
@@ -54,8 +54,8 @@ def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
 def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix.
 
-    `floor` times the largest eigenvalue is added to each eigenvalue, since directions outside of the text would be
-    divided by zero. Raises ValueError for a zero matrix, on which nothing can be fitted.
+    `floor` times the largest eigenvalue is added to each eigenvalue. Otherwise directions that do not occur in the text
+    would be divided by zero. Raises ValueError for a matrix of zeros, for which nothing can be fitted.
     """
     values, vectors = torch.linalg.eigh(covariance)
     if not values[-1] > 0:
@@ -65,20 +65,24 @@ def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tenso
 
 
 def pool_mean(weights: Tensor) -> Tensor:
-    """Return the mean of a group's heads (m, d, e) -> (d, e) (Ainslie et al. 2305.13245)."""
+    """Return the mean of the heads (m, d, e) of a group, (d, e) (Ainslie et al. 2305.13245)."""
     return weights.mean(dim=0)
 
 
 def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return one value head (d, e) for a group, and its new columns of the output projection (n, hidden, d).
+    """Fit one value head V (d, e) for a group, and the columns O' (n, hidden, d) of the output projection that read it.
 
-    It is a reduced-rank regression. With M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right
-    singular vectors, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B. This is the optimum of Σ_g E|(O_g V_h(g) - O_g' V) z|²
-    over all V with d rows (Eckart-Young; Izenman 1975). It is lossless if the O_g V_h(g) together have rank d.
+    It is a reduced-rank regression. With M = [O_g V_h(g)] Σ^½ stacked over the query heads g and B the first d right
+    singular vectors of M, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B. This minimises Σ_g E|(O_g V_h(g) - O_g' V) z|² over
+    all V with d rows (Eckart-Young; Izenman 1975). It is lossless if the O_g V_h(g) together have rank d.
 
-    Values are (m, d, e) and outputs (n, hidden, d), with the n/m readers of each old head together. The covariance (e,
-    e) is that of the attention's mix of the layer's inputs, averaged over query heads (`mix_inputs`). The covariance of
-    the inputs themselves is nearly as good.
+    Args:
+        values: The old value heads V_h, (m, d, e).
+        outputs: The columns O_g of the output projection by query head, (n, hidden, d). The n/m query heads that read
+            the same value head are next to each other.
+        covariance: Σ (e, e), the second moment of z. This is the layer's input, mixed by the attention weights
+            (`mix_inputs`), averaged over query heads. The second moment of the input itself is nearly as good.
+        floor: As in `square_roots`.
     """
     root, inverse = square_roots(covariance, floor)
     readers = outputs.shape[0] // values.shape[0]
@@ -88,11 +92,11 @@ def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float
 
 
 def balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two matrices (r, e) and (n, r) with the same product outer @ inner, whose elements have the same size.
+    """Return two matrices (r, e) and (n, r) with the same product outer @ inner, and with elements of about one size.
 
-    Singular values are shared equally between them. A closed form may leave wide elements in one and tiny ones in the
-    other. Adam takes equal steps for all elements, and would destroy the tiny ones before the wide ones had moved. A
-    product with fewer than r rows or columns is unchanged.
+    Each gets the square roots of the product's singular values. A fit may give one matrix large elements and the other
+    tiny ones. Adam takes equal steps for all elements, so training would destroy the tiny ones before the large ones
+    had changed. Matrices whose product has fewer than r rows or columns are unchanged.
     """
     rank = len(inner)
     if min(inner.shape[1], len(outer)) < rank:
@@ -105,12 +109,15 @@ def balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix_inputs(probabilities: Tensor, inputs: Tensor) -> Tensor:
-    """Return each query head's mix of the layer's inputs, Σ_j p_ij x_j: (B, n, T, S), (B, S, e) -> (B, n, T, e)."""
+    """Return the layer's inputs, mixed by the attention weights of each query head: Σ_j p_ij x_j, (B, n, T, e).
+
+    The attention weights p are (B, n, T, S), and the inputs x are (B, S, e).
+    """
     return probabilities @ inputs[:, None]
 
 
 def gram_of(products: Tensor, between: Tensor | None = None) -> Tensor:
-    """Return the sum over heads of PᵀP, or of PᵀBP: (n, k, e) and B (n, k, k) -> (e, e)."""
+    """Return the sum over heads of PᵀP, or with `between` = B of PᵀBP, (e, e). P is (n, k, e), and B is (n, k, k)."""
     return (products.transpose(-1, -2) @ (products if between is None else between @ products)).sum(dim=0)
 
 
@@ -126,16 +133,22 @@ def leading(gram: Tensor, rank: int) -> Tensor:
 def fit_keys(
     queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Return one key head (d, e) for a group, and its new queries (n, d, e), which compensate for the change.
+    """Fit one key head (d, e) for a group, and new queries (n, d, e) that compensate for the change of the key.
 
-    Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation. The
-    new row is the first complex singular vector of √E|q|² · K_h Σ^½, stacked over the old heads. Each old head's
-    coefficient, conjugated, is folded into its queries. Mean-pooling fixes the coefficient at 1, Jin et al.
-    (2412.20677) fix its modulus.
+    Each rotary pair (i, i + rotary_dim/2) is read as a complex number, because a complex factor commutes with the
+    rotation. The new key row is the first complex singular vector of √E|q|² · K_h Σ^½, stacked over the old heads h.
+    The coefficient of an old head, conjugated, is multiplied into its queries. (Mean-pooling fixes the coefficient at
+    1, and Jin et al. 2412.20677 fix its modulus.)
 
-    Elements without rotation take the real form: the first right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over
-    the query heads. Queries are (n, d, e), with the n/m readers of each old key head together. Keys are (m, d, e), and
-    the covariance (e, e) is that of the layer's input.
+    For elements without rotation, the new rows are the first right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over
+    the query heads.
+
+    Args:
+        queries: The query heads, (n, d, e). The n/m query heads that read the same key head are next to each other.
+        keys: The old key heads K_h, (m, d, e).
+        covariance: Σ, the second moment of the layer's input, (e, e).
+        rotary_dim: The number of elements of a head that are rotated. They come first.
+        floor: As in `square_roots`.
     """
     new_queries, new_key = queries.clone(), keys[0].clone()
     if rotary_dim:
@@ -177,13 +190,13 @@ def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
 
 
 def _pairs(weight: Tensor) -> Tensor:
-    """Return complex (..., dim/2, e) for (..., dim, e): element i and element i + dim/2."""
+    """Return rotary pairs as complex numbers: elements i and i + dim/2 of (..., dim, e) become (..., dim/2, e)."""
     real, imaginary = weight.chunk(2, dim=-2)
     return torch.complex(real, imaginary)
 
 
 def _elements(pairs: Tensor) -> Tensor:
-    """Invert `_pairs`."""
+    """Return the real (..., dim, e) for complex rotary pairs (..., dim/2, e): the inverse of `_pairs`."""
     return torch.cat((pairs.real, pairs.imag), dim=-2)
 
 
@@ -199,7 +212,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Tensor, covariance: Tensor) -> float:
-    """Return the error of `fit_values`, as a share: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
+    """Return the relative squared error of `fit_values`: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
     old = outputs @ values.repeat_interleave(len(outputs) // len(values), dim=0)
     lost, whole = (float(((x @ covariance) * x).sum()) for x in (old - new_outputs @ value, old))
     return lost / max(whole, torch.finfo(old.dtype).tiny)
@@ -208,10 +221,10 @@ def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Ten
 def score_error(
     queries: Tensor, keys: Tensor, new_queries: Tensor, key: Tensor, covariance: Tensor, rotary_dim: int = 0
 ) -> float:
-    """Return the error of `fit_keys`, as a share of the whole.
+    """Return the relative squared error of scores after `fit_keys`: of their change, divided by that of the old scores.
 
-    It sums, for each query head, the squared products of a query with the key of an independent token. Rotary pairs
-    count separately, as a mean over all distances.
+    A score is the product of a query with the key of an independent token. Squares are summed over query heads. Each
+    rotary pair counts separately, averaged over all distances.
     """
     keys = keys.repeat_interleave(len(queries) // len(keys), dim=0)
     repeated_key = key.expand_as(keys)
@@ -220,7 +233,7 @@ def score_error(
         cut = slice(0, rotary_dim)
         q, k, q2, k2 = (_pairs(heads[:, cut]) for heads in (queries, keys, new_queries, repeated_key))
         wide = covariance.to(q.dtype)
-        # |q|²|k|² of a pair, and of a difference q̄k - q̄'k': Gram matrices of the two-term product
+        # The mean square of the old products q̄k, and of their change q̄k - q̄'k', which has two terms.
         lost += _product_power((q, q2), (k, k2), wide)
         whole += _product_power((q,), (k,), wide)
     if rotary_dim < queries.shape[1]:
@@ -234,7 +247,10 @@ def score_error(
 
 
 def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance: Tensor) -> float:
-    """Return E|Σ_t ±q̄_t k_t|² over independent tokens, signs alternating, summed over heads and pairs."""
+    """Return E|Σ_t ±q̄_t k_t|² over independent tokens, summed over heads and rotary pairs.
+
+    `queries` and `keys` have one entry per term t. The signs of the terms alternate.
+    """
     total = 0.0
     for (s, (q, k)), (t, (q2, k2)) in itertools.product(enumerate(zip(queries, keys, strict=True)), repeat=2):
         of_q = ((q2 @ covariance) * q.conj()).sum(dim=-1)  # E q̄ q'
@@ -247,10 +263,10 @@ def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance
 
 
 def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
-    """Return the weight W from x to y that is pulled towards its start: argmin Σ|y - W x|² + λ|W - start|².
+    """Return the weight W from x to y by ridge regression around `start`: argmin Σ|y - W x|² + λ|W - start|².
 
-    Directions that the text does not have stay as in `start` (out, e). `strength` is λ divided by the mean of the Gram
-    matrix's diagonal. Raises ValueError if it is not positive, or if the moment has no targets.
+    For inputs in directions that do not occur in the text, W equals `start` (out, e). `strength` is λ divided by the
+    mean of the Gram matrix's diagonal. Raises ValueError if it is not positive, or if the moment has no targets.
     """
     if not strength > 0 or moment.cross is None:
         raise ValueError(f"a ridge of strength {strength} needs more than 0, and a moment with targets")
@@ -262,10 +278,11 @@ def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
 
 
 def ridge_by_held_out(start: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, first: float = 1.0) -> Tensor:
-    """Return the `ridge` from tokens x (..., e) to y (..., out), with the strength that is best on tokens left out.
+    """Fit a weight from x (..., e) to y (..., out) by `ridge`, with the strength that is best on tokens left out.
 
-    The last quarter of the tokens is left out at first. From `first`, the strength changes by powers of ten while their
-    error falls, within a factor of 10^4. Then all tokens are fitted with it.
+    To choose the strength, the last quarter of the tokens is left out. The search starts at `first`, and changes the
+    strength by powers of ten while the error on these tokens falls, up to a factor of 10^4. Then all tokens are fitted
+    with this strength. Each token counts with its `weight` (...).
     """
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     weight = torch.ones(len(x)) if weight is None else weight.reshape(-1)
@@ -279,7 +296,7 @@ def ridge_by_held_out(start: Tensor, x: Tensor, y: Tensor, weight: Tensor | None
 
     @cache
     def error(power: int) -> float:
-        """Return the error on the tokens left out, up to a constant: Σ|W x|² - 2 y·W x."""
+        """Return the squared error on the tokens left out, without the constant Σ|y|²: Σ|W x|² - 2 y·W x."""
         new = ridge(start, seen, first * 10.0**power)
         return float((new * (new @ unseen.gram - 2 * cross)).sum())
 
@@ -297,11 +314,11 @@ def best_slope(
     low: float = 0.25,
     high: float = 4.0,
 ) -> tuple[float, float]:
-    """Return the slope a for which new(a·x)/a is nearest to old(x) on pre-activations, and the root mean squared error.
+    """Return the slope a for which new(a·x)/a is nearest to old(x), and the root mean squared error.
 
-    For GELU -> SiLU it is near 1.702 (Hendrycks & Gimpel 1606.08415) if x has size 1. A grid over log a between `low`
-    and `high` finds the valley, and golden sections find the minimum. Raises ValueError without samples, or if some are
-    not finite.
+    `samples` are values of x, the input of the activation function. From GELU to SiLU, a is near 1.702 if x is about 1
+    in size (Hendrycks & Gimpel 1606.08415). The minimum is searched on a grid over log a between `low` and `high`, and
+    then by golden sections. Raises ValueError without samples, or if some are not finite.
     """
     if not samples.numel() or not bool(samples.isfinite().all()):
         raise ValueError("the slope of an activation needs finite samples of what goes into it")
@@ -327,9 +344,10 @@ def best_slope(
 
 
 def block_influence(before: Tensor, after: Tensor) -> Tensor:
-    """Return 1 - the cosine between a block's input and output (..., hidden) for each token (...).
+    """Return 1 minus the cosine between a block's input and output (..., hidden) for each token (...).
 
-    The mean is ShortGPT's block influence (Men et al. 2403.03853). The block with the lowest value is removed first.
+    The mean over tokens is ShortGPT's block influence (Men et al. 2403.03853). ShortGPT removes the block with the
+    lowest value first.
     """
     inputs, outputs = before.to(torch.float64), after.to(torch.float64)
     result: Tensor = 1 - torch.nn.functional.cosine_similarity(inputs, outputs, dim=-1)
@@ -343,7 +361,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def contiguous_groups(heads: int, groups: int) -> Groups:
-    """Return the old heads 0 … heads-1 in groups of equal size, in order. Raises ValueError if they do not divide."""
+    """Divide the heads 0 … heads-1 into groups of equal size, in order. Raises ValueError if that is not possible."""
     if groups < 1 or heads % groups:
         raise ValueError(f"{heads} heads cannot be dealt out to {groups} groups of one size")
     size = heads // groups
@@ -351,10 +369,11 @@ def contiguous_groups(heads: int, groups: int) -> Groups:
 
 
 def group_similar(similarity: Tensor, groups: int) -> Groups:
-    """Return the old heads in groups of equal size with a large sum of similarities (heads, heads) within groups.
+    """Divide heads into groups of equal size, so that the sum of similarities within groups is large.
 
-    From the contiguous groups, the best exchange of two heads is made until none helps. This is a local optimum, never
-    worse than the start, and deterministic. Heads in a group, and groups, are in order.
+    `similarity` is (heads, heads). The search starts with contiguous groups, and makes the exchange of two heads that
+    helps most, until none helps. This is a local optimum that is never worse than the start, and deterministic. Heads
+    in a group, and groups, are sorted.
     """
     heads = len(similarity)
     grouped = [list(group) for group in contiguous_groups(heads, groups)]
@@ -381,18 +400,21 @@ def group_similar(similarity: Tensor, groups: int) -> Groups:
 
 
 def query_order(groups: Groups, per_head: int) -> list[int]:
-    """Return the old indices of the query heads (rows of W_q, columns of W_o) in their new order, group by group."""
+    """Return the query heads in their new order, group by group, by their old numbers.
+
+    `per_head` is the number of query heads that read a key-value head.
+    """
     return [old * per_head + reader for group in groups for old in group for reader in range(per_head)]
 
 
 def head_similarity(
     queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, covariance: Tensor, rotary_dim: int = 0
 ) -> Tensor:
-    """Return the share of two old heads' work that one head can do, for every two: (m, m), 1 on the diagonal.
+    """Return for every two key-value heads how well one head can replace them: (m, m), with 1 on the diagonal.
 
-    It is the share of the squared products q·k and O·v that `fit_keys` and `fit_values` preserve for a pair, the mean
-    of both. Queries are (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), and the covariance (e, e) is that
-    of the layer's input.
+    This is 1 minus the mean of `score_error` and `value_error`, if `fit_keys` and `fit_values` merge the two heads.
+    Queries are (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), and the covariance (e, e) is the second
+    moment of the layer's input.
     """
     heads = len(keys)
     readers = len(queries) // heads

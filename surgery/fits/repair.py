@@ -1,8 +1,8 @@
-"""The refit of projections into the residual stream on a text, after a swap that changes attention.
+"""Fit the projections that write into the residual stream again on a text, after a swap that changes attention.
 
-The original and the model after the swap run together, as in `kv_fit`. In each layer the output projection is fitted to
-the original's attention output, plus the difference of the hidden states so far. Then the feed-forward's down
-projection is fitted to the original's hidden states after the layer.
+The original and the model after the swap run together, as in `kv_fit`. In each layer, the output projection is fitted
+to the original's attention output, plus the difference between the hidden states of the two models before the layer.
+Then the feed-forward's down projection is fitted to the original's hidden states after the layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTPUT = "attention.o_proj"
 def refitted_layers(
     model: Model, swapped: Swapped, layers: Collection[int], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
-    """Yield the new projections of each of these layers, in order."""
+    """Yield the new weights of o_proj and down_proj of each of these layers, in order."""
     after, calibration = SwappedModel(model, swapped), calibration.within(swapped.spec)
     student, context = calibration.start(after)
     for layer in calibration.walk(model, range(max(layers) + 1)):

@@ -1,9 +1,10 @@
 """Linear weights rounded to few bits on a text: GPTQ (Frantar et al. 2210.17323).
 
-The layers are rounded in order, and the linears of a layer in the order in which they run. Each is rounded on its
-inputs after all earlier ones are rounded. A weight is rounded input by input, the input with the largest activations
-first. The inputs that are not rounded yet compensate for the error, as far as they can on the text. The grid of a row
-or group is the same as for rounding to nearest, so the stored form is the same.
+The layers are rounded in order, and the linears of a layer in the order in which they run. The inputs of a linear come
+from the model in which all earlier linears are rounded already. A weight is rounded one column (input) at a time. The
+column whose input has the largest activations comes first, and the columns that are not rounded yet are changed to
+compensate for its error on the text. The grid of a row or group is the same as for rounding to nearest, so the rounded
+weights can be stored in the same form.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def rounded_layers(
 ) -> Iterator[dict[str, Wide]]:
     """Yield the rounded weights of each layer.
 
-    stages [layer] lists the names of its weights in the order in which they run; weights in one list are rounded
-    together. `grid` returns the grid of a weight. A weight without tokens, as in an unused expert, is rounded to
-    nearest.
+    `stages` has for each layer lists of weights, in the order in which they run. The weights in one list are rounded on
+    inputs from the same pass. `grid` returns the grid of a weight. A weight that gets no tokens, as in an expert that
+    the router never chooses, is rounded to nearest.
     """
     for layer in calibration.walk(model, stages):
         rounded: dict[str, Wide] = {}
@@ -46,17 +47,17 @@ def rounded_layers(
 
 
 def gptq(weight: Wide, gram: Wide, grid: Grid) -> Wide:
-    """Round W [out, in] to its grid so that W x changes least: Σ|(W - W') x|² over the text.
+    """Round W [out, in] to W' on its grid, so that Σ|(W - W') x|² over the inputs x of the text is small.
 
-    `gram` [in, in] is the sum of x xᵀ over the text. Rows for which plain rounding to nearest is better use that. This
-    happens if the compensation leaves the range of the grid.
+    `gram` [in, in] is the sum of x xᵀ over the text. If rounding to nearest is better for a row, that is used for the
+    row. This happens if the compensated weights leave the range of the grid.
     """
     diagonal, width, plain = gram.diagonal(), len(gram), grid.nearest(weight)
     if not diagonal.any():
         return plain
     order = np.argsort(-diagonal, kind="stable")
     damped = gram[np.ix_(order, order)] + _DAMPING * diagonal.mean() * np.eye(width)
-    # The upper Cholesky factor of the inverse: row j is the effect of an error of input j on the later inputs.
+    # Row j of the inverse's upper Cholesky factor says how the later columns compensate for an error of column j.
     factor = np.linalg.cholesky(np.linalg.inv(damped)).T
     remaining, rounded = weight[:, order].copy(), np.empty_like(weight)
     for start in range(0, width, _BLOCK):

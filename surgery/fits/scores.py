@@ -1,7 +1,7 @@
-"""The refit of attention scores for fewer key-value heads: the step that helps most after `fit_keys`.
+"""Refit queries and keys to the original's attention scores, for fewer key-value heads.
 
-Notation as in `regression`: n query heads read one new key head, d = head_dim, e = width of the input. Biases are
-weights on a constant input.
+After `regression.fit_keys`, this is the step that helps most. The notation is that of `regression`: n query heads read
+one new key head, d = head_dim, e = width of the input. Biases are weights on a constant input of 1.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class _ScoreFit(NamedTuple):
 
     queries: Tensor  # (n, d, e)
     key: Tensor  # (d, e)
-    before: float  # the error per token and query head before the refit
-    after: float  # and after it
+    before: float  # the error before the refit, per token and query head
+    after: float  # the error after the refit, per token and query head
 
 
 def refit_scores(
@@ -36,17 +36,25 @@ def refit_scores(
     steps: int = 10,
     strength: float = 1e-3,
 ) -> _ScoreFit:
-    """Fit the queries and the key head of a group together to the original's scores on their inputs.
+    """Fit the queries and the key head of a group together, so that their scores are near to the original's.
 
-    The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², with Δ the difference of scores and p the original's attention. It is
-    twice the KL divergence of the two patterns to second order, and ignores shifts, as softmax does. Scores are
-    bilinear. So each of `rounds` solves the least squares problem linearised in both factors (Gauss-Newton), by `steps`
-    of conjugate gradients on its normal equations. Few steps and a ridge of `strength`, relative to the mean curvature,
-    prevent overfitting. A round that increases the error is halved, and finally left out.
+    The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², where Δ is the difference of scores and p the original's attention
+    weights. To second order, it is twice the KL divergence of the two attention patterns. Equal shifts of all scores of
+    a query do not count, because softmax ignores them. Scores are bilinear, so each round solves a least squares
+    problem that is linearised in queries and keys (Gauss-Newton), by conjugate gradients on the normal equations. Few
+    steps and a ridge prevent overfitting. If a round increases the error, its change is halved, and finally left out.
 
-    Queries are (n, d, e), the key (d, e), the inputs in the new model (B, T, e). The original's attention on its own
-    inputs is (B, n, T, T), with 0 at masked positions. Its q·k · scale without position biases has the same shape.
-    `scale` multiplies q·k; angles are (T, p), or None without rotary positions.
+    Args:
+        queries: The queries to start with, (n, d, e).
+        key: The key to start with, (d, e).
+        inputs: The layer's inputs in the new model, (B, T, e).
+        probabilities: The original's attention weights on its own inputs, (B, n, T, T), with 0 at masked positions.
+        scores: The original's q·k · scale without position biases, (B, n, T, T).
+        scale: The factor of q·k.
+        angles: The angles of the rotary positions, (T, p), or None without rotary positions.
+        rounds: The number of rounds.
+        steps: The number of steps of conjugate gradients in a round.
+        strength: The strength of the ridge, relative to the mean curvature.
     """
     problem = _Scores(inputs, probabilities, scores, scale, angles)
     before = after = problem.error(queries, key)
@@ -66,7 +74,7 @@ def refit_scores(
 
 @dataclass
 class _Scores:
-    """The least squares problem of `refit_scores`, one sequence at a time."""
+    """The least squares problem of `refit_scores`, computed one sequence at a time. The fields are its arguments."""
 
     inputs: Tensor
     probabilities: Tensor
@@ -81,13 +89,13 @@ class _Scores:
         return x if self.angles is None else rotate(x, -self.angles)
 
     def residual(self, queries: Tensor, key: Tensor, b: int) -> Tensor:
-        """Return the missing part of the scores of sequence b, (n, T, T), with 0 at masked positions."""
+        """Return the original's scores minus the present ones for sequence b, (n, T, T), with 0 at masked positions."""
         q, k = self.turned(self.inputs[b] @ queries.transpose(-1, -2)), self.turned(self.inputs[b] @ key.T)
         missing: Tensor = self.scores[b] - q @ k.T * self.scale
         return missing.masked_fill(self.probabilities[b] == 0, 0)
 
     def centred(self, difference: Tensor, b: int) -> Tensor:
-        """Return p_ij (Δ_ij - Σ_k p_ik Δ_ik): (n, T, T)."""
+        """Return p_ij (Δ_ij - Σ_k p_ik Δ_ik) for a difference of scores Δ in sequence b, (n, T, T)."""
         p = self.probabilities[b]
         weighted = p * difference
         return weighted - p * weighted.sum(dim=-1, keepdim=True)
@@ -101,7 +109,7 @@ class _Scores:
         return total
 
     def solve(self, queries: Tensor, key: Tensor, steps: int, strength: float) -> tuple[Tensor, Tensor]:
-        """Return the change of queries and key that solves the linearised problem."""
+        """Return the change of queries and key that nearly solves the linearised problem, after some steps."""
         heads, d, width = queries.shape
         q = [self.turned(x @ queries.transpose(-1, -2)) * self.scale for x in self.inputs]  # (n, T, d) each
         k = [self.turned(x @ key.T) * self.scale for x in self.inputs]  # (T, d) each
@@ -115,7 +123,7 @@ class _Scores:
             change = self.turned(x @ dq.transpose(-1, -2)) @ k[b].T + q[b] @ self.turned(x @ dk.T).T
             return adjoint(b, self.centred(change, b))
 
-        # Units in which the mean curvature of both unknowns is that of the inputs: 1 / the size of the other unknown.
+        # Queries and key are each rescaled by 1 / the size of the other, so that both have the inputs' curvature.
         unit_q = float(torch.stack([part.square().mean() for part in k]).mean()) ** -0.5
         unit_k = float(torch.stack([part.square().sum(dim=0).mean() for part in q]).mean()) ** -0.5
         penalty = strength * float(self.inputs.square().sum()) / width

@@ -1,4 +1,4 @@
-"""Fitted arrays that are computed on first use, and are stored on disk until they are written."""
+"""Results of fits that are computed on first use, and are kept on disk until the output is written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..base import Computed, Model, Wide
 
 
 class Scratch:
-    """The results of a fit to a model, by name.
+    """The arrays that a fit to a model gives, by name. They are stored in a temporary folder.
 
-    `fit` yields groups of arrays by name, in any order. It runs once, on the model whose tensor is requested first. The
-    folder is deleted with the object.
+    `fit` is a function of the model that yields groups of arrays by name, in any order. It runs once, when an array is
+    first requested. The folder is deleted together with this object.
     """
 
     def __init__(self, fit: Callable[[Model], Iterator[Mapping[str, Wide]]]) -> None:
@@ -29,22 +29,25 @@ class Scratch:
 
     @classmethod
     def by(cls, name: str, *given: Any) -> Scratch:
-        """Return the results of a function of this folder ("feed_forward.downs"), which is imported on first use."""
+        """Return the results of a function in `surgery/fits`, such as "feed_forward.downs", with the arguments `given`.
+
+        The module is imported when the fit runs.
+        """
         module, _, function = name.partition(".")
         return cls(lambda model: getattr(import_module(f".{module}", __package__), function)(model, *given))
 
     def waiting(self, names: Iterable[str]) -> dict[str, Computed]:
-        """Return recipes for tensors that are fitted when one of them is requested."""
+        """Return recipes for some tensors. The fit runs when one of them is first requested."""
         return {name: Computed(lambda model, name=name: self.of(model, name)) for name in names}  # type: ignore[misc]
 
     def of(self, model: Model, name: str) -> Wide:
-        """Return one array of the fit to a model."""
+        """Return one array by its name. If the fit has not run yet, it runs on `model`."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="gptkit-fit-"))
             weakref.finalize(self, shutil.rmtree, self._folder)
             import torch
 
-            # The first read may be in inference mode, whose tensors a fit cannot use.
+            # The first request may come in inference mode. A fit cannot use tensors made in that mode.
             with torch.inference_mode(False), torch.no_grad():
                 for group in self._fit(model):
                     for key, array in group.items():

@@ -1,11 +1,13 @@
-"""One activation in place of another.
+"""One activation function in place of another.
 
-act(x) and new(s·x)/s have the same slopes at ±∞ for every s. The slope s is folded into the projection before the
-activation, and 1/s into the one after it (into `up` of a gated feed-forward). That is
+act(x) and new(s·x)/s have the same slopes at ±∞ for every s. The factor s, called the slope, is folded into the
+projection before the activation, and 1/s into the one after it (in a gated feed-forward, into up_proj). That is
 
 - exact between SiLU and quick_gelu, x·σ(1.702 x) = silu(1.702 x)/1.702;
-- as good as exact from ReLU, the limit of all the others: |new(s·x)/s - relu(x)| is at most 0.28/s, and s = 2⁵⁰;
-- near between GELU and SiLU with the 1.702 of quick_gelu, or with the best slope for a layer's inputs on a text.
+- as good as exact from ReLU, the limit of all other activations for large s: |new(s·x)/s - relu(x)| is at most 0.28/s,
+  and s = 2⁵⁰;
+- a good approximation between GELU and SiLU, with the slope 1.702, or with the best slope for a layer's inputs on a
+  text.
 
 Two SiLU units with different slopes, q·silu(b₁x)/b₁ + (1-q)·silu(b₂x)/b₂, approximate GELU 3.7 times closer than one.
 The feed-forward becomes twice as wide. Two GELUs approximate SiLU 18 times closer.
@@ -32,8 +34,8 @@ from .mlp import dense_of, paths, with_dense
 _Slope = Callable[[Model], float]  # a number that may be fitted to the model
 _QUICK = 1.702  # quick_gelu's slope (Hendrycks & Gimpel 1606.08415)
 _LIMIT = 2.0**50
-"""The slope at which the other activations are ReLU: the error, 0.28/s, is below the fp64 rounding of a number of
-size 1. It is a power of two, so weights keep their digits. Its fourth power, in a gradient of tanh, is finite."""
+"""The slope s at which other activations equal ReLU: their error, 0.28/s, is below the fp64 rounding of a number near
+1. It is a power of two, so weights keep their digits. Its fourth power, in a gradient of tanh, is finite."""
 _NEEDS: dict[Activation, str] = {
     "gelu": "Exact if the old activation is relu, and approximate from the tanh forms of GELU, silu and quick_gelu",
     "gelu_new": "Exact if the old activation is gelu_tanh or relu, and approximate otherwise",
@@ -47,23 +49,24 @@ TARGETS = tuple(_NEEDS)  # the possible new activations
 _FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
 _DOUBLED: tuple[Activation, ...] = _FITTED[:4]
 _TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
-"""Two names of one function. gelu_bloom differs in the tenth digit (√(2/π) is 0.79788456), gelu_fast in the twelfth."""
+"""Two names of one function. gelu_bloom differs in the tenth digit, because it uses 0.79788456 for √(2/π), and
+gelu_fast differs in the twelfth."""
 _PHI: tuple[Activation, ...] = ("gelu", "gelu_python")  # one function
 _GELUS: tuple[Activation, ...] = (*_PHI, *_TANH, "gelu_bloom", "gelu_fast")
 NEAR = (*_GELUS, "silu", "quick_gelu", "relu")  # activations that another one can approximate, at some slope
 _FROM: dict[str, tuple[Activation, ...]] = {"silu": _GELUS, "gelu": ("silu", "quick_gelu")}
-"""The old activations that two units of a new one approximate."""
+"""For each new activation, the old activations that two units with the new one can approximate."""
 TWO_UNITS: dict[str, tuple[float, float, float]] = {
     "silu": (1.22275, 1.44599, -1.0),
     "gelu": (0.4103, 0.72374, 0.34019),
 }
-"""b₁, b₂ and q for two units of this activation (and its tanh forms) in place of one unit of another. They minimise the
-largest difference over all x (Nelder-Mead): 0.0054 for SiLU, 0.0019 for GELU. For SiLU, 0.0052 is possible if b₁ and b₂
-meet and q grows without bounds, which cancels digits. So q is fixed at -1."""
+"""b₁, b₂ and q for two units with this activation (or its tanh forms) in place of one unit with another activation.
+They minimise the largest difference over all x (Nelder-Mead): 0.0054 for SiLU, 0.0019 for GELU. For SiLU, 0.0052 is
+possible if b₁ and b₂ become equal and q grows without bounds, but then digits cancel. So q is fixed at -1."""
 
 
 def slope(old: Activation, new: Activation) -> float:
-    """Return s with old(x) ≈ new(s·x)/s, without a fit."""
+    """Return the known slope s for which old(x) ≈ new(s·x)/s. No text is needed."""
     if old == "relu":
         return _LIMIT
     if new == "relu":
@@ -72,7 +75,7 @@ def slope(old: Activation, new: Activation) -> float:
 
 
 def how(old: Activation, new: Activation) -> Guarantee:
-    """Return the guarantee of a replacement at its slope."""
+    """Return the guarantee of replacing an activation by another one with the known slope."""
     alike = any({old, new} <= set(group) for group in (_TANH, _PHI, ("silu", "quick_gelu")))
     if old in (new, "relu") or alike:
         return "exact"
@@ -83,14 +86,14 @@ def how(old: Activation, new: Activation) -> Guarantee:
 
 
 def _around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
-    """Return the tensors before the activation, and those that its output is multiplied by."""
+    """Return the names of the tensors that compute the activation's input, and of those that multiply its output."""
     if isinstance(dense, GatedFeedForward):
         return tensors_of(path, dense, "gate_proj"), tensors_of(path, dense, "up_proj")
     return tensors_of(path, dense, "up_proj"), [f"{path}.down_proj.weight"]
 
 
 def _one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
-    """Replace act(x) by new(s·x)/s: s before the activation, 1/s after it."""
+    """Return the tensors for new(s·x)/s in place of act(x). s goes into the projection before, 1/s into that after."""
 
     def scaled(name: str, power: int) -> Computed:
         return Computed(lambda model: model.wide(name) * s(model) ** power)
@@ -100,7 +103,7 @@ def _one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
 
 
 def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
-    """Replace act(x) by a₁·new(b₁·x) + a₂·new(b₂·x): all units twice, in two halves."""
+    """Return the tensors for a₁·new(b₁·x) + a₂·new(b₂·x) in place of act(x). All units appear twice, in two halves."""
 
     def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
         return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
@@ -112,7 +115,7 @@ def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, 
 
 
 def _pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the slopes and the weights of two units."""
+    """Return the slopes b and the weights a of the two units that replace one unit; see `_two_units`."""
     first, second, q = TWO_UNITS[kind]
     once = _QUICK if old == "quick_gelu" else 1.0  # silu(1.702 x)/1.702
     return (first * once, second * once), (q / first / once, (1 - q) / second / once)
@@ -122,7 +125,7 @@ def _pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float,
 
 
 def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation, with the slope for it, or only its name with `approximate`."""
+    """Change the activation with the known slope. With --approximate, change only the function and no weights."""
 
     def tensors_of_layer(_: int, path: str, old: Dense) -> dict[str, Tensor]:
         s = slope(old.activation, new)
@@ -132,7 +135,7 @@ def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation, with the best slope of each layer on a text."""
+    """Change the activation, with the slope that is best for each layer's inputs on a text."""
     mlps = _different(spec, asked, new)
     known = any(how(dense.activation, new) != "approximate" for dense in mlps.values())
     mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in mlps)
@@ -154,7 +157,7 @@ def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation, with two new units for each old one."""
+    """Change the activation, with two units with the new activation in place of each old unit."""
     mlps = _different(spec, asked, new)
     for layer, dense in mlps.items():
         unnormed(f"blocks.{layer}.feed_forward", dense)
@@ -172,7 +175,7 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
-    """Return the chosen feed-forwards that have another activation, by layer."""
+    """Return the chosen feed-forwards whose activation is not `new`, by layer."""
     possible = f"Possible: {', '.join(name for name in TARGETS if name != new)}"
     refusal = f"these feed-forwards use {new} already"
     layers = asked.those(spec, lambda block: dense_of(block).activation != new, refusal, possible)
@@ -200,9 +203,10 @@ def _swapped(
     named: bool = False,
     width: int = 1,
 ) -> Swapped:
-    """Return the model with the new activation, in feed-forwards `width` times as wide.
+    """Return the model with the new activation in some feed-forwards, which become `width` times as wide.
 
-    `make` returns the tensors of a feed-forward, by its layer, path and record. With `named`, only the name changes.
+    `make` is a function of layer, path and component of a feed-forward, which returns its tensors. With `named`, no
+    weights change.
     """
     blocks, kinds, tensors = {}, list[Guarantee](), dict[str, Tensor]()
     for layer, dense in mlps.items():
@@ -230,7 +234,10 @@ def _swapped(
 
 
 def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
-    """Return the form with two units if it applies to every layer. Forms that need a text are not tried."""
+    """Return the form with two units, such as "silu:2", if it is useful for every layer, to try it in `gptkit swaps`.
+
+    Forms that need a text are not tried.
+    """
     old = {dense_of(block).activation for block in spec.blocks} - {new}
     two = form.endswith(":2") and new in _FROM and bool(old)
     return (
@@ -241,12 +248,12 @@ def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
 
 
 def _known_slope(new: Activation, step: Step) -> list[Step]:
-    """Return the form with the known slope, which needs no text."""
+    """Return the simpler form of a step: with the known slope, which needs no text."""
     return [dataclasses.replace(step, value=new)]
 
 
 def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
-    """Return the swap for one form of the option."""
+    """Return the swap for one form of the option, such as "silu", "silu:2" or "silu:fit"."""
     plain = form == new
     return Swap(
         option="activation",

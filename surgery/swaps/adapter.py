@@ -1,7 +1,7 @@
 """Adapters as peft and mlx-lm save them: their changes to a model, by the names of the base model's modules.
 
-adapter_config.json tells how to read the tensors. gptkit refuses unsupported methods (IA3, AdaLoRA, LoHa) and settings
-by name.
+adapter_config.json says how to read the tensors. gptkit refuses unsupported methods (IA3, AdaLoRA, LoHa) and settings,
+and names them in the message.
 
 Sources: LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353; peft 0.21 (tuners/lora, utils/save_and_load.py); mlx-lm
 (tuner/lora.py, tuner/dora.py, tuner/utils.py).
@@ -34,7 +34,7 @@ _REFUSED: Mapping[str, str] = {
     "use_bdlora": "its matrices are block-diagonal",
     "use_qalora": "it pools its input",
 }
-"""Unsupported settings, with the reasons."""
+"""Settings of adapter_config.json that gptkit refuses, with the reasons."""
 _INITIALISED = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model unchanged."""
 _LORA = re.compile(
@@ -49,45 +49,47 @@ _MLX = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 
 @dataclass
 class Lora:
-    """The tensors of one module, by their names in the file."""
+    """The names of an adapter's tensors for one module, in the adapter's file."""
 
     a: str = ""
-    """A (rank, in). Of all experts together peft has (experts · rank, in), mlx-lm (experts, rank, in)."""
+    """The name of A (rank, in). If one tensor has A of all experts, peft stores it as (experts · rank, in), and mlx-lm
+    as (experts, rank, in)."""
     b: str = ""
-    """B (out, rank). Of all experts together peft has (out, rank · experts), mlx-lm (experts, out, rank)."""
+    """The name of B (out, rank). If one tensor has B of all experts, peft stores it as (out, rank · experts), and
+    mlx-lm as (experts, out, rank)."""
     bias: str | None = None
-    """The bias of B."""
+    """The name of the bias of B."""
     magnitude: str | None = None
-    """DoRA's magnitude (out)."""
+    """The name of DoRA's magnitude (out)."""
     embedding: bool = False
-    """Whether it is peft's adapter of an embedding: A is (rank, tokens), B (hidden, rank)."""
+    """Whether this is peft's adapter of an embedding, with A as (rank, tokens) and B as (hidden, rank)."""
     turned: bool = False
-    """Whether matrices are stored as mlx-lm stores them: A as (in, rank), B as (rank, out)."""
+    """Whether the matrices are stored transposed, as by mlx-lm: A as (in, rank), and B as (rank, out)."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter. Modules and tensors have their names in the base model."""
+    """An adapter. The keys of its mappings are names of modules or tensors of the base model."""
 
     reference: str
     config: Mapping[str, Any]
-    sha256: str
-    lora: Mapping[str, Lora]  # the low-rank changes of modules
-    saved: Mapping[str, str]  # tensors that replace those of the base model
-    base: Mapping[str, str]  # copies of the base model's tensors
-    rows: Mapping[str, str]  # embeddings with new rows, for the tokens in `indices`
+    sha256: str  # of the file with the tensors
+    lora: Mapping[str, Lora]  # the low-rank changes, by module
+    saved: Mapping[str, str]  # for tensors of the base model, the tensors in the file that replace them
+    base: Mapping[str, str]  # for tensors of the base model, their copies in the file
+    rows: Mapping[str, str]  # for embeddings, the tensors in the file with new rows for the tokens in `indices`
     file: Weights = field(repr=False)
-    mlx: bool = False  # whether mlx-lm wrote it
+    mlx: bool = False  # whether mlx-lm wrote the adapter
 
     @property
     def trained_on(self) -> str | None:
-        """Return the base model's name in the adapter's config."""
+        """Return the name of the base model that the adapter was trained on, according to its config."""
         base = self.config.get("model" if self.mlx else "base_model_name_or_path")
         return base if isinstance(base, str) and base else None
 
     @property
     def method(self) -> str:
-        """Return the method in a word, for the record of the merge."""
+        """Return the method as a word for the output's manifest: "lora" or "dora", maybe with "+rslora"."""
         dora = self.config.get("use_dora") or self.config.get("fine_tune_type") == "dora"
         return ("dora" if dora else "lora") + ("+rslora" if self.config.get("use_rslora") else "")
 
@@ -96,7 +98,10 @@ class Adapter:
         return self.file.info[name][1]
 
     def read(self, name: str, part: int | None = None) -> Wide:
-        """Return a tensor in fp64, or one index of its first dimension. Raises InvalidInput for NaN or infinity."""
+        """Return a tensor of the file in fp64, or its slice `part` along the first dimension.
+
+        Raises InvalidInput for NaN or infinity.
+        """
         array = self.file.read(name)
         return self._wide(name, array if part is None else array[part])
 
@@ -107,9 +112,10 @@ class Adapter:
         return values
 
     def factors(self, module: str, expert: int | None, experts: int) -> tuple[Wide, Wide]:
-        """Return A (rank, in) and B (out, rank) of a module, or of one of its experts.
+        """Return A (rank, in) and B (out, rank) of a module, or of one of its `experts` experts.
 
-        peft has the ranks of A one expert after the other, and those of B one rank after the other.
+        If a tensor has all experts, peft stores the rows of A by expert and then by rank, and the columns of B by rank
+        and then by expert.
         """
         lora = self.lora[module]
         if expert is None:
@@ -122,7 +128,10 @@ class Adapter:
         return self._wide(lora.a, matrices[0]), self._wide(lora.b, matrices[1])
 
     def factor_shapes(self, module: str, outputs: int, inputs: int, experts: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that A and B need for a matrix (outputs, inputs), or for each of `experts` matrices."""
+        """Return the shapes that A and B must have in the file, by name, for a matrix (outputs, inputs).
+
+        With `experts`, A and B are for that number of such matrices.
+        """
         lora = self.lora[module]
         dimensions = (*self.shape(lora.a), 0, 0)
         rank = dimensions[1 if self.mlx and (experts or lora.turned) else 0]
@@ -133,10 +142,11 @@ class Adapter:
         return {lora.a: (rank - rank % (experts or 1), inputs), lora.b: (outputs, rank)}
 
     def scale(self, module: str, parameter: str | None = None, experts: int = 0) -> float:
-        """Return the factor of B·A: α / r, or α / √r. mlx-lm states the number itself.
+        """Return the factor of B·A: α / r, or with rsLoRA α / √r. An adapter of mlx-lm gives the factor in its config.
 
-        peft's `rank_pattern` and `alpha_pattern` are by module, or by `parameter` if the adapter trains one that is no
-        linear's weight. Raises SwapRefused if the tensors have another rank than the config.
+        peft's settings `rank_pattern` and `alpha_pattern` may give r and α for a module. If the adapter trains a
+        parameter that is not the weight of a linear, they are looked up by its name, `parameter`. Raises SwapRefused if
+        the tensors have another rank than the config says.
         """
         if self.mlx:
             return self._mlx_scale
@@ -163,7 +173,7 @@ class Adapter:
 
     @cached_property
     def _patterns(self) -> dict[str, dict[str, Any]]:
-        """Return the settings of modules and parameters that match a pattern, by the names of setting and module."""
+        """Return the values of `rank_pattern` and `alpha_pattern`, by setting, and by matching module or parameter."""
         names = [*self.lora, *(name for module in self.lora for name in self.parameters_of(module))]
         settings: dict[str, dict[str, Any]] = {}
         for setting in ("rank_pattern", "alpha_pattern"):
@@ -176,22 +186,25 @@ class Adapter:
 
     @property
     def target_parameters(self) -> list[str]:
-        """Return the ends of the names of parameters that peft trains in place."""
+        """Return the setting `target_parameters`: the last parts of names of parameters.
+
+        peft trains them although they are not the weight of a linear module.
+        """
         names = self.config.get("target_parameters") or []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def parameters_of(self, module: str) -> list[str]:
-        """Return the names that parameters of a module may have if peft trains them in place."""
+        """Return the names of the parameters of a module that `target_parameters` may mean."""
         bare = without_wrappers(module)
         ends = dict.fromkeys(parameter.rpartition(".")[2] for parameter in self.target_parameters)
         return [f"{bare}.{end}" for end in ends if self.targets(f"{bare}.{end}")]
 
     def targets(self, parameter: str) -> bool:
-        """Return whether `target_parameters` name a parameter, by peft's own rule."""
+        """Return whether `target_parameters` names a parameter, by peft's rule: an equal name, or its last parts."""
         return any(parameter == target or parameter.endswith(f".{target}") for target in self.target_parameters)
 
     def indices(self, module: str) -> list[int]:
-        """Return the tokens of the new rows in `rows`. Raises SwapRefused if the config does not list them."""
+        """Return the token ids of the new rows of an embedding. Raises SwapRefused if the config does not list them."""
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
@@ -209,21 +222,24 @@ _WRAPPER = ".base_layer"
 
 
 def without_wrappers(module: str) -> str:
-    """Return a module's name without the wrappers that peft puts around one whose parameters it trains."""
+    """Return a module's name without the parts ".base_layer".
+
+    peft adds such a part for every parameter of the module that it trains.
+    """
     while module.endswith(_WRAPPER):
         module = module.removesuffix(_WRAPPER)
     return module
 
 
 def wrappers(module: str) -> int:
-    """Return the number of peft's wrappers in a module's name."""
+    """Return the number of parts ".base_layer" at the end of a module's name."""
     return (len(module) - len(without_wrappers(module))) // len(_WRAPPER)
 
 
 def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Adapter:
-    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision).
+    """Read an adapter from a folder, or from a repository on the hub (org/name, org/name@revision).
 
-    Raises the errors of `open_files`, and SwapRefused for an adapter other than LoRA, or of a kind that gptkit does not
+    Raises the errors of `open_files`, and SwapRefused if the adapter is not LoRA, or has settings that gptkit does not
     support.
     """
     config_path, file, sha256 = open_files(reference, offline, allow_pickle)
@@ -257,14 +273,14 @@ def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = 
                 saved[tensor] = full
         else:
             unknown.append(name)
-    # The old tensors of a module that was saved as a whole are not needed.
+    # If a module was saved completely, the copies of its old tensors are not needed.
     base = {name: entry for name, entry in base.items() if name not in saved}
     _require_whole(reference, lora, unknown)
     return Adapter(reference, config, sha256, lora, saved, base, rows, file)
 
 
 def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weights) -> Adapter:
-    """Read an output of mlx-lm's training: adapters, or the complete tensors of the last layers ("full")."""
+    """Read what mlx-lm's training writes: LoRA or DoRA adapters, or after full fine-tuning the complete tensors."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora", "full"):
         raise SwapRefused(f"{reference} has the fine_tune_type {shown(kind)}, which gptkit does not know")
@@ -288,7 +304,7 @@ def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weig
 
 
 def _require_whole(reference: str, lora: Mapping[str, Lora], unknown: Iterable[str]) -> None:
-    """Raise SwapRefused for tensors that do not belong to LoRA, and for modules with only one of A and B."""
+    """Raise SwapRefused if the file has tensors that do not belong to LoRA (`unknown`), or only one of A and B."""
     unknown = list(unknown)
     halves = [module for module, entry in lora.items() if not entry.a or not entry.b]
     if unknown or halves:

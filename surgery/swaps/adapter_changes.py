@@ -1,7 +1,8 @@
 """The tensors of a checkpoint that an adapter changes, and whether the adapter fits them.
 
-Adapters use the names of transformers' modules. In most families these are the checkpoint's names; `bind_all` knows the
-others too. Adapters of models of images and text use longer names, which `composite.bare_names` shortens.
+Adapters use the names of modules in transformers. In most families these are the names in checkpoints too, and
+`Architecture.bind_all` knows both. Adapters of models of images and text use longer names, which `composite.bare_names`
+shortens.
 """
 
 import re
@@ -21,7 +22,7 @@ from .adapter import Adapter, Lora, without_wrappers, wrappers
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 _NAMED = 4  # the number of modules or tensors that a message names
 _SWITCH = re.compile(r"(?P<block>.*\.(?P<layer>\d{1,9})\..*)\.switch_mlp\.(?P<name>\w+)")
-"""mlx-lm's module of all experts, whose linears it calls as gptkit does in every family."""
+"""The module with all experts in mlx-lm. For its linears, mlx-lm uses the same names as gptkit in all families."""
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,33 @@ class Change:
     """An adapter's change to one tensor of the checkpoint, or to the matrix of one expert in it."""
 
     leaf: BoundLeaf
+    """The changed tensor of the checkpoint, and how gptkit's parameters are stored in it."""
     sources: tuple[str, ...]
-    """The old tensors that hold its values."""
+    """The old model's parameters that have the values of this tensor."""
     module: str | None = None
-    """The module with A and B, if it has such."""
+    """The module whose A and B change the tensor, if there are such."""
     parameter: str | None = None
-    """The parameter's own name if peft trains one that is no linear's weight (`target_parameters`)."""
+    """The name of the changed parameter, if it is not the weight of a linear (peft's `target_parameters`)."""
     expert: int | None = None
+    """The expert whose matrix changes, if A and B of all experts are stored together."""
     experts: int = 0
-    """Which expert's matrix it is, of how many whose A and B are stored together."""
+    """The number of experts whose A and B are stored together."""
     stands_in: str | None = None
-    """The tensor of the adapter's file that takes its place."""
+    """The tensor of the adapter's file that replaces the whole tensor."""
     bias: str | None = None
-    """The module whose B has a bias that adds to it."""
+    """The module whose B has a bias. This bias is added to the tensor, which is a bias too."""
     rows: str | None = None
-    """The module of which some rows are new."""
+    """The module for which the adapter has new rows, if the tensor is an embedding or head."""
     inputs_first: bool = False
-    """Whether the matrix is [in, out] (Conv1D), not [out, in]."""
+    """Whether the matrix is stored as [in, out] (Conv1D), not as [out, in]."""
 
 
 def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dict[str, BoundLeaf]]:
-    """Return the family, and its leaves by all their names, including those of a tied head."""
+    """Return a model's original family, and the tensors that it has in checkpoints, by all their possible names.
+
+    A tied head is included. Raises SwapRefused if the model does not come from a Hugging Face family, or if that family
+    cannot express it any more.
+    """
     family = None if origin is None else origin.family
     if family is None:
         raise SwapRefused(
@@ -72,7 +79,7 @@ def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dic
 
 
 class _Names:
-    """The tensors of a model by their names in adapters."""
+    """A lookup of the tensors of a model by the names that adapters use."""
 
     def __init__(self, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec) -> None:
         self.architecture, self.leaves, self.layers = architecture, leaves, len(spec.blocks)
@@ -80,7 +87,7 @@ class _Names:
         self.shared_names = architecture.repeats(spec)
 
     def leaf(self, tensor: str) -> BoundLeaf | None:
-        """Return the leaf of a tensor, or None if the model has no tensor of that name."""
+        """Return the tensor with this name, or None if the model has no such tensor."""
         for name in bare_names(tensor):
             known = self.architecture.canonical_name(name, self.leaves, self.layers)
             if known is not None and known in self.leaves:
@@ -88,9 +95,10 @@ class _Names:
         return None
 
     def parameter(self, adapter: Adapter, module: str) -> BoundLeaf | None:
-        """Return the leaf of a parameter that peft trains in place.
+        """Return the parameter that a module of peft's `target_parameters` changes, or None if there is none.
 
-        Each parameter has a wrapper around its module, the last one the outermost.
+        peft wraps the parameter's module once for every trained parameter of it, so the number of wrappers in the
+        module's name says which parameter is meant. The last parameter has the outermost wrapper.
         """
         bare = without_wrappers(module)
         ends = {name: name.rpartition(".")[2] for name in self._children(bare)}
@@ -104,7 +112,7 @@ class _Names:
         return [name for name in self.leaves if name.rpartition(".")[0] in known]
 
     def switched(self, module: str) -> list[BoundLeaf]:
-        """Return the matrices of all experts for a module of mlx-lm, or none if it is no such module."""
+        """Return the matrices of all experts that a module of mlx-lm has. The list is empty for other modules."""
         match = _SWITCH.fullmatch(module)
         if match is None:
             return []
@@ -118,7 +126,10 @@ class _Names:
 def changes_of(
     adapter: Adapter, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec
 ) -> dict[str, Change]:
-    """Return an adapter's changes, by the checkpoint's names. Raises SwapRefused for modules not in the model."""
+    """Return the changes that an adapter makes, by the names of the checkpoint's tensors.
+
+    Raises SwapRefused if the model does not have a module of the adapter, or if a weight would be changed twice.
+    """
     names = _Names(architecture, leaves, spec)
     fields_by_leaf: dict[tuple[str, ...], dict[str, Any]] = {}
     unknown: list[str] = []
@@ -156,8 +167,10 @@ def changes_of(
 def with_tables(
     adapter: Adapter, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec
 ) -> Adapter:
-    """Return an adapter of mlx-lm with A and B of the token embedding as those of a linear (tokens, hidden), whose
-    lora_a is (tokens, rank) and lora_b (rank, hidden).
+    """Return an adapter of mlx-lm with A and B of the token embedding swapped; other adapters are unchanged.
+
+    mlx-lm stores lora_a as (tokens, rank) and lora_b as (rank, hidden). Swapped, they are B and A of a linear whose
+    weight is (tokens, hidden).
     """
     names = _Names(architecture, leaves, spec)
     leaf_of = {module: names.leaf(f"{module}.weight") for module in adapter.lora} if adapter.mlx else {}
@@ -167,7 +180,10 @@ def with_tables(
 
 
 def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[BoundLeaf | None, dict[str, Any]]]:
-    """Yield the leaves that a module's A and B change, with the details of the change."""
+    """Yield the tensors that A and B of a module change, each with the fields of its `Change`.
+
+    A tensor that the model does not have is None.
+    """
     experts = names.switched(module) if adapter.mlx else []
     if experts:
         for expert, leaf in enumerate(experts):
@@ -178,7 +194,7 @@ def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[Bou
         weight = names.leaf(f"{module}.weight")
         yield weight, {"inputs_first": weight is not None and _inputs_first(weight)}
         return
-    # The pattern of a rank may name the module in front of the parameter too, so the adapter's own name of it counts.
+    # peft's rank_pattern may name module and parameter, so the name that the adapter uses for the module counts.
     full_name = f"{without_wrappers(module)}.{parameter.checkpoint.rpartition('.')[2]}"
     if len(parameter.shape) != 3:
         yield parameter, {"parameter": full_name}
@@ -194,14 +210,17 @@ def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[Bou
 
 
 def _turned(adapter: Adapter, lora: Lora, leaf: BoundLeaf) -> bool:
-    """Return whether an expert's matrix is [in, out]: A and B say so, unless the matrix is square."""
+    """Return whether an expert's matrix is stored as [in, out].
+
+    The shapes of A and B show that. If the matrix is square, the family's layout does.
+    """
     inputs, outputs = adapter.shape(lora.a)[-1:], adapter.shape(lora.b)[:1]
     fits = [shape for shape in (leaf.shape, leaf.shape[::-1]) if shape == (*outputs, *inputs)]
     return _inputs_first(leaf) if len(fits) != 1 else fits[0] != leaf.shape
 
 
 def _inputs_first(leaf: BoundLeaf) -> bool:
-    """Return whether the checkpoint has a matrix as [in, out] (Conv1D), not as [out, in]."""
+    """Return whether the checkpoint stores a matrix as [in, out] (Conv1D), not as [out, in]."""
     layout = leaf.layout
     if layout.is_identity or len(leaf.shape) != 2:
         return False
@@ -209,7 +228,10 @@ def _inputs_first(leaf: BoundLeaf) -> bool:
 
 
 def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
-    """Raise SwapRefused if an adapter changes modules that the model does not have, or that share their weights."""
+    """Raise SwapRefused if there are `unknown` names: modules that the model does not have.
+
+    The message says so if such a module shares its weights with another one.
+    """
     shared = [name for name in unknown for bare in bare_names(f"{name}.weight") if bare in names.shared_names]
     if shared:
         reason = f"{adapter.reference} changes {some_of(shared, _NAMED)}, whose weights are shared with another module"
@@ -223,7 +245,7 @@ def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
 
 
 def require_fitting(adapter: Adapter, changes: Mapping[str, Change], leaves: Mapping[str, BoundLeaf]) -> None:
-    """Raise SwapRefused if shapes do not fit the model, or if layers in `target_modules` are missing."""
+    """Raise SwapRefused if the adapter's shapes do not fit the model, or if it lacks layers of its `target_modules`."""
     wrong = []
     for change in changes.values():
         for tensor, shape in _needed(adapter, change).items():
@@ -244,7 +266,7 @@ def require_fitting(adapter: Adapter, changes: Mapping[str, Change], leaves: Map
 
 
 def _needed(adapter: Adapter, change: Change) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the adapter's tensors need, by their names in its file."""
+    """Return the shapes that the adapter's tensors must have for a change, by their names in the adapter's file."""
     needed: dict[str, tuple[int, ...]] = {}
     if change.stands_in is not None:
         needed[change.stands_in] = change.leaf.shape
@@ -265,7 +287,10 @@ def _needed(adapter: Adapter, change: Change) -> dict[str, tuple[int, ...]]:
 
 
 def _require_all_layers(adapter: Adapter, changes: Mapping[str, Change], leaves: Mapping[str, BoundLeaf]) -> None:
-    """Raise SwapRefused if peft would have given more layers of this model an adapter."""
+    """Raise SwapRefused if the adapter lacks layers of this model that peft would have trained.
+
+    peft trains all modules in `target_modules`, unless the config restricts the layers.
+    """
     targets, config = adapter.config.get("target_modules"), adapter.config
     partly = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     if partly or not isinstance(targets, list) or any(re.search(r"\d", str(target)) for target in targets):
@@ -284,12 +309,16 @@ def _require_all_layers(adapter: Adapter, changes: Mapping[str, Change], leaves:
 
 
 def _kind(name: str) -> str:
-    """Return a tensor's name with N for the number of its layer."""
+    """Return a tensor's name with N in place of the layer's number."""
     return re.sub(r"\.\d+\.", ".N.", name, count=1)
 
 
 def _hint(adapter: Adapter, changes: Mapping[str, Change] | None = None) -> str | None:
-    """Return a hint: to add rows for the adapter's tokens first, or else the model that the adapter was trained on."""
+    """Return a hint for an adapter that does not fit.
+
+    If the adapter has another number of tokens, the hint is to change the vocabulary first. Otherwise it names the
+    model that the adapter was trained on, if known.
+    """
     for change in (changes or {}).values():
         if change.leaf.shared[0] in (EMBEDDING, HEAD) and change.stands_in is not None:
             tokens, now = adapter.shape(change.stands_in)[0], change.leaf.shape[0]

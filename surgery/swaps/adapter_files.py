@@ -32,15 +32,15 @@ _READERS: dict[str, Callable[[Path], Weights]] = {
     _MLX_OLD: _npz,
     _PICKLE: lambda path: pickle_weights([path]),
 }
-"""The names of files with an adapter's weights, the preferred one first, and their readers."""
+"""The readers for files with an adapter's weights, by file name. The preferred file comes first."""
 
 
 def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path, Weights, str]:
     """Return the path of an adapter's config, its tensors, and the sha256 of the file with the tensors.
 
     `reference` is a folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput if there is
-    no adapter or a file is broken. Raises UntrustedInput for a pickle without `allow_pickle`, and Offline for one on
-    the hub without a network.
+    no adapter or a file is damaged, UntrustedInput if the adapter is a pickle and `allow_pickle` is False, and Offline
+    if the adapter is on the hub and there is no network.
     """
     path_of = _finder(reference, offline)
     config = path_of(ADAPTER_CONFIG)
@@ -62,7 +62,7 @@ def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path,
 
 
 def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:
-    """Return a function that returns the path of a file of the adapter by its name, or None if there is none."""
+    """Return a function of a file name that returns the path of this file of the adapter, or None without one."""
     from huggingface_hub import constants
 
     from ...converter.hub import Repository

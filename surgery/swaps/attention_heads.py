@@ -1,17 +1,19 @@
 """The number of query heads.
 
-More, exact: the columns of new heads in o_proj are zero. Their other weights are those of old heads, so that training
-changes the zeros. In grouped attention, every key-value head gets the same number of additional query heads. If the
-number does not allow that, whole groups are added. If every head has its own key and value, these are added too.
+More heads are always exact: the columns of new heads in o_proj are zero. Their other weights are copies of old heads,
+so that training can change the zeros. In grouped attention, every key-value head gets the same number of additional
+query heads. If the number does not allow that, whole groups are added. If every head has its own key and value, these
+are added too.
 
-Fewer, exact: heads without any output are removed. Otherwise the least important ones are removed. With a text, these
-are the heads that the others can best replace, and o_proj is fitted again (Hassibi & Stork 1993, a head at a time).
-Without a text (--approximate), they are the heads with the smallest ‖O V‖. The same number is removed from every group,
-or whole groups are. "N:active" keeps the most active heads on the text unchanged, and records which (Minitron
-2407.14679).
+Fewer heads are exact if only heads without any output are removed. Otherwise the least important ones are removed. With
+a text, these are the heads that the others can best replace, and o_proj is fitted again (Hassibi & Stork 1993, a head
+at a time). Without a text (--approximate), they are the heads with the smallest ‖O V‖. Either the same number is
+removed from every group, or whole groups are removed. "N:active" keeps the heads that are most active on the text, does
+not change their weights, and records their numbers (Minitron 2407.14679).
 
-ALiBi's slope of a head depends on its number and the number of heads (2108.12409). The slopes of n and N heads have
-some in common: heads move to the place of their slope. If a slope is missing, there is no exact form.
+The ALiBi slope of a head depends on its number and on the number of heads (2108.12409). The slopes for the old and for
+the new number of heads may have some in common. A head then moves to the place that has its slope. If a slope is
+missing, there is no exact form.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +44,7 @@ from ..registry import Asked, Clears, Swap, active
 
 
 def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
-    """Change the number of query heads in the chosen layers. `active` keeps the most active ones."""
+    """Change the number of query heads in the chosen layers. With `active`, the most active heads on a text stay."""
     new = asked.number("a number of heads")
     none = f"these layers have {new} heads already"
     layers = asked.those(spec, lambda block: block.attention.heads != new, none, "Possible: another number.")
@@ -87,7 +89,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
             summary.setdefault("kept", {})[str(layer)] = choice.heads.tolist()
         summary["by"] = "activity"
     elif fitting and asked.calibration is not None:
-        # The text runs once through the model, for all of them.
+        # One fit for all layers, so that the text runs through the model only once.
         names = [part.name for i in fitting for part in parts(f"blocks.{i}.attention", spec.blocks[i].attention)]
         names += [f"blocks.{i}.attention.o_proj.bias" for i in fitting if spec.blocks[i].attention.output_bias]
         tensors |= Scratch.by("pruning.heads", asked.calibration(), fitting, new).waiting(names)
@@ -95,7 +97,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
 
 
 def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[int, Wide]:
-    """Return the activity of the heads of these layers on the text."""
+    """Return the activity of every query head in these layers on the text (`pruning.head_activity`), by layer."""
     calibration, heads = asked.text("choosing the heads to remove"), {i: spec.blocks[i].attention.heads for i in layers}
 
     def question(model: Model) -> dict[int, Wide]:
@@ -107,7 +109,7 @@ def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[in
 
 
 def _chosen_heads(path: str, attention: Grouped, choice: HeadChoice) -> dict[str, Tensor]:
-    """Return the tensors with the heads of a choice. Silent heads have no columns in o_proj."""
+    """Return the tensors of an attention with the chosen heads. Silent heads get columns of zeros in o_proj."""
     tensors: dict[str, Tensor] = {}
     for part in parts(path, attention):
         heads = choice.keys if part.keys else choice.heads
@@ -120,7 +122,10 @@ def _chosen_heads(path: str, attention: Grouped, choice: HeadChoice) -> dict[str
 
 
 def _key_counts(attention: Grouped, new: int) -> list[int]:
-    """Return numbers of key-value heads for `new` query heads: the present one, or one that keeps groups' size."""
+    """Return the possible numbers of key-value heads for `new` query heads.
+
+    These are the present number, and the one for which groups keep their size. Raises SwapRefused if neither divides.
+    """
     keys = key_heads(attention)
     group = attention.heads // keys
     if group == 1:
@@ -134,7 +139,10 @@ def _key_counts(attention: Grouped, new: int) -> list[int]:
 
 
 def _more(attention: Grouped, new: int) -> HeadChoice:
-    """Choose more heads: the old ones repeatedly, or at the places of their ALiBi slopes."""
+    """Choose old heads for a larger number of heads. The additional ones are copies that output zeros.
+
+    With ALiBi, the old heads move to the places that have their slopes.
+    """
     old, keys = attention.heads, key_heads(attention)
     group = old // keys
     if keys in (old, 1):
@@ -158,7 +166,7 @@ def _more(attention: Grouped, new: int) -> HeadChoice:
 
 
 def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
-    """Raise SwapRefused if heads cannot move to their slopes within their group."""
+    """Raise SwapRefused for ALiBi with grouped heads, which cannot move to the places that have their slopes."""
     if isinstance(attention.position, ALiBi):
         raise SwapRefused(
             f"ALiBi's slopes depend on the number of heads, and {attention.heads} grouped heads cannot take the slopes"
@@ -168,7 +176,10 @@ def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
 
 
 def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
-    """Return the units that can be removed: heads, groups, or with ALiBi the heads whose slopes disappear."""
+    """Return the sets of query heads that can be removed together.
+
+    These are single heads, whole groups, or with ALiBi all heads whose slopes do not exist for `new` heads.
+    """
     old, keys = attention.heads, key_heads(attention)
     single = tuple(np.array([head]) for head in range(old))
     if keys not in (old, 1):
@@ -188,13 +199,13 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 
 
 def _outputs(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return the columns of o_proj by head: (hidden, heads, elements)."""
+    """Return the weight of o_proj by query head, (hidden, heads, elements of a head)."""
     columns: Wide = model.wide(f"{path}.o_proj.weight")
     return columns.reshape(len(columns), attention.heads, -1)
 
 
 def _values(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return the values' weights by query head, with biases as the last column: (heads, elements, inputs)."""
+    """Return the weight of v_proj by query head, (heads, elements of a head, inputs). A bias is the last column."""
     shapes = attention.shapes()
     linear = "v_proj" if "v_proj.weight" in shapes else "v_up_proj"
     keys = key_heads(attention)
@@ -205,7 +216,7 @@ def _values(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return ‖O V‖² by head."""
+    """Return ‖O V‖² for each query head, the squared norm of its part of o_proj times v_proj."""
     products = np.einsum(
         "ohe,hei->hoi", _outputs(model, path, attention), _values(model, path, attention), optimize=True
     )
@@ -214,7 +225,7 @@ def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
-    """Return which heads have no output."""
+    """Return for each query head whether its output is always zero, because its values or columns of o_proj are."""
     unheard = ~_outputs(model, path, attention).any(axis=(0, 2))
     return np.asarray(unheard | ~_values(model, path, attention).any(axis=(1, 2)))
 
@@ -222,10 +233,13 @@ def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
 def _without_dead(
     asked: Asked, path: str, attention: Grouped, new: int, new_keys: int, units: Sequence[Index]
 ) -> HeadChoice | None:
-    """Return the choice that leaves out heads without an output, if there are enough of them."""
+    """Return a choice of `new` heads that leaves out only heads whose output is always zero, or None.
+
+    None means that there are too few such heads.
+    """
     all_heads = np.ones(attention.heads, dtype=bool)
     dead = asked.weights.ask(lambda model: _dead(model, path, attention), ~all_heads, all_heads)
-    # The last heads go first, so that added heads are removed again.
+    # Of the heads without output, the last are removed first, so that heads that this swap added are removed again.
     order = np.where(dead, -np.arange(attention.heads, dtype=np.float64), 1e9)
     stay = remaining(attention, units, new, new_keys, order)
     dropped = np.setdiff1d(np.arange(attention.heads), stay)
@@ -233,7 +247,7 @@ def _without_dead(
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return numbers to try in a listing."""
+    """Return numbers of heads to try on a model in `gptkit swaps`."""
     attention = spec.blocks[0].attention
     keys, heads = key_heads(attention), attention.heads
     step = keys if 1 < keys < heads else 1

@@ -1,10 +1,10 @@
 """The residual stream in other coordinates.
 
-An RMSNorm depends on the direction and the length of its input. So any isometry U may transform the stream, into a
-space as wide or wider (SliceGPT 2401.15024, section 3.2; Ashkboos et al. call it computational invariance). Every
-writer is followed by U, and every reader preceded by Uᵀ. γ does not commute with U, so every reader takes it up, and
-the norms keep a weight of 1. The length is a mean of squares over d' coordinates instead of d, so eps becomes eps·d/d'
-and readers are multiplied by √(d/d').
+RMSNorm divides its input by its length, and keeps its direction. So the residual stream may be transformed by any
+isometry U, into a space that is as wide or wider (SliceGPT 2401.15024, section 3.2, calls this computational
+invariance). U is folded into every linear that writes into the stream, and Uᵀ into every linear that reads it. The
+norms' weight γ does not commute with U, so γ is folded into the readers, and the norms get a weight of 1. The mean of
+squares is over d' coordinates instead of d, so eps becomes eps·d/d', and readers are multiplied by √(d/d').
 """
 
 import math
@@ -21,28 +21,34 @@ from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, wri
 
 Compute = Callable[[Model], Wide]
 _Into = Callable[[Model, Wide], Wide]
-"""Converts rows [n, d] from old coordinates to new ones, [n, d']. Some conversions are fitted to the model."""
+"""A function that converts rows [n, d] from the old coordinates of the residual stream to the new ones, [n, d'].
+
+It also gets the model, because some conversions are fitted to it.
+"""
 CENTRED = 1e-15
-"""The relative size of a mean that fp64 leaves after the mean was subtracted."""
+"""A mean below this, relative to the largest value, counts as zero. Rounding in fp64 may leave a mean of this size."""
 
 
 def length_ratio(old: int, new: int) -> float:
-    """Return √(d/d'), the ratio of root mean squares over d' and d coordinates."""
+    """Return √(d/d'), by which the root mean square of a vector shrinks if zeros extend it from d to d' coordinates."""
     return math.sqrt(old / new)
 
 
 def eps_for(eps: float, old: int, new: int) -> float:
-    """Return the eps for d' coordinates that corresponds to `eps` for d."""
+    """Return the eps for a norm over `new` coordinates that corresponds to `eps` for one over `old`: eps·d/d'."""
     return eps * old / new
 
 
 def _reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
-    """Return a function that computes ratio · R γ Uᵀ."""
+    """Return a function that computes a reader R in new coordinates, after a norm without γ: ratio · R γ Uᵀ."""
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
 def _written_in(name: str, axis: int, into: _Into) -> Compute:
-    """Return a function that computes a writer in new coordinates along an axis: U W, U b, or a table's rows."""
+    """Return a function that computes a writer in new coordinates: U W, U b, or the rows of an embedding.
+
+    `axis` is the axis of the tensor that has the size of the residual stream.
+    """
 
     def compute(model: Model) -> Wide:
         values = model.wide(name)
@@ -55,7 +61,7 @@ def _written_in(name: str, axis: int, into: _Into) -> Compute:
 
 
 def table_rows(model: Model, norm: Norm) -> Wide:
-    """Return the rows of the token table after its norm."""
+    """Return the rows of the token embedding after the norm that follows it."""
     rows = model.wide("embedding.weight")
     rows = normed_row(rows - rows.mean(axis=1, keepdims=True) if norm.centred else rows, norm.eps)
     rows = rows * model.wide("embedding.norm.weight")
@@ -63,17 +69,23 @@ def table_rows(model: Model, norm: Norm) -> Wide:
 
 
 def normed_row(rows: Wide, eps: float) -> Wide:
-    """Return each row divided by its root mean square."""
+    """Return each row divided by √(its mean square + eps)."""
     return np.asarray(rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps))
 
 
 def in_basis(
     spec: ModelSpec, size: int, into: _Into, norm_of: Callable[[str, Norm], Norm]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Return a model of RMSNorms with a residual stream of `size` in other coordinates, and its tensors.
+    """Return a model with its residual stream in other coordinates, and its tensors. All its norms must be RMSNorm.
 
-    `norm_of` returns the new record of the norm at a path, which gets a weight of 1. The head is untied: its inputs are
-    multiplied by γ, which the table does not write. A norm on the token table is folded into its rows.
+    The head is untied, because γ of the last norm is folded into the head but not into the embedding. A norm on the
+    token embedding is folded into its rows.
+
+    Args:
+        spec: The old model.
+        size: The new hidden size.
+        into: A function that converts rows to the new coordinates.
+        norm_of: A function of a norm's path and component that returns the new norm. Its weight becomes 1.
     """
     require_weights(spec)
     ratio, on_table = length_ratio(spec.hidden_size, size), spec.embedding.norm
@@ -94,26 +106,26 @@ def in_basis(
 
 
 def with_norms(block: Block, path: str, new_norms: Mapping[str, Norm]) -> Block:
-    """Return a block with other norms, by path. Other norms stay."""
+    """Return a block with some of its norms replaced. `new_norms` has the new norms by path."""
     return block.replaced(**{name.rpartition(".")[2]: new_norms.get(name, norm) for name, norm in norms(block, path)})
 
 
 def exchanged(spec: ModelSpec, new_norms: Mapping[str, Norm]) -> ModelSpec:
-    """Return the model with other records for its norms, by path. Other norms stay."""
+    """Return the model with some of its norms replaced. `new_norms` has the new norms by path."""
     blocks = {layer: with_norms(block, f"blocks.{layer}", new_norms) for layer, block in enumerate(spec.blocks)}
     embedding = replace(spec.embedding, norm=new_norms.get("embedding.norm", spec.embedding.norm))
     return with_blocks(spec, blocks, embedding=embedding, final_norm=new_norms.get("final_norm", spec.final_norm))
 
 
 def chosen_norms(spec: ModelSpec, layers: tuple[int, ...] | None) -> dict[str, Norm]:
-    """Return the norms on the residual stream, or those of some layers, by path."""
+    """Return the norms that read the residual stream, by path: all of them, or those of some layers."""
     if layers is None:
         return dict(stream_norms(spec))
     return {path: norm for layer in layers for path, norm in norms(spec.blocks[layer], f"blocks.{layer}")}
 
 
 def resized(spec: ModelSpec, size: int) -> ModelSpec:
-    """Return the model with a residual stream of `size`. eps is unchanged."""
+    """Return the model with another hidden size. The eps of norms is unchanged."""
 
     def part(node: Any) -> Any:
         """Resize a component that reads or writes the residual stream, and the experts in it."""
@@ -141,13 +153,16 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
-    """Yield the path and record of each norm of a block that reads the residual stream, of a supported kind."""
+    """Yield path and component of the norms of a block that read the residual stream.
+
+    Raises SwapRefused if one of them is not LayerNorm or RMSNorm.
+    """
     block.plain()
     return (known(f"{path}.{name}_norm", norm) for name, norm in block.norms().items())
 
 
 def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
-    """Return a norm and its path. Raises SwapRefused for an unsupported kind, and without a norm."""
+    """Return a norm and its path. Raises SwapRefused if it is not a LayerNorm or RMSNorm over the whole hidden size."""
     if not isinstance(norm, LayerNorm | RMSNorm):
         raise unknown(path, norm, "LayerNorm or RMSNorm")
     if isinstance(norm, LayerNorm) and norm.groups > 1:
@@ -158,8 +173,9 @@ def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
 
 
 def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """Return every norm that reads the residual stream, from the first layer to the last norm, without the token
-    table's.
+    """Return path and component of every norm that reads the residual stream: those of the layers and the last norm.
+
+    A norm on the token embedding is not included.
     """
     block_norms = [
         named_norm for layer, block in enumerate(spec.blocks) for named_norm in norms(block, f"blocks.{layer}")
@@ -168,7 +184,7 @@ def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
 
 
 def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """Return the norms on the residual stream, and the one on the token table."""
+    """Return path and component of the norm on the token embedding, if there is one, and of those of `stream_norms`."""
     table = spec.embedding.norm
     if table is not None and spec.embedding.multiplier != 1:
         raise SwapRefused("the embedding has a multiplier before its norm, which this swap does not support")
@@ -176,6 +192,6 @@ def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
 
 
 def require_weights(spec: ModelSpec) -> None:
-    """Raise SwapRefused if a norm on the residual stream does not multiply by its plain weight."""
+    """Raise SwapRefused if a norm on the residual stream multiplies by anything but its weight, such as 1 + weight."""
     for path, norm in every_norm(spec):
         weighed(path, norm)

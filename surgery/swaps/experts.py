@@ -1,12 +1,12 @@
 """The number of experts in a mixture: fewer of them, which stay unchanged.
 
-A text decides which ones stay, by REAP's criterion (Lasby et al. 2510.13999): the mean of an expert's weight times the
-norm of its output, over its tokens. The rest of the router chooses as many experts per token as before. Without a text
-(--approximate) the experts with the smallest weights go.
+A text decides which experts stay, by REAP's criterion (Lasby et al. 2510.13999): the router's weight of an expert times
+the norm of its output, averaged over its tokens. The router keeps the rows of these experts, and chooses as many
+experts per token as before. Without a text (--approximate), the experts with the smallest parameters are dropped.
 
-This is exact if all experts are alike and their weights sum to one. It is also exact if the router can never choose the
-dropped experts: scores are sigmoids, between 0 and 1, and the choice bias of a dropped expert is lower by at least 1
-than that of enough others.
+This is exact if all experts are equal and the router's weights of a token sum to one. It is also exact if the router
+can never choose the dropped experts. That is so if its scores are sigmoids, between 0 and 1, and the choice bias of a
+dropped expert is lower by at least 1 than that of enough others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
     unused = {i: _never_chosen(asked, i, mixtures[i]) for i in layers if i not in alike}
     undecided = {i: mixtures[i] for i, never in unused.items() if mixtures[i].experts - int(never.sum()) > new}
     scores, by = _scores(undecided, asked) if undecided else ({}, "never chosen")
-    # Of equal experts the first ones stay; experts that the router never chooses go.
+    # If all experts are equal, the first ones stay. Experts that the router never chooses are dropped first.
     scores |= {i: -unused[i].astype(float) for i in unused if i not in undecided}
     scores |= {i: np.zeros(mixtures[i].experts) for i in alike}
     tensors, stay = dict[str, Tensor](), dict[str, list[int]]()
@@ -70,7 +70,7 @@ def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
 
 
 def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
-    """Return which experts the router never chooses, for any token."""
+    """Return for each expert whether the router can never choose it, whatever the token."""
     all_experts = np.ones(mixture.experts, dtype=bool)
     ungrouped = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
     if not (ungrouped and mixture.choice_bias):
@@ -84,7 +84,7 @@ def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.nda
 
 
 def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], str]:
-    """Return the importance of each expert in these layers, and the name of the criterion."""
+    """Return a score for the importance of each expert, (experts,) by layer, and the name of the criterion."""
     if asked.approximate:
         equal = {layer: np.ones(mixture.experts) for layer, mixture in mixtures.items()}
         return asked.weights.ask(partial(_by_weights, mixtures=mixtures), equal, equal), "norms of weights"
@@ -99,7 +99,7 @@ def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], st
 
 
 def _by_weights(model: Model, mixtures: dict[int, Any]) -> dict[int, Wide]:
-    """Return the norm of all weights of each expert."""
+    """Return the norm of all parameters of each expert, (experts,) by layer."""
     norms = {}
     for layer, mixture in mixtures.items():
         paths = [f"blocks.{layer}.feed_forward.experts.{number}" for number in range(mixture.experts)]
@@ -110,14 +110,14 @@ def _by_weights(model: Model, mixtures: dict[int, Any]) -> dict[int, Wide]:
 
 
 def _largest_in_groups(score: Wide, groups: int, new: int) -> Index:
-    """Return the experts with the largest scores, equally many from every group."""
+    """Return the `new` experts with the largest scores, the same number from every group of experts."""
     order = np.argsort(-score.reshape(groups, -1), axis=1, kind="stable")[:, : new // groups]
     first = np.arange(groups)[:, None] * (len(score) // groups)
     return np.sort((order + first).reshape(-1))
 
 
 def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[str, Tensor]:
-    """Return the tensors with only some experts."""
+    """Return the tensors of a mixture with only the experts in `index`."""
     by_expert = (f"{path}.{name}" for name, weight in mixture.weights().items() if weight.shape[0] == mixture.experts)
     tensors: dict[str, Tensor] = {name: taken(name, index) for name in by_expert}
     for new, old in enumerate(index.tolist()):
@@ -128,7 +128,7 @@ def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return three quarters of the number of experts."""
+    """Return three quarters of the number of experts, to try on a model in `gptkit swaps`."""
     counts = {block.feed_forward.experts for block in spec.blocks if isinstance(block.feed_forward, MixtureOfExperts)}
     return tuple(str(count * 3 // 4) for count in counts if len(counts) == 1 and count >= 4)
 
