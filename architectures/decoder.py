@@ -100,8 +100,8 @@ class DecoderFamily:
     together: tuple[str, ...] = ()
     """Config fields for which transformers needs the same value."""
     whole_heads: bool = False
-    """Whether transformers' config class refuses a hidden size that the number of heads does not divide, even if the
-    config states a head_dim."""
+    """Whether transformers' config class refuses a hidden size that is not divisible by the number of heads, even if
+    the config states a head_dim."""
     square: bool = False
     """Whether the heads of a layer together must be as wide as the hidden states, even if the config states a
     head_dim."""

@@ -92,7 +92,7 @@ class Encoder(DecoderFamily):
     rotary: Any = None
     learned: bool = True
     masked: tuple[str, ...] = ()
-    """The transformers classes whose trees have a head."""
+    """The transformers classes whose trees have a head. If config.json names another class, the tree has none."""
     first_norm: bool = True
     """Whether there is a norm on the sum of all embeddings."""
     types: tuple[str, int] | None = ("type_vocab_size", 2)

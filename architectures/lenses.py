@@ -386,10 +386,8 @@ def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: in
 def write_one_in(what: str, places: Sequence[bool]) -> Config:
     """Return the config fields that `one_in` reads.
 
-    `places` says for every layer whether it is one of the chosen layers.
-
-    If the chosen layers are not periodic, the fields describe other layers. gptkit reads the fields back, finds this
-    difference, and refuses the tree.
+    `places` says for every layer whether it is one of the chosen layers. If the chosen layers are not periodic, the
+    fields describe other layers. gptkit reads the fields back, finds this difference, and refuses the tree.
     """
     numbers = [layer for layer, is_one in enumerate(places) if is_one] or [len(places)]
     every = numbers[1] - numbers[0] if len(numbers) > 1 else len(places) + 1

@@ -185,7 +185,7 @@ def express(
         if result is not None and not result.standing and _stays(target, result.tree):
             return _bound(result)
     if nearest and not any(attempts):
-        # Compare with a tree that has as much of this one as the target has components for.
+        # Compare with a tree in which components that the target does not know are replaced by those that it knows.
         plain = without_rounding(spec)
         alike = [_in_kind(plain, target.usual, kinds) for kinds in (target.kinds, frozenset())]
         attempts = [attempt(tree) for tree in dict.fromkeys(alike) if tree is not None]
@@ -237,9 +237,7 @@ def first_of(
 ) -> tuple[Expression | None, list[Expression]]:
     """Return the expression of the first target that can express a tree, or None.
 
-    Also return those of the earlier targets.
-
-    The other arguments are those of `express`.
+    Also return those of the earlier targets. The other arguments are those of `express`.
     """
     refused: list[Expression] = []
     for target in targets:

@@ -6,7 +6,7 @@ every family with this component uses. There are two kinds of fields:
 
 - Most fields decide which function is computed: sizes, heads, scale, activation, eps.
 - Rounding fields (`arithmetic`, `cast`, `fused`, …) describe differences between the families' code in the last bits.
-In exact arithmetic the function is the same for all their values, but bf16 logits differ.
+  In exact arithmetic the function is the same for all their values, but bf16 logits differ.
 
 Weights of linear layers are [out, in] everywhere. `to_json` converts a tree to JSON, and `from_json` converts it back.
 The `__all__` of every file lists its public names, so adding a kind to a file needs no change here.

@@ -210,7 +210,7 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     def slips(self) -> dict[str, Self]:
         slips = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
-        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # all released ones: YaRN's mscale
+        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # in released models, because of YaRN's mscale
             slips["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.query_dim**-0.5)
         if isinstance(self.position, Rotary):
             other = self.position.in_other_pairs()

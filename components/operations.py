@@ -457,7 +457,7 @@ class AltUp(Operation, frozen=True, kw_only=True):
     - pick: the stream `index` of `count`
     - predict: to every stream, all streams are added, times one coefficient of the token per pair of streams
     - correct: to every stream, the error of the stream `index` is added, times one coefficient per stream; the error is
-    the second input minus that stream
+      the second input minus that stream
     - spread: the second input is added to all streams except the first
     - join: the mean of the inputs, scaled to the length (the norm) of the first
     """

@@ -259,7 +259,7 @@ class Turning(Position, frozen=True):
     __slots__ = ()
     turns = True
     title: ClassVar[str]
-    """The name for drawings."""
+    """The name of the encoding in drawings."""
     dim: int
     """The number of rotated elements of a head, which are its first ones."""
 
@@ -270,9 +270,9 @@ class Biasing(Position, frozen=True):
     __slots__ = ()
     biases = True
     title: ClassVar[str]
-    """The name for drawings."""
+    """The name of the encoding in drawings."""
     formula: ClassVar[str]
-    """The formula for drawings."""
+    """The formula of the bias in drawings."""
 
     @property
     def scaled(self) -> bool:

@@ -138,9 +138,8 @@ class AlternatingUpdates(Component, frozen=True):
     def _routed(self, path: str, source: str, shape: Sizes, step: str, rows: int) -> Iterator[AnyOperation]:
         """Yield the operations from the active stream to the coefficients of a step.
 
-        Both steps use the same norm and router.
-
-        `step` is "prediction" or "correction", and `rows` is the number of its coefficients.
+        Both steps use the same norm and router. `step` is "prediction" or "correction", and `rows` is the number of its
+        coefficients.
         """
         own: dict[str, Any] = {} if step == "prediction" else {"weights": ()}
         at = path if step == "prediction" else f"{path}.{step}"

@@ -56,7 +56,8 @@ FIELDS = {
     "attention_bias": ATTENTION_BIAS,
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
 }
-"""The fields of Gemma 3n, with its defaults or those of Gemma 2."""
+"""The config fields that Gemma 3n and Gemma 4 share. The defaults are those of Gemma 2, some of which the two families
+replace."""
 _FIELDS = with_defaults(FIELDS, vocab=262144, layers=30, context=131072, final_logit_softcapping=None)
 _KINDS = {
     FULL: RotaryKind(
