@@ -1,4 +1,4 @@
-"""The report of `ablate`: a table of variants, their loss during training, and how they differ from the base."""
+"""The report of `ablate`: a table of a model's variants, their losses, and how they differ from the base model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _HEADINGS = ("loss", "±", "minus base", _INTERVAL, "KL", "parameters", "FLOPs",
 
 
 def run_line(name: str, tokens: int, result: RunResult) -> str:
-    """Return the line that reports a run when it has ended."""
+    """Return the line that is printed when a run has ended.
+
+    `name` is the variant's name, and `tokens` the number of training tokens of the run.
+    """
     kl = "" if result.kl is None else f", KL {result.kl:.4f}"
     loss = f"held-out loss {result.loss:.4f}{kl}, {result.pace:,.0f} tokens/s"
     return f"{name}, {tokens:,} tokens, seed {result.seed}: {loss}"
@@ -54,7 +57,7 @@ def _cells(variant: VariantResult) -> tuple[str, ...]:
 
 
 def _named(variants: Sequence[VariantResult]) -> list[tuple[str, VariantResult]]:
-    """Return variants with their labels, which include the number of tokens if a variant has several budgets."""
+    """Return (label, variant) pairs. If the variants have several budgets, a label includes the number of tokens."""
     several = len({variant.name for variant in variants}) < len(variants)
     return [
         (f"{variant.name}, {variant.tokens:,} tokens" if several else variant.name, variant) for variant in variants
@@ -62,7 +65,7 @@ def _named(variants: Sequence[VariantResult]) -> list[tuple[str, VariantResult]]
 
 
 def ablation_sheet(ablation: Ablation) -> Sheet:
-    """Return the table of variants, without empty columns."""
+    """Return the table of an ablation: one row per variant, without columns that are empty in all rows."""
     cells = [_cells(variant) for variant in ablation.rows]
     filled = [column for column in range(len(_HEADINGS)) if any(row[column] for row in cells)]
     rows = [
@@ -77,7 +80,7 @@ def ablation_sheet(ablation: Ablation) -> Sheet:
 
 
 def explanation(ablation: Ablation) -> list[str]:
-    """Return the sentences that say what the figures mean."""
+    """Return the sentences that explain the table's figures."""
     budgets = sorted({variant.tokens for variant in ablation.rows})
     tokens = f"{budgets[0]:,}" if len(budgets) == 1 else f"{budgets[0]:,} to {budgets[-1]:,}"
     how = "Each variant was trained from random weights"
@@ -106,7 +109,7 @@ def ablation_report(terminal: Terminal, ablation: Ablation) -> RenderResult:
 
 
 def ablation_page(ablation: Ablation) -> Page:
-    """Return the HTML page."""
+    """Return the HTML page of an ablation."""
     sheet = ablation_sheet(ablation).as_table()
     lit = frozenset(
         n for n, row in enumerate(ablation.rows) if row.difference is not None and row.difference.significant
@@ -126,7 +129,10 @@ def ablation_page(ablation: Ablation) -> Page:
 
 
 def _curves_figure(ablation: Ablation) -> Figure:
-    """Draw the variants' evaluations by tokens: the mean over seeds as a line, the range over seeds as bars."""
+    """Draw the held-out loss of every variant by training tokens.
+
+    A line is the mean over seeds, and error bars are the range over seeds.
+    """
     measure = "KL from the base" if ablation.how == "heal" else "held-out loss"
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
     for index, (name, variant) in enumerate(_named(ablation.rows)):

@@ -1,4 +1,4 @@
-"""The report of `audit`: what was examined, and the findings with their tensors and what to do."""
+"""The report of `audit`: what was examined, and what was found in which tensors, with advice on what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def audit_report(terminal: Terminal, audit: Audit, everything: bool = False) -> 
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:
-    """Return one line for names that differ only in the layer: model.layers.{0–3, 7}.mlp.up_proj.weight."""
+    """Return tensor names, with one line for names that differ only in the layer.
+
+    For example: model.layers.{0–3, 7}.mlp.up_proj.weight.
+    """
     numbers_by_name: dict[tuple[str, ...], list[int]] = {}
     for name in names:
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""Charts of parameters by model and of the KV cache by context, and what all charts share."""
+"""Charts of parameters by model and of the KV cache by context, and the functions that all charts share."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,15 @@ _Points = Sequence[tuple[int, int]]  # lengths in tokens, and the bytes of the c
 
 
 def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
-    """Draw a bar per model, made of its parts. `what` is the unit. With `shares`, all bars have one length."""
+    """Draw a horizontal bar per model, stacked from its parts, such as components.
+
+    Args:
+        models: the names of the models, with the numbers of their parts by name.
+        title: the title of the chart.
+        what: the unit of the numbers, such as "parameters".
+        summary: a sentence about the chart; by default one about the totals.
+        shares: draw a part as its share of the model's total, so that all bars have the same length.
+    """
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
     totals = [sum(numbers.values()) for _, numbers in models]
     free = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
@@ -62,7 +70,10 @@ def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bo
 
 
 def _round_ticks(most: int, units: str, room: float) -> dict[str, Any]:
-    """Return the ticks of an axis from 0 to `room` times `most`: about four round numbers."""
+    """Return the range and the ticks of a plotly axis: about four round numbers from 0 to `most`.
+
+    The axis ends at `room` times `most`. `units` are the letters for thousands, millions and so on.
+    """
     step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
     values = list(range(0, most + 1, step))
     return {
@@ -81,14 +92,20 @@ def _bars_summary(models: _Named, totals: Sequence[int], what: str) -> str:
 
 
 def line_style(index: int) -> tuple[str, str]:
-    """Return the colour and the dash of a line. After all colours of the palette, they repeat with the next dash."""
+    """Return the colour and the dash style of the line with this index.
+
+    When all colours of the palette are used, they repeat with the next dash style.
+    """
     return f"c{index % PALETTE}", DASHES[index // PALETTE % len(DASHES)]
 
 
 def points(
     name: str, x: Sequence[float], y: Sequence[float], hints: Sequence[str] = (), mode: str = "markers", **more: Any
 ) -> dict[str, Any]:
-    """Return a plotly trace of points with hints. `more` are fields such as line and marker."""
+    """Return a plotly trace of points with hover texts (`hints`).
+
+    `mode` is plotly's, such as "lines". `more` are other fields of the trace, such as line and marker.
+    """
     hover = {"hovertext": hints, "hoverinfo": "text"} if hints else {"hoverinfo": "skip"}
     return {"type": "scatter", "mode": mode, "name": safe(name), "x": x, "y": y, **hover, **more}
 
@@ -112,7 +129,10 @@ def vertical_line(x: float, **style: Any) -> dict[str, Any]:
 
 
 def parameter_bars(models: _Named) -> list[Figure]:
-    """Draw parameters by component, and the shares too if small models would be too short next to large ones."""
+    """Draw the parameters of models by component.
+
+    If the models differ much in size, draw a second chart of shares, because bars of small models would be too short.
+    """
     totals = [sum(numbers.values()) for _, numbers in models]
     figures = [bars(models, title="Parameters by component", what="parameters")]
     if max(totals) > _APART * min(totals):
@@ -122,7 +142,11 @@ def parameter_bars(models: _Named) -> list[Figure]:
 
 
 def _short_name(name: str) -> str:
-    """Return a short name: of a path the end, on two lines if it has two words, and otherwise without its middle."""
+    """Return a model's name in a form that fits next to its bar, as HTML.
+
+    A path is reduced to its last part. A long name is put on two lines if it has a space, and a line that is still too
+    long loses its middle.
+    """
     last = plain(name).rstrip("/").rpartition("/")[2] or plain(name)
     first, _, rest = last.partition(" ")
     lines = [last] if len(last) <= _NAME or not rest else [first, rest]
@@ -133,11 +157,19 @@ def _short_name(name: str) -> str:
 def cache_chart(
     models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", *, batch: int = 1, at: Sequence[int] = ()
 ) -> Figure:
-    """Draw the bytes of the KV cache of `batch` sequences by their length, on logarithmic axes, as a line per model.
+    """Draw the size of the KV cache by the number of tokens, on logarithmic axes, with one line per model.
 
-    A line ends at the context of its model, or at the longest of `at`, but not beyond a table of positions. It bends
-    where a window is full. The contexts `at` are marked, and are columns of the table. Raise UsageError for an unknown
-    dtype.
+    A line bends where a sliding window is full. It ends at the context of its model, or at the largest number in `at`,
+    but never beyond the position table.
+
+    Args:
+        models: the names and architectures of the models.
+        dtype: the dtype of the cache.
+        batch: the number of sequences.
+        at: numbers of tokens that are marked on the lines, and are the columns of the table below the chart.
+
+    Raises:
+        UsageError: the dtype is unknown.
     """
     names = [name for name, _ in models]
     ends, lines = [], []
@@ -205,14 +237,14 @@ def _cache_summary(
 
 
 def _one_line(one: _Points, other: _Points) -> bool:
-    """Return whether two lines are the same as far as the shorter one goes."""
+    """Return whether two lines coincide up to the end of the shorter one."""
     first, second = dict(one), dict(other)
     shared = first.keys() & second.keys()
     return len(shared) > 1 and all(first[length] == second[length] for length in shared)
 
 
 def powers(least: int, most: int) -> dict[str, Any]:
-    """Return a logarithmic axis with up to seven powers of two as its ticks: 512, 8k, 128k."""
+    """Return a logarithmic plotly axis from `least` to `most`, with up to seven powers of two as ticks: 512, 8k."""
     low, high = math.floor(math.log2(max(least, 1))), math.ceil(math.log2(max(most, 2)))
     values = [2**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 6)))]
     words = (f"{number // 1024:,}k" if number >= 1024 else str(number) for number in values)
@@ -220,7 +252,10 @@ def powers(least: int, most: int) -> dict[str, Any]:
 
 
 def _decades(least: int, most: int) -> dict[str, Any]:
-    """Return a logarithmic axis of bytes with ticks at 1, 2 and 5 of each power of ten, or only at 1 of many powers."""
+    """Return a logarithmic plotly axis of bytes from `least` to `most`.
+
+    Its ticks are 1, 2 and 5 times powers of ten, or only powers of ten if the axis is long.
+    """
     low, high = math.log10(max(least, 1)), math.log10(max(most, 2))
     powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 6)))
     values = [digit * 10**power for power in powers for digit in ((1, 2, 5) if high - low < 2 else (1,))]

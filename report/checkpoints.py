@@ -1,4 +1,4 @@
-"""Reports on checkpoints that are opened, initialised, counted or converted. They fit 80 columns."""
+"""Reports on opening, initialising, counting or converting checkpoints. They are at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _Facts = Sequence[tuple[str, str]]
 
 
 def _facts_report(title: str, before: _Facts, spec: ModelSpec, after: _Facts, notes: Iterable[str]) -> RenderableType:
-    """Return a table of facts, with the tree in words after the facts `before`, and notes."""
+    """Return a table of facts and the notes below it.
+
+    The table has the facts `before`, then a description of the model's components, and then the facts `after`.
+    """
     aspects = [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
     table = plain_table(("", False), ("", False), rows=[*before, *aspects, *after])
     return Group(Text(title, style="bold"), table, *(Text(f"note: {note}") for note in notes))
@@ -71,11 +74,11 @@ def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
 class RandomModel:
     """A model with random weights, the result of `load --random`."""
 
-    reference: str
-    tree: Outline
+    reference: str  # the model as the user named it
+    tree: Outline  # the architecture and the history
     dtype: str
     seed: int
-    initialisation: str  # in words
+    initialisation: str  # how the weights were drawn, in words
     finite: bool | None  # whether a forward pass gave finite logits; None without a forward pass
     out: str | None = None  # the folder to which the weights were written
     nbytes: int = 0  # the size of the written weights
@@ -103,7 +106,7 @@ class RandomModel:
 
 
 def source_lines(counts: Sequence[ModelCount]) -> list[str]:
-    """Return the commits, the stored dtypes and the notes of counted models."""
+    """Return lines on the hub commits, the stored dtypes and the notes of models whose parameters were counted."""
     lines = []
     for model in counts:
         name = f"{model.name}: " if len(counts) > 1 else ""
@@ -145,7 +148,7 @@ def conversion_lines(conversion: Conversion) -> list[str]:
 
 
 def _transfer_lines(done: Transferred) -> list[str]:
-    """Return the loss of quantising and rounding, and which values are not finite."""
+    """Return lines on the error of quantisation and rounding, and on values that are NaN or infinite."""
     from ..converter.dtypes import Quantisation, Rounding  # imports numpy
 
     lines = []

@@ -1,4 +1,4 @@
-"""The report of `compare`, for the terminal, as Markdown, as CSV and as a page. It marks rows that differ."""
+"""The report of `compare`, for the terminal, as Markdown, CSV or a page. It marks rows in which models differ."""
 
 import csv
 import io
@@ -25,12 +25,12 @@ MOST_DRAWN = 12  # the most models whose layers a page draws
 
 @dataclass(frozen=True)
 class _ComparedLine:
-    """A row of the table."""
+    """A row of the table of compared models."""
 
     label: str
     cells: tuple[str, ...]  # one per model
-    differs: bool
-    cost: bool = False
+    differs: bool  # whether the models differ in it
+    cost: bool = False  # whether it is a cost, and not an aspect of the architecture
 
 
 def _lines(comparison: Comparison, rows: Sequence[AspectRow]) -> list[_ComparedLine]:
@@ -38,7 +38,7 @@ def _lines(comparison: Comparison, rows: Sequence[AspectRow]) -> list[_ComparedL
 
 
 def _cost_lines(comparison: Comparison) -> list[_ComparedLine]:
-    """Return the costs: parameters in full, everything else in four digits."""
+    """Return the rows of costs. Numbers of parameters are exact, and all other figures have four digits."""
     lines = []
     for name, figures in comparison.costs().items():
         whole = "{:,}".format if name in ("parameters", "active") else None
@@ -75,7 +75,10 @@ def comparison_table(
 
 
 def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> Grid | None:
-    """Return a table with a column per model, or None if a word would be broken or a cell be too high."""
+    """Return a table with one column per model.
+
+    Return None if the terminal is too narrow for it: a word would be broken, or a cell would have too many lines.
+    """
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
     first = max(len(line.label) for line in shown) + len(_MARK) + 1
     widths = shared_out(terminal.width - first - _GAP * len(names), [[*column] for column in columns])
@@ -96,7 +99,7 @@ def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_Com
 
 
 def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> RenderResult:
-    """Yield the aspects, each followed by its values and the models that have them."""
+    """Yield the rows as a list for a narrow terminal: every row is followed by its values and the models with them."""
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:
             yield ""
@@ -118,7 +121,10 @@ def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequen
 
 
 def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
-    """Return the widths of columns so that most cells have one line, or None if words break or cells get too high."""
+    """Distribute `room` characters over columns of cells, so that most cells fit on one line. Return the widths.
+
+    Return None if a word would be broken, or if a cell would have too many lines.
+    """
     widths = [_longest_word(column) for column in columns]
     free = room - sum(widths)
     if free < 0:
@@ -155,7 +161,7 @@ def comparison_markdown(comparison: Comparison, rows: Sequence[AspectRow]) -> st
 
 
 def _cell(words: str) -> str:
-    """Escape text for a cell. A name from a file can contain anything."""
+    """Escape text for a cell in Markdown. It may be a name from a file, which can contain any character."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in words)
     return "".join(f"\\{letter}" if letter in "\\|*_`<>[]" else letter for letter in plain)
 
@@ -179,7 +185,7 @@ def comparison_csv(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
 
 
 def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
-    """Return the HTML page: the aspects, the costs as bars, the cache by context, and diagrams of the layers."""
+    """Return the HTML page of a comparison: aspects, bars of costs, a chart of the cache, and diagrams of layers."""
     models = comparison.models
     totals = [model.costs.parameters for model in models]
     size = (

@@ -1,4 +1,4 @@
-"""The sheets of costs of `params`: bytes, the KV cache, FLOPs and memory."""
+"""The tables of costs that `params` prints (`sheets.Sheet`): bytes, the KV cache, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _LABELS = (
 
 
 def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = False) -> list[Sheet]:
-    """Return a sheet per kind of cost that was asked for, with the models side by side.
+    """Return one table for every kind of cost that the user asked for, with one column per model.
 
-    `compared` adds the difference between two models.
+    If `compared`, there are two models, and the tables also have their difference.
     """
     models = [(model.name, model.spec, model.figures) for model in counts if model.figures is not None]
     allocated = [_allocated(name, bool(windows(spec)), figures.cache) for name, spec, figures in models]
@@ -64,7 +64,7 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = 
 
 
 def _context_notes(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[str]:
-    """Return why this context was chosen, and the models for which it is too long."""
+    """Return notes that say why this context was chosen, and for which models it is too long."""
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
     if chosen and any(stated_context(spec) != context for _, spec, _ in models):
@@ -90,7 +90,15 @@ def _context_notes(models: Sequence[_Costed], asked: Scenario, compared: bool) -
 def _sheet(
     title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = _NOTHING
 ) -> Sheet:
-    """Return the columns as one sheet. `empty` stands for a figure that a column does not have."""
+    """Return a table of the given columns, with one row for every label in any of them.
+
+    Args:
+        title: its title.
+        columns: the heading of every column, its figures by label, and the function that formats them.
+        compared: add the difference between the two columns.
+        notes: sentences below the table.
+        empty: the text of a cell if the column has no figure for the row.
+    """
     labels = dict.fromkeys(label for _, cells, _ in columns for label in cells)
     rows = []
     for label in sorted(labels, key=lambda label: _LABELS.index(label) if label in _LABELS else -1):
@@ -116,9 +124,16 @@ def _by_kind(
     words: _Words,
     compared: bool,
 ) -> list[Sheet]:
-    """Return one sheet with a column per kind of one model, or for several models a sheet per kind.
+    """Return the tables of costs that have several kinds, such as the FLOPs of the next token and of a prefill.
 
-    A kind is its name, the title of its own sheet, and its notes.
+    For one model, this is one table with a column per kind. For several models, it is one table per kind.
+
+    Args:
+        title: the title of the table for one model.
+        kinds: the name of every kind, the title of its table for several models, and its notes.
+        models: the models with their figures.
+        words: the function that formats a figure, given its label.
+        compared: add the difference between two models.
     """
     if len(models) == 1:
         columns = [(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
@@ -170,7 +185,7 @@ def _alone(sizes: Mapping[str, int]) -> list[_Column]:
 
 
 def named_cache(model: ModelCount) -> list[Sheet]:
-    """Return the cache of a model of an unknown family, computed from its config.json."""
+    """Return the tables of the KV cache of a model of an unknown family, computed from its config.json."""
     sizes = model.named.cache if model.named is not None else ()
     if not sizes:
         return []
@@ -183,7 +198,7 @@ def named_cache(model: ModelCount) -> list[Sheet]:
 
 
 def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> Sheet:
-    """Return the cache as programs allocate it, with a row per context."""
+    """Return a table of the KV cache that transformers, vLLM and llama.cpp allocate, with one row per context."""
     rows = []
     for size in sizes:
         if size is not None:
@@ -241,7 +256,7 @@ def _memory(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[
 
 
 def _cells(figures: CostFigures) -> dict[str, dict[str, int]]:
-    """Return a model's figures by kind and label. Kinds without figures are omitted."""
+    """Return a model's figures by kind, such as "prefill", and by label. Kinds without figures are omitted."""
     cells: dict[str, dict[str, int]] = {}
     token, prefill, step = figures.token, figures.prefill, figures.training
     if token is not None:
@@ -276,7 +291,10 @@ def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, 
 
 
 def _formats(models: Sequence[_Costed]) -> Sheet:
-    """Return the weights in other formats: of one model also in bits per weight, or else a column per model."""
+    """Return a table of the size of the weights in various formats.
+
+    For one model it also has the bits per weight. For several models it has one column per model.
+    """
     rows, alone = [], len(models) == 1
     for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
         cells = []
@@ -313,7 +331,7 @@ def _explained(models: Sequence[_Costed]) -> list[Sheet]:
 
 
 def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
-    """Return the contexts and batches that fit on the GPU, by dtype.
+    """Return a table of the contexts and batches that fit on the GPU, with one row per dtype of the weights.
 
     Several models get only their longest context, or their largest batch if a context is given.
     """
@@ -358,7 +376,7 @@ def _fits(models: Sequence[_Costed], asked: Scenario) -> Sheet:
 
 
 def _card(nbytes: int) -> tuple[str, str]:
-    """Return the size by which a card is sold, such as 24 GB, and the same in GiB and in powers of 1000."""
+    """Return a GPU's memory as it is sold, such as "24 GB", and exactly, in GiB and in powers of 1000."""
     gib = f"{nbytes / 2**30:.4g}"
     if float(gib) * 2**30 != nbytes:
         return decimal_bytes(nbytes), binary_bytes(nbytes)
@@ -366,7 +384,10 @@ def _card(nbytes: int) -> tuple[str, str]:
 
 
 def _split(models: Sequence[_Costed], asked: Scenario) -> Sheet:
-    """Return the memory of a model that is split over GPUs: a column per stage, or each model's fullest GPU."""
+    """Return a table of the memory per GPU of models that are split over several GPUs.
+
+    For one model, it has a column per pipeline stage. For several models, it has the fullest GPU of every model.
+    """
 
     def cells(stage: Stage) -> dict[str, int]:
         return _parts(stage.weight, stage.cache, stage.activations, stage.total)

@@ -1,4 +1,4 @@
-"""The tables of `params`. They fit the terminal, and never wrap or cut a number."""
+"""The tables of parameters that `params` prints. They fit the terminal, and never wrap or cut a number."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +38,10 @@ def parameter_table(
 ) -> RenderResult:
     """Yield the tables of parameters.
 
-    One model gets a row per component. Several models are columns if these fit, or else rows. With `by` "layer" or
-    "tensor", a table of layers or tensors follows, in which equal neighbours share a row. `dtype` adds the bytes of the
-    weights in this dtype. `compared` adds the difference between two models.
+    The table of one model has a row per component. The table of several models has a column per model, or if these do
+    not fit a row per model. With `by` "layer" or "tensor", a table of layers or tensors follows, in which equal
+    consecutive layers share a row. `dtype` adds the bytes of the weights in this dtype. `compared` adds the difference
+    between two models.
     """
     if len(models) == 1:
         yield from _by_names(terminal, models[0], dtype) if models[0].named else _one(terminal, models[0], dtype)
@@ -55,9 +56,9 @@ def parameter_table(
 
 
 def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
-    """Yield everything that `params` prints. With `pairs`, every second model is the one before after a swap.
+    """Yield everything that `params` prints. A list of strings is printed as plain lines.
 
-    A list of strings is printed as plain lines.
+    With `pairs`, the models come in pairs: a model, and the same model after a swap of components.
     """
     if any(model.named for model in counts) and len(counts) > 1 and not pairs:
         for index, model in enumerate(counts):  # models of unknown families have components of their own
@@ -81,7 +82,10 @@ def tables(counts: Sequence[ModelCount], asked: Scenario, by: By, pairs: bool) -
 
 
 def promise(swap: Mapping[str, Any]) -> str:
-    """Return the guarantee of a chain of swaps. If it depends on the weights, it is that of trained weights."""
+    """Return the guarantee of a chain of swaps in words, such as "exact".
+
+    If it depends on the weights, which are not known here, it is the guarantee for usual trained weights.
+    """
     from ..surgery.options import guarantee_in_words
 
     usual = guarantee_in_words(swap["usual"])
@@ -91,7 +95,7 @@ def promise(swap: Mapping[str, Any]) -> str:
 
 
 def model_facts(spec: ModelSpec) -> list[str]:
-    """Return a model's sizes and its unusual components in words."""
+    """Return a model's sizes and its unusual components as short phrases."""
     words, layers = describe(spec), len(spec.blocks)
     return [
         f"{counted(layers, 'layer')}{' (they differ)' if len(set(spec.blocks)) > 1 else ''}",
@@ -111,7 +115,7 @@ def named_heading(terminal: Terminal, model: ModelCount) -> RenderResult:
 
 
 def count_sheet(count: TensorCount) -> Sheet:
-    """Return the parameters by component, and their share."""
+    """Return a table of the number of parameters by component, and of their shares."""
     parts = count.by_component.items()
     rows = [SheetRow(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
     rows.append(SheetRow("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
@@ -119,12 +123,15 @@ def count_sheet(count: TensorCount) -> Sheet:
 
 
 def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
-    """Return the bytes of a model's weights in a dtype, counted like its parameters."""
+    """Return the bytes of a model's weights in a dtype by component and layer, or None without a dtype."""
     return None if dtype is None else weighed(model.spec, dtype, model.family)
 
 
 def component_sheet(model: ModelCount, dtype: str | None) -> Sheet:
-    """Return a model's components: what they are, their parameters, the bytes of these in `dtype`, and their share."""
+    """Return a table of a model's components: a description, the number of parameters, and their share.
+
+    If there is a `dtype`, it also has the bytes of the parameters in it.
+    """
     count, words, layers = model.count, describe(model.spec), len(model.spec.blocks)
     weights = _weights(model, dtype)
     rows: list[SheetRow] = []
@@ -200,7 +207,10 @@ def _by_names(terminal: Terminal, model: ModelCount, dtype: str | None) -> Rende
 
 
 def _component_words(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
-    """Return a description of a component, such as the shape of its matrix. `words` describe the model."""
+    """Return a description of the component `label`, such as the shape of its matrix.
+
+    `words` are the result of `aspects.describe` for the model.
+    """
     spec = model.spec
     ends = spec.embedding if label == "embedding" else spec.head
     width = None if ends is None else ends.width
@@ -225,7 +235,10 @@ def _component_words(label: str, model: ModelCount, words: Mapping[str, str]) ->
 
 
 def models_sheet(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
-    """Return a column of parameters per model. `compared` adds the difference between two models."""
+    """Return a table of parameters by component, with one column per model.
+
+    `compared` adds the difference between two models.
+    """
     counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
     headless = all(model.spec.head is None for model in models)
@@ -257,7 +270,7 @@ def models_sheet(models: Sequence[ModelCount], dtype: str | None, compared: bool
 
 
 def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype: str | None) -> Grid:
-    """Return a row per model, with as many figures as fit."""
+    """Return a table with one row per model, and as many figures as fit the terminal."""
     counts = [model.count for model in models]
     columns = [("parameters", [f"{count.total:,}" for count in counts])]
     if dtype is not None:
@@ -280,7 +293,10 @@ def _one_below_the_other(terminal: Terminal, models: Sequence[ModelCount], dtype
 
 
 def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
-    """Return a row per run of equal layers, with a column per component if they fit, or else a line."""
+    """Return a table of layers, in which equal consecutive layers share a row.
+
+    It has a column per component. If the columns do not fit, a row has one line of text with all components.
+    """
     count = model.count if model.named is None else model.named.count
     weights = _weights(model, dtype) or count
     runs = layer_ranges(zip(count.by_layer, weights.by_layer, strict=True))
@@ -304,7 +320,10 @@ def _layers(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
 
 
 def _tensors(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
-    """Return a row per tensor of equal layers. If a shape does not fit next to the name, it stands below."""
+    """Return a table of tensors. Equal tensors of several layers share a row.
+
+    If shapes do not fit next to the names, they are printed below them.
+    """
     weights, named = _weights(model, dtype), model.named
     size = None if dtype is None else sizer(model.spec, dtype, model.family)
     groups = tensor_groups(model.spec, size) if named is None else named.groups()
@@ -332,7 +351,7 @@ def _tensors(terminal: Terminal, model: ModelCount, dtype: str | None) -> Grid:
 
 
 def _broken(name: str, width: int) -> list[str]:
-    """Break a dotted name after dots into lines of up to `width` characters. Longer parts stay whole."""
+    """Break a tensor's name after dots into lines of up to `width` characters. A longer part is not broken."""
     lines = [""]
     for part in re.findall(r"[^.]*\.?", name):
         if lines[-1] and len(lines[-1]) + len(part) > width - (len(lines) > 1):

@@ -1,4 +1,4 @@
-"""The page of `params`: its tables, with charts, a map of the parameters and diagrams of layers."""
+"""The HTML page of `params`: its tables, with charts, a treemap of the parameters and diagrams of layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ _MOST_DIAGRAMS = 4  # the kinds of layers that are drawn; `gptkit show` draws al
 
 
 def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> Page:
-    """Return the page of one or more models: their parameters and costs, and the figures that were asked for."""
+    """Return the HTML page of one or more models: their parameters, costs, and the figures that the user asked for."""
     asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Scenario())
     blocks, aspects, costly = _component_blocks(counts, asked), _aspect_table(counts), _cost_sections(counts, asked)
     if len(counts) == 1:
@@ -61,12 +61,12 @@ def counts_page(counts: Sequence[ModelCount], asked: Scenario | None = None) -> 
 
 
 def _compared(counts: Sequence[ModelCount]) -> bool:
-    """Return whether the two models are one model before and after a swap."""
+    """Return whether these are two models, of which the second is the first one after a swap."""
     return len(counts) == 2 and counts[1].swap is not None
 
 
 def _component_blocks(counts: Sequence[ModelCount], asked: Scenario) -> list[Table | Figure]:
-    """Return the table of components that the terminal shows too, and with a dtype a chart of the bytes."""
+    """Return the table of components, as in the terminal, and with a dtype also a chart of the weights' bytes."""
     sheet = models_sheet(counts, asked.dtype, _compared(counts))
     if len(counts) == 1:
         sheet = component_sheet(counts[0], asked.dtype)
@@ -86,7 +86,7 @@ def _aspect_table(counts: Sequence[ModelCount]) -> Table:
 
 
 def _cost_sections(counts: Sequence[ModelCount], asked: Scenario) -> list[Section]:
-    """Return the sections on the cache and FLOPs, those of the figures asked for, and the guarantees of swaps."""
+    """Return the sections on the cache, on FLOPs, on figures that the user asked for, and on guarantees of swaps."""
     named = [(model.name, model.spec) for model in counts]
     cache = cache_chart(named, asked.cached, batch=asked.batch, at=asked.kv)
     sections = [Section("Key-value cache", (cache, *_memory(counts, asked))), Section("FLOPs", _flops(counts))]
@@ -102,7 +102,10 @@ def _cost_sections(counts: Sequence[ModelCount], asked: Scenario) -> list[Sectio
 
 
 def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
-    """Return a chart of weights and cache by model and context, with activations if memory was asked for."""
+    """Return a chart of the memory for weights and cache, by model and context.
+
+    It includes activations if the user asked for memory.
+    """
     dtype = asked.dtype or "bfloat16"
     rows: dict[str, dict[str, int]] = {}
     for model in counts:
@@ -119,13 +122,13 @@ def _memory(counts: Sequence[ModelCount], asked: Scenario) -> list[Figure]:
 
 
 def layer_diagrams(spec: ModelSpec, name: str = "") -> list[Figure]:
-    """Return diagrams of the first layers of all kinds, up to `_MOST_DIAGRAMS`."""
+    """Return a diagram of one layer of every kind that the model has, up to `_MOST_DIAGRAMS` diagrams."""
     layers = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
     return [block_diagram(spec, layer, name) for layer in layers[:_MOST_DIAGRAMS]]
 
 
 def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
-    """Return the FLOPs of one token, for all models at one context."""
+    """Return an explanation and a chart of the FLOPs of one token, for all models at the same context."""
     context = next((model.figures.context for model in counts if model.figures is not None), None)
     context = common_context([model.spec for model in counts]) if context is None else context
     able = [(model.name, costs(model.spec, context).flops) for model in counts if fits(model.spec, context)]

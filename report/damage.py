@@ -1,4 +1,4 @@
-"""The damage report: what a change costs by position and by layer, and which component is the first to differ."""
+"""The damage report of a swap: how much the logits change by position and layer, and which component differs first."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ _LARGEST = "the largest KL"
 
 
 def _damage_or_change(damage: Damage) -> str:
-    """Return "damage" if the perplexity of a text became worse, and otherwise "change"."""
+    """Return the word for a swap's effect: "damage" if the perplexity of a text became worse, otherwise "change"."""
     before, after = damage.total.before, damage.total.after
     worse = before is not None and after is not None and not after <= before * (1 + _ALIKE)
     return "damage" if worse else "change"
 
 
 def damage_lines(damage: Damage) -> list[str]:
-    """Return the report for the terminal: the whole, the worst positions and layers, and the first components."""
+    """Return the report for the terminal.
+
+    It gives the total change, the positions and layers that change most, and the first components that differ.
+    """
     total = damage.total
     lines = [
         f"{_damage_or_change(damage):<10}KL {scientific(total.kl)} nats per token, top-1 {total.top1:.1%}",
@@ -65,7 +68,7 @@ def damage_lines(damage: Damage) -> list[str]:
 
 
 def damage_sections(damage: Damage) -> tuple[Section, ...]:
-    """Return the sections of a page."""
+    """Return the sections of the HTML page that describe the damage."""
     words = (
         f"Both models ran on {damage.on}, in {damage.dtype}. KL is the divergence of the predictions of the changed"
         " model from those of the original, in nats."
@@ -115,7 +118,7 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
 
 
 def report_paths(path: Path) -> tuple[Path, Path]:
-    """Return the paths of the page (.html) and of its figures (.json). Raise UsageError if one cannot be written."""
+    """Return the paths of the page (.html) and of its data (.json). Raise UsageError if one cannot be written."""
     paths = path.with_suffix(".html"), path.with_suffix(".json")
     for report_path in paths:
         ready(report_path)
@@ -123,7 +126,7 @@ def report_paths(path: Path) -> tuple[Path, Path]:
 
 
 def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, Path]:
-    """Write the page of a swap, and its figures as JSON. Return both paths. Raise UsageError if that fails."""
+    """Write the page of a swap, and its data as JSON. Return both paths. Raise UsageError if that fails."""
     page, figures = report_paths(path)
     write_page(swap_page(result, damage), page)
     which = {"source": result.source.reference, "target": str(result.target), "guarantee": result.guarantee}
@@ -145,7 +148,7 @@ def _position_table(damage: Damage) -> Table:
 
 
 def _largest(divergences: Sequence[float]) -> frozenset[int]:
-    """Return the index of the largest KL, or nothing if rounding can explain it."""
+    """Return a set with the index of the largest KL divergence. It is empty if rounding can explain the divergence."""
     largest, index = max((_or_infinite(kl), -index) for index, kl in enumerate(divergences))
     return frozenset([-index] if largest > _ROUNDING else [])
 
@@ -193,7 +196,7 @@ def _layer_table(layers: Sequence[LayerDamage]) -> Table:
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:
-    """Draw how much components differ if their block is given the original's hidden states."""
+    """Draw how much the output of every component changes if its layer gets the original model's hidden states."""
     cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"

@@ -1,4 +1,4 @@
-"""The tour of `gptkit demo`: commands on the trained samples, and what they prove."""
+"""The tour of `gptkit demo`: it runs commands on gptkit's sample models, and checks their results."""
 
 import tempfile
 from collections.abc import Callable
@@ -25,9 +25,9 @@ _SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}
 
 
 def tour(console: Console, keep: Path | None = None) -> bool:
-    """Run the tour and return whether all proofs succeeded.
+    """Run the tour. Return whether all its checks succeeded.
 
-    Its checkpoints are written to `keep`, by default a folder that is deleted at the end.
+    Checkpoints are written to the folder `keep`, or by default to a temporary folder that is deleted at the end.
     """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="gptkit-demo-") as folder:

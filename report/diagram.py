@@ -27,9 +27,15 @@ _LEAST = 300  # the least width of a picture
 
 
 def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
-    """Draw the path from tokens to logits through a layer. `model` is a name for the title.
+    """Draw the operations from tokens to logits, with one layer out of the model's layers.
 
-    Raise IndexError if there is no such layer.
+    Args:
+        spec: the model's architecture.
+        layer: the index of the layer.
+        model: the model's name, for the title.
+
+    Raises:
+        IndexError: there is no such layer.
     """
     graph = structure(spec)
     kind = graph.kind_of(layer)
@@ -58,7 +64,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
 
 
 def _summary(graph: Structure, kind: Kind) -> str:
-    """Return a description of the diagram in two sentences."""
+    """Return a description of the diagram in two sentences, for people who cannot see it."""
     words = describe(graph.spec, (kind.block,))
     parts = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
     parts += [f"{aspect} {words[aspect]}" for aspect in ("q/k norm", "window") if words[aspect] != "none"]
@@ -101,7 +107,7 @@ def _measure(node: Node, lanes: int, room: int) -> Size:
 
 
 def title_lines(node: Node, lines: Sequence[str]) -> int:
-    """Return the number of lines of a box's title, which may be folded."""
+    """Return how many of a box's lines belong to its title, which may be broken into several lines."""
     whole = node.title.replace(" ", "")
     return next(n for n in range(1, len(lines) + 1) if "".join(lines[:n]).replace(" ", "") == whole)
 
@@ -146,7 +152,10 @@ def _rounded(area: Area, r: int, line: dict[str, Any], fill: str) -> dict[str, A
 
 
 def _heads(box: Box) -> list[dict[str, Any]]:
-    """Return bars in the box of the scores: the key heads, below the query heads that share them."""
+    """Return plotly shapes that show the heads in the box of attention scores.
+
+    Every key head is a bar, below the bars of the query heads that share it.
+    """
     if box.node.op != "scores":
         return []
     heads, group = _heads_of(box.node)
@@ -166,14 +175,14 @@ def _heads(box: Box) -> list[dict[str, Any]]:
 
 
 def _heads_of(node: Node) -> tuple[int, int]:
-    """Return the number of query heads, and how many of them share a key head."""
+    """Return the number of query heads, and how many of them share one key head."""
     scores = node.operation
     assert isinstance(scores, Scores)
     return scores.heads, scores.heads // scores.kv_heads
 
 
 def _shown(box: Box) -> int:
-    """Return the number of key heads that fit into the picture."""
+    """Return the number of key heads that fit into the box."""
     heads, group = _heads_of(box.node)
     fit = max((box.width - 2 * _PAD) // (group * (_HEADS_ROOM if group == 1 else _GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
@@ -226,7 +235,10 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """Return invisible points with hints: one per box for keyboards (`hovertext`), and more for a mouse."""
+    """Return plotly traces of invisible points with hover texts.
+
+    One point per box can be reached by keyboard, and a mouse finds more points in the box.
+    """
     middles, more = [], []
     for box in boxes:
         hint = _hint(box.node)

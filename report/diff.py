@@ -37,7 +37,7 @@ _INDENT = 2
 
 
 def sides(diff: Diff) -> list[str]:
-    """Return one line per checkpoint."""
+    """Return two lines that describe the compared checkpoints, A and B."""
     lines = []
     for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
         dtypes = " and ".join(HF_NAMES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
@@ -75,7 +75,7 @@ def verdict(diff: Diff) -> str:
 
 
 def readings(diff: Diff) -> list[str]:
-    """Return sentences that explain the figures."""
+    """Return sentences that interpret the comparison, such as that all changes have a low rank."""
     lines = []
     if not diff.same:
         lines.append(
@@ -127,7 +127,10 @@ def _rank_readings(diff: Diff) -> list[str]:
 
 
 def _row_readings(tensor: TensorDiff) -> list[str]:
-    """Return sentences on the changed rows of tables and heads, if few rows changed or their number did."""
+    """Return sentences on the changed rows of an embedding table or a head.
+
+    There are some if at most half of the rows changed, or if the number of rows changed.
+    """
     figures, tables = tensor.figures, ("embedding.w", "positions.", "head.")
     if figures is None or any(figures.not_finite) or not tensor.name.startswith(tables):
         return []
@@ -145,7 +148,7 @@ def _row_readings(tensor: TensorDiff) -> list[str]:
 
 
 def _remarks(tensor: TensorDiff) -> list[str]:
-    """Return the figures of a tensor in words."""
+    """Return the figures that describe how a tensor changed, as short phrases."""
     figures = tensor.figures
     if figures is None:
         return []
@@ -171,7 +174,7 @@ def _remarks(tensor: TensorDiff) -> list[str]:
 
 
 def _rank_remarks(tensor: TensorDiff) -> list[str]:
-    """Return the rank of the change in words, if it adds something to the other figures."""
+    """Return the rank of a tensor's change as phrases, or nothing if it is not known or not of interest."""
     rank = None if tensor.figures is None else tensor.figures.rank
     if rank is None or tensor.reading is None:
         return []
@@ -197,7 +200,10 @@ def _changed_rows(tensor: TensorDiff) -> str:
 
 
 def _most_changed(diff: Diff) -> list[TensorDiff]:
-    """Return the changed tensors, first those without a relative change, then by relative change."""
+    """Return the changed tensors, the most changed first.
+
+    Tensors whose relative change is not defined, such as those that were zeros, come before all others.
+    """
     return sorted(diff.changed, key=lambda tensor: -math.inf if (size := _relative(tensor)) is None else -size)
 
 
@@ -206,7 +212,7 @@ def _relative(tensor: TensorDiff) -> float | None:
 
 
 def _shape_lines(diff: Diff, status: Status) -> list[str]:
-    """Return the tensors with this status and their shapes, with one line for a tensor of several layers."""
+    """Return lines with the names and shapes of the tensors with this status. Equal tensors of layers share a line."""
     return _folded([tensor for tensor in diff.tensors if tensor.status == status])
 
 
@@ -223,7 +229,7 @@ def _folded(tensors: Sequence[TensorDiff]) -> list[str]:
 
 
 def _file_lines(diff: Diff, most: int | None = None) -> list[str]:
-    """Return a line per small file that differs, with up to `most` of its differences."""
+    """Return a line for every file without weights that differs, with up to `most` of its differences."""
     lines = []
     for file in diff.files:
         more = 0 if most is None else len(file.told) - most
@@ -233,7 +239,7 @@ def _file_lines(diff: Diff, most: int | None = None) -> list[str]:
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """Return "a, b and c", or the first names and the number of the others."""
+    """Return names as "a, b and c", or the first names and the number of the others if there are more than `most`."""
     if len(names) > most:
         return some_of(names, most)
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
@@ -244,7 +250,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 @drawing
 def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
-    """Yield the report for the terminal. `everything` lists all tensors, fields and lines of files that differ."""
+    """Yield the report for the terminal. With `everything`, it lists all tensors, fields and files that differ."""
     for line in sides(diff):
         yield from _wrapped(terminal, line, 0, "dim")
     yield from _wrapped(terminal, verdict(diff), 0, "bold")
@@ -262,7 +268,7 @@ def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything
 
 
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
-    """Yield the parts of the report with their headings and lines."""
+    """Yield the parts of the report, as (heading, lines or tables)."""
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
         rows = [SheetRow(_label(group), _group_cells(group)) for group in groups if group.changed]
@@ -297,7 +303,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
 
 
 def _wrapped(terminal: Terminal, text: str, indent: int, style: str = "") -> Iterator[Text]:
-    """Return lines that fit. The second line of the text, and continued lines, are indented further."""
+    """Yield the text in lines that fit the terminal. All lines but the first are indented further."""
     first, *more = text.split("\n")
     yield from terminal.wrapped(first, indent, style, _INDENT if indent else 3)
     for line in more:
@@ -314,7 +320,10 @@ def _group_cells(group: ChangeGroup) -> tuple[str, ...]:
 
 
 def _ranks(changed: Sequence[TensorDiff]) -> str:
-    """Return the largest rank of several changes, or that it is full, above the limit, or unknown."""
+    """Return the largest rank of the changes of several tensors, as text.
+
+    It may be "full", or "> N" if a rank is above the limit N of the measurement, or "–" if no rank is known.
+    """
     ranks = [(tensor.figures.rank, tensor.reading) for tensor in changed if tensor.figures and tensor.figures.rank]
     above = [rank.limit for rank, _ in ranks if rank.more]
     known = [rank for rank, reading in ranks if reading != "unclear" and rank.rank]  # 0: none above rounding
@@ -332,7 +341,7 @@ def _label(group: ChangeGroup) -> str:
 
 
 def diff_page(diff: Diff) -> Page:
-    """Return the HTML page."""
+    """Return the HTML page of a comparison."""
     everything = diff.all
     facts = [(STATUSES[status], f"{number:,}") for status, number in diff.counts.items() if number]
     if everything.relative:
@@ -405,7 +414,10 @@ def _figure(groups: Sequence[ChangeGroup]) -> Figure:
 
 
 def _cell(group: ChangeGroup) -> Cell:
-    """Return the heatmap's cell of a group. A change that is only rounding does not count as a difference."""
+    """Return the heatmap's cell for the tensors of one component in one layer.
+
+    A change that is only rounding does not count as a difference.
+    """
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
     changed, kinds = group.changed, {tensor.status for tensor in group.tensors}
     if not _compared(group):
@@ -419,7 +431,7 @@ def _cell(group: ChangeGroup) -> Cell:
 
 
 def _size(group: ChangeGroup) -> float:
-    """Return the relative change, or infinity if it has none (a change to NaN, or from zeros)."""
+    """Return the relative change of a group, or infinity if it is not defined (a change to NaN, or from zeros)."""
     return float("inf") if group.relative is None or group.not_finite else group.relative
 
 

@@ -1,7 +1,8 @@
-"""The path of the data through a layer, drawn for the terminal.
+"""A drawing of a layer's operations for the terminal, with lines along which the data flow.
 
-`placement` lays it out in units of one character. If it is wider than the terminal, it becomes a list in the order of
-computation. Drawings need no colours, and use only ASCII if the terminal has nothing else.
+`placement` computes the layout in units of one character. If the drawing is wider than the terminal, a list of the
+operations in the order of computation replaces it. Drawings need no colours. They use only ASCII if the terminal has
+nothing else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +24,14 @@ _WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": 
 
 
 def plain_words(text: str, ascii_only: bool) -> str:
-    """Return text, in ASCII if the terminal has nothing else."""
+    """Return text, with replacements for characters outside of ASCII if `ascii_only` is true."""
     if not ascii_only:
         return text
     return "".join(_WORDS.get(letter, letter) for letter in text).encode("ascii", "replace").decode()
 
 
 def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = False) -> Iterator[Text]:
-    """Yield the lines of the drawing, or of a list if the drawing is wider than `width`."""
+    """Yield the lines of the drawing of a kind of layer, or of a list if the drawing is wider than `width`."""
     nodes = graph.path(kind)
     label = layers_label(graph, kind)
     placed = place(nodes, metrics(ascii_only), width - _BRACKET, ROOMS)
@@ -41,7 +42,7 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
 
 
 def metrics(ascii_only: bool) -> Metrics:
-    """Return the sizes of things, in characters."""
+    """Return the sizes of the parts of a drawing, in characters."""
 
     def measure(node: Node, lanes: int, room: int) -> Size:
         lines = _lines(node, lanes * room, ascii_only)
@@ -58,7 +59,10 @@ def metrics(ascii_only: bool) -> Metrics:
 
 
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
-    """Return the text of a node, the title first. `room` is 0 on the trunk."""
+    """Return the lines of text of a node, the title first, broken at `room` characters.
+
+    `room` is 0 for a node on the residual stream, which has a fixed width.
+    """
     if node.op == "add":
         return ["+" if ascii_only else "⊕"]
     if node.op in ("tokens", "stream"):
@@ -73,7 +77,10 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
 
 
 def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
-    """Return the query heads and below them the key heads that they share, as many groups as fit."""
+    """Return two lines that show attention heads as letters: query heads, and below them the key heads they share.
+
+    As many key heads are shown as fit into `room` characters.
+    """
     scores = node.operation
     assert isinstance(scores, Scores)
     groups, group = scores.kv_heads, scores.heads // scores.kv_heads
@@ -99,7 +106,7 @@ _HEAVY = {"│": "┃", "├": "┠", "┤": "┨", "┼": "╂", "┬": "┰", 
 
 
 class _Canvas:
-    """A drawing made of characters with styles. y counts downwards."""
+    """A drawing made of characters with styles, at columns x and rows y. Rows are counted from the top."""
 
     def __init__(self, placed: Placement, label: str, ascii_only: bool) -> None:
         self.width, self.height, self.ascii_only = placed.width + _BRACKET, placed.height, ascii_only
@@ -128,18 +135,18 @@ class _Canvas:
         self._write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
 
     def _join(self, x: int, y: int, *ways: int) -> None:
-        """Draw lines from the middle of a character in some of four directions."""
+        """Draw lines from the middle of a character's cell in the given directions (up, down, left, right)."""
         joint = self.joints.setdefault((x, y), [0, 0, 0, 0])
         for way in ways:
             joint[way] = 1
 
     def _down(self, x: int, top: int, bottom: int) -> None:
-        """Draw a line from row `top` to the row before `bottom`, open at both ends."""
+        """Draw a vertical line in column x, from row `top` to the row before `bottom`, over their full height."""
         for y in range(top, bottom):
             self._join(x, y, _UP, _DOWN)
 
     def _along(self, y: int, one: int, other: int) -> None:
-        """Draw a line along a row, from the middle of one column to that of another."""
+        """Draw a horizontal line in row y, from the middle of one column to the middle of another."""
         low, high = min(one, other), max(one, other)
         for x in range(low, high + 1):
             self._join(x, y, *([_LEFTWARDS] if x > low else []), *([_RIGHTWARDS] if x < high else []))
@@ -200,7 +207,7 @@ class _Canvas:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}
 
     def _cell(self, x: int, y: int) -> tuple[str, str]:
-        """Return a character and its style. Lines cover frames, and words cover lines."""
+        """Return the character at a place and its style. Lines are drawn over frames, and words over lines."""
         letter, style = self.letters.get((x, y), (" ", ""))
         joint = self.joints.get((x, y))
         if joint is None or letter not in " .:╌╎":
@@ -223,7 +230,7 @@ class _Canvas:
 
 
 def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> Iterator[Text]:
-    """Yield the nodes as a list with their inputs, for terminals that are too narrow for a drawing."""
+    """Yield the operations as a list with their inputs, for terminals that are too narrow for a drawing."""
     for node in nodes:
         name, parts = f"{label}: x", []
         if node.op != "stream":

@@ -1,4 +1,4 @@
-"""The report of `eval`: figures of a model on a text, compared with another model, and its loss by position."""
+"""The report of `eval`: the perplexity of a model on a text, compared with another model, and its loss by position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _estimate(estimate: Estimate, digits: int = 3) -> str:
 
 
 def _perplexity(score: Score) -> str:
-    """Return the perplexity with its standard error, which is the perplexity times the error in nats."""
+    """Return the perplexity with its standard error, as text.
+
+    The error is the perplexity times the standard error of the loss in nats.
+    """
     if not math.isfinite(score.perplexity):
         return "infinite"
     error = score.nats.error
@@ -64,7 +67,7 @@ def _score_sheet(evaluation: Evaluation) -> Sheet:
 
 
 def _difference(evaluation: Evaluation) -> list[str]:
-    """Return a sentence on the difference from the other model, or nothing if there is none."""
+    """Return a sentence on the difference from the other model, or an empty list if there is no other model."""
     paired, against = evaluation.paired, evaluation.against
     if paired is None or against is None:
         return []
@@ -78,7 +81,7 @@ def _difference(evaluation: Evaluation) -> list[str]:
 
 
 def _data_words(evaluation: Evaluation) -> str:
-    """Return words for the size of the text, and for its windows."""
+    """Return a line on the size of the text, and on the windows into which it was divided."""
     score, stride = evaluation.score, evaluation.stride
     starts = "" if stride == evaluation.context else f", one starting every {stride:,} tokens"
     return (
@@ -88,7 +91,10 @@ def _data_words(evaluation: Evaluation) -> str:
 
 
 def _curves(evaluation: Evaluation) -> tuple[Curve, ...]:
-    """Return the curves beyond the context if they were measured. They contain the positions within it."""
+    """Return the curves of loss by position that the report shows.
+
+    If positions beyond the context were measured, these are the curves over all positions, within and beyond it.
+    """
     scores = (score.curve for score in (evaluation.score, evaluation.against) if score is not None)
     return evaluation.extrapolation or tuple(scores)
 
@@ -114,7 +120,10 @@ def evaluation_report(terminal: Terminal, evaluation: Evaluation) -> RenderResul
 
 
 def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> RenderResult:
-    """Yield a legend, and a chart with a line per range of positions: a mark further right means more nats."""
+    """Yield a legend and a chart of the loss, drawn with characters.
+
+    The chart has one line of text per range of positions. A mark further right means a higher loss in nats.
+    """
     *marks, several = list(_ASCII_MARKS if terminal.ascii_only else _MARKS)
     for mark, curve in zip(marks, curves, strict=False):
         made_for = "" if curve.context is None else f"  made for {curve.context:,} tokens"
@@ -126,7 +135,7 @@ def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> R
     room = terminal.width - max(map(len, ["position", *names, *beyond])) - 2
 
     def figures(words: Callable[[Estimate], str]) -> tuple[list[list[str]], int]:
-        """Return the figures of every place, and the number of columns that remain for the chart."""
+        """Return the figures to print for every range of positions, and the number of columns left for the chart."""
         cells = [[words(nats[place]) if place in nats else "" for nats in by_place] for place in places]
         return cells, room - sum(max(len(row[n]) for row in cells) + 2 for n in range(len(curves)))
 

@@ -1,4 +1,4 @@
-"""The lists of families and of presets, as tables and as JSON."""
+"""The lists of model families and of presets (the models that gptkit knows by name), as tables and as JSON."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -44,10 +44,10 @@ def _reason(kind: str) -> str:
 
 
 def causal_types() -> dict[str, str]:
-    """Return the classes of the installed transformers' causal language models, by model type.
+    """Return the names of the classes of causal language models in the installed transformers, by model type.
 
-    The list is parsed from the text of models/auto/modeling_auto.py, because importing it takes a second. Without
-    transformers it is empty.
+    They are parsed from the text of models/auto/modeling_auto.py, because importing it takes a second. Without
+    transformers the result is empty.
     """
     for node in ast.parse(transformers_lists("modeling_auto.py")).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _MAPPING for t in node.targets):
@@ -60,11 +60,12 @@ def causal_types() -> dict[str, str]:
 def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
     """Return the families, oldest first, as plain JSON values.
 
-    `words` selects the families with all of these words in their names, and `everything` adds the causal language
-    models of transformers that gptkit does not read. `released` is the date of the first published weights,
-    `without_head` the class of an encoder without a head. `counts.exact` is the number of transformers' causal language
-    models that gptkit reads, and `counts.counted` the number of those whose parameters it can count, if only by the
-    names of their tensors.
+    `words` selects the families that have all of these words in their names. `everything` adds the causal language
+    models of transformers that gptkit cannot read.
+
+    In the result, `released` is the date of the first published weights, and `without_head` the class of an encoder
+    without a head. `counts.exact` is the number of transformers' causal language models that gptkit can read.
+    `counts.counted` is the number of those whose parameters it can at least count by the names of their tensors.
     """
 
     def wanted(*names: str) -> bool:

@@ -1,4 +1,4 @@
-"""The report of `heal`: a line per evaluation while it trains, and a table of the results."""
+"""The report of `heal`: one line per evaluation during training, and a table of the results."""
 
 from rich.console import RenderResult
 from rich.text import Text
@@ -12,13 +12,16 @@ from .sheets import Sheet, SheetRow, Terminal, drawing
 
 
 class Healing:
-    """A printer of the runs' progress, which prints nothing if `quiet`."""
+    """A printer of the progress of the training runs. It prints nothing if `quiet` is true."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
 
     def start(self, trained: str, original: HeldOutFigures, start: HeldOutFigures) -> None:
-        """Print where the runs start. `trained` names the parameters that they train."""
+        """Print the figures of the original model and of the changed model before training.
+
+        `trained` says in words which parameters are trained.
+        """
         lines = [
             f"held-out loss: the original {original.loss:.4f} nats per token, changed {start.loss:.4f}",
             f"KL from the original {start.kl:.4f} nats per token; parameters to train: {trained}",
@@ -28,7 +31,7 @@ class Healing:
         say(lines, self.quiet)
 
     def step(self, name: str, step: TrainingStep) -> None:
-        """Print a step of a run if it was evaluated."""
+        """Print a line about a training step, if the model was evaluated after it. `name` is the name of the run."""
         if step.held_out is not None:
             row = f"{name:<20}{step.step:>8,}{step.loss:>10.4f}{step.held_out:>10.4f}{duration(step.seconds):>9}"
             say([row], self.quiet)
@@ -65,7 +68,7 @@ def healing_report(terminal: Terminal, healed: Healed) -> RenderResult:
 
 
 def _trials(outcome: Outcome) -> str:
-    """Return the losses of the trials by which the learning rate was chosen, in words."""
+    """Return words on the trials that chose the learning rate: the rate and the loss of every trial."""
     losses = [(trial.rate, "not finite" if trial.loss is None else f"{trial.loss:.4f}") for trial in outcome.tried]
     trials = ", ".join(f"{rate:.2g} → {loss}" for rate, loss in losses)
     return f", chosen by trials: {trials}" if trials else ""

@@ -1,8 +1,8 @@
 """A heatmap of the differences between two models, with a row per component and a column per layer.
 
-Components outside of layers have columns before and after the layers. Exactly 0 has its own colour, because it has no
-logarithm, and so do differences within rounding. The other differences are coloured on a logarithmic scale from the
-smallest to the largest of the figure, so that the largest stands out, whatever its size.
+Components outside of layers have columns before and after the layers. A difference of exactly 0 has its own colour,
+because 0 has no logarithm. Differences within rounding have a colour of their own, too. All others are coloured on a
+logarithmic scale from the smallest to the largest in the heatmap, so that the largest always stands out.
 """
 
 import math
@@ -32,14 +32,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The difference of a component at one layer."""
+    """The difference between two models in one component of one layer."""
 
-    component: str  # in words
+    component: str  # its name in words
     layer: int | None  # None outside of layers
-    value: float  # 0 or more; infinite if a side has NaN or infinite values
-    lines: tuple[str, ...]  # of the hint
-    counts: bool  # whether rounding cannot explain it
-    apart: str = ""  # the text of a cell without a figure, because only one side has the component
+    value: float  # the difference, 0 or more; infinite if one of the models has NaN or infinite values
+    lines: tuple[str, ...]  # the lines of the hover text
+    counts: bool  # whether the difference is larger than rounding explains
+    apart: str = ""  # the cell's text if there is no difference to show, because only one model has the component
 
     @property
     def kind(self) -> Literal["zero", "rounding", "counts", "apart"]:
@@ -58,9 +58,16 @@ def heatmap(
     marked: Cell | None = None,
     down: str = "component",
 ) -> Figure:
-    """Draw cells, which are in the order of computation.
+    """Draw a heatmap.
 
-    `measure` is the title of the colour scale, and `down` that of the rows. `marked` gets a frame.
+    Args:
+        cells: the cells, in the order of computation.
+        title: its title.
+        summary: a description for people who cannot see it.
+        measure: the title of the colour scale.
+        table: the figures as a table.
+        marked: the cell that gets a frame.
+        down: the title of the rows.
     """
     rows, placed = _arranged(cells)
     layers = sorted({cell.layer for cell in cells if cell.layer is not None})
@@ -98,7 +105,7 @@ def heatmap(
 
 
 def _arranged(cells: Sequence[Cell]) -> tuple[list[str], list[tuple[Cell, str]]]:
-    """Return the components in the order of their rows, and the cells with the names of their columns."""
+    """Return the components in the order of the rows, and (cell, name of its column) pairs."""
     rows: list[str] = []
     placed: list[tuple[Cell, str]] = []
     outside, before = _BEFORE, None
@@ -114,7 +121,15 @@ def _arranged(cells: Sequence[Cell]) -> tuple[list[str], list[tuple[Cell, str]]]
 def _trace(
     kind: str, columns: Sequence[str], grid: Sequence[Sequence[Cell | None]], measure: str, written: bool
 ) -> dict[str, Any]:
-    """Return plotly's trace of the cells of one kind. Differences are coloured by their logarithms."""
+    """Return a plotly trace of the cells of one kind (see `Cell.kind`).
+
+    Args:
+        kind: the kind. Only cells of the kind "counts" are coloured by their values.
+        columns: the names of the columns.
+        grid: all cells by row and column, None at empty places.
+        measure: the title of the colour scale.
+        written: whether cells show their values as text.
+    """
     # Infinite values have the colour of the largest finite value.
     values = [cell.value for line in grid for cell in line if cell is not None and cell.kind == "counts"]
     logs = [math.log10(value) for value in values if 0 < value < math.inf]
@@ -137,7 +152,10 @@ def _trace(
 
 
 def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
-    """Return the colours of differences and their scale: powers of ten, with 2 and 5 between if there are few."""
+    """Return the plotly fields of the colour scale, for logarithms from `low` to `high`.
+
+    Its ticks are powers of ten. If there are few powers, it also has ticks at multiples such as 2 and 5.
+    """
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / _TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
@@ -152,7 +170,10 @@ def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _folded(component: str) -> str:
-    """Return a name without its part in brackets, on two lines if it is long, since phones are narrow."""
+    """Return a component's name as HTML for a narrow screen.
+
+    A part in brackets is left out, and a long name is put on two lines.
+    """
     name = component.split(" (")[0]
     first, _, rest = name.partition(" ")
     return f"{safe(first)}<br>{safe(rest)}" if len(name) > _LONGEST and rest else safe(name)

@@ -1,4 +1,4 @@
-"""Values in a notebook, as the tables that commands print, and progress without a terminal."""
+"""The display of gptkit's results in a notebook, as the tables that commands print, and a progress line."""
 
 import importlib
 import io
@@ -21,7 +21,7 @@ _BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font
 
 
 def html(value: Any) -> str:
-    """Return a value of `display.Shown` as HTML, with all text escaped."""
+    """Return a result, an instance of a subclass of `display.Shown`, as HTML with all text escaped."""
     console = Console(file=io.StringIO(), record=True, width=_WIDTH, highlight=False, markup=False, emoji=False)
     kind = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in DRAWN)
     console.print(Group(*DRAWN[kind](value)), crop=False)
@@ -39,7 +39,7 @@ def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
 
 
 def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:
-    """Return a function that imports a function of `report` and applies it to a value."""
+    """Return a function that draws a value with `function` of `report.module`, which is imported at the first call."""
 
     def drawn(value: Any) -> Iterable[RenderableType]:
         result = getattr(importlib.import_module(f".{module}", __package__), function)(value)
@@ -66,15 +66,15 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "Healed": _by("healing", "healing_report"),
     "SwapResult": _by("surgery", "swap_lines"),
 }
-"""By the name of a value's class, so that none of them is imported for the sake of another."""
+"""The functions that draw values, by the name of the value's class. Names avoid importing all of these classes."""
 
 
 @contextmanager
 def progress(what: str = "working") -> Iterator[Callable[..., None]]:
-    """Show a line of progress, for the argument `progress` of gptkit's functions.
+    """Show a line of progress, and yield a function for the argument `progress` of gptkit's functions.
 
-    In a notebook the line is below the cell, and in a terminal on stderr. Elsewhere there is none. Functions report
-    words, or the number of bytes since the last report, with or without the total.
+    In a notebook the line is below the cell, and in a terminal on stderr. Elsewhere no line is shown. gptkit's
+    functions report words, or the number of bytes since their last report, with or without the total.
 
         with gptkit.progress("converting") as progress:
             gptkit.convert("sample:falcon", "falcon-local", progress=progress)

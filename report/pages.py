@@ -1,9 +1,9 @@
 """HTML pages of text, tables and figures. A page is one file, and opens offline.
 
 A page requests nothing from a server: it contains plotly's script, and a content security policy forbids requests and
-scripts other than the page's own two. `Page` and its blocks are the content, and page.html, page.css and page.js the
-looks. The template escapes all text, because names of models and prompts are not under our control. Colours in a figure
-are names, such as "var(--cell-high)". page.css defines them for light and for dark mode.
+scripts other than the page's own two. `Page` and its blocks have the content, and page.html, page.css and page.js
+define how it looks. The template escapes all text, because gptkit does not control the names of models and prompts.
+Colours in a figure are names, such as "var(--cell-high)", which page.css defines for light and for dark mode.
 """
 
 import base64
@@ -52,11 +52,11 @@ class Table:
 
     kind: ClassVar[str] = "table"
     caption: str
-    columns: tuple[tuple[str, bool], ...]  # the heading, and whether the column contains figures
+    columns: tuple[tuple[str, bool], ...]  # the heading, and whether the column contains numbers
     rows: tuple[tuple[str, ...], ...]
-    lit: frozenset[int] = frozenset()  # the indices of bold rows
+    lit: frozenset[int] = frozenset()  # the indices of the rows in bold
     folded: bool = False
-    bold: str = ""  # what bold means
+    bold: str = ""  # the meaning of bold rows, in words
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Page:
     title: str
     subtitle: str
     verdict: str = ""  # a line that stands out
-    good: bool | None = None  # whether the verdict is good news; None if it is neither good nor bad
+    good: bool | None = None  # whether the verdict is good or bad; None if it is neither
     facts: tuple[tuple[str, str], ...] = ()
     sections: tuple[Section, ...] = ()
     footer: str = f"Made by gptkit {__version__}. This page asks no server for anything."
@@ -117,7 +117,10 @@ def figure(
     width: int = 280,
     font_size: int = 12,
 ) -> Figure:
-    """Return a plotly figure in the page's font and colours. `layout` has its height and other fields of plotly's."""
+    """Return a plotly figure in the page's font and colours.
+
+    `data` are plotly's traces. `layout` has the height, and may have other fields of plotly's layout.
+    """
     import plotly.graph_objects as go
 
     clear, text = "rgba(0,0,0,0)", "var(--text)"
@@ -131,18 +134,27 @@ def figure(
 
 
 def safe(text: str) -> str:
-    """Escape text for plotly, which interprets some HTML in texts, but does not decode escaped quotes everywhere."""
+    """Escape text for plotly, which interprets some HTML in texts.
+
+    Quotes are not escaped, because plotly does not decode them everywhere.
+    """
     return html.escape(plain(text), quote=False)
 
 
 def ready(path: Path) -> None:
-    """Raise UsageError if a page cannot be made or written at `path`. Commands call this before their work."""
+    """Raise UsageError if an HTML page cannot be made, or not written at `path`.
+
+    Commands call this before they start their work.
+    """
     require("--html", ("jinja2", "plotly"), "html")
     writable(path, "--html")
 
 
 def require(option: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError if a package is missing that an option needs."""
+    """Raise UsageError if one of the packages that an option needs is not installed.
+
+    The message suggests installing gptkit's optional dependencies `extra`.
+    """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -153,7 +165,7 @@ def require(option: str, packages: Sequence[str], extra: str) -> None:
 
 
 def writable(path: Path, option: str) -> None:
-    """Raise UsageError if no file can be written at the option's `path`."""
+    """Raise UsageError if no file can be written at `path`, the value of an option such as "--html"."""
     try:
         special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
         folder = path.resolve().parent
@@ -169,7 +181,10 @@ def writable(path: Path, option: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Return text with escapes for control characters and changes of the writing direction, but with hard blanks."""
+    """Return text with escapes for all characters that are not printable.
+
+    These are control characters and changes of the writing direction. No-break spaces stay.
+    """
     return "".join(c if c.isprintable() or c == "\u00a0" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -182,7 +197,7 @@ def render(page: Page) -> str:
         return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     def breakable(value: object) -> Markup:
-        """Allow line breaks in names of modules after dots and underscores, rather than anywhere."""
+        """Return a text as HTML that may be broken after dots and underscores in names of modules."""
         text = str(escape(shown(value)))
         return Markup(re.sub(r"(?<=\w)(?:(?<!\d)[._]|[._](?!\d))(?=\w)", r"\g<0><wbr>", text))  # noqa: S704 (escaped before)
 
@@ -207,13 +222,13 @@ def render(page: Page) -> str:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write the page at `path` as `put` does. Raise UsageError if that fails."""
+    """Write the page to the file `path`, completely or not at all. Raise UsageError if that fails."""
     ready(path)
     put(render(page).encode("utf-8", "replace"), path)
 
 
 def put(content: bytes, path: Path) -> None:
-    """Write or replace a file, never a part of it. Raise UsageError if that fails."""
+    """Write or replace a file, completely or not at all. Raise UsageError if that fails."""
     target = path.resolve()  # where a link leads, not the link
     part = target.with_name(f".gptkit-{os.getpid()}.part")
     try:
@@ -227,5 +242,5 @@ def put(content: bytes, path: Path) -> None:
 
 
 def noted(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:
-    """Return a section of sentences, if there are any."""
+    """Return a section that lists the notes, or no section if there are no notes."""
     return (Section(title, (Lines(tuple(notes), listed=True),)),) if notes else ()

@@ -28,7 +28,10 @@ _TITLE = 26  # pixels above the figure for its title
 
 
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
-    """Raise UsageError if a file cannot be made or written. Commands call this before their work, not after it."""
+    """Raise UsageError if one of these files cannot be made or written.
+
+    Commands call this before they start their work.
+    """
     if html is not None:
         suffix, problem = html.suffix.lower(), f"--html {html}: the name of a page must end in .html"
         if suffix in (".png", ".svg"):
@@ -56,7 +59,10 @@ def _can_draw(option: str) -> None:
 
 
 def _browser() -> str | None:
-    """Return the browser that kaleido uses: that of BROWSER_PATH, its own download, or one of the system."""
+    """Return the path of the browser that kaleido uses, or None if there is none.
+
+    It is the one in BROWSER_PATH, a browser that kaleido downloaded, or one of the system.
+    """
     from choreographer.browsers.chromium import Chromium
 
     named = os.environ.get("BROWSER_PATH")
@@ -69,11 +75,22 @@ def _browser() -> str | None:
 def write(
     page: Page, html: Path | None, png: Path | None, svg: Path | None, name: str | None = None
 ) -> list[tuple[Path, str]]:
-    """Write the page, and pictures of one of its figures, and return the paths with the titles of the figures.
+    """Write the page to `html`, and one of its figures as pictures to `png` and `svg`, for every path that is given.
 
-    `name` is the title of the figure or words of it; by default, the first figure is drawn. The title of the page is
-    "". Files are replaced, and never written in part. Raise UsageError if a file cannot be written or drawn, or there
-    is no such figure.
+    Files are replaced, and are written completely or not at all.
+
+    Args:
+        page: the page.
+        html: the path of the page.
+        png: the path of the picture in PNG.
+        svg: the path of the picture in SVG.
+        name: the title of the figure to draw, or words in it; by default the first figure.
+
+    Returns:
+        (path, title of the figure) for every file. The title is "" for the page.
+
+    Raises:
+        UsageError: a file cannot be written or drawn, or there is no such figure.
     """
     written: list[tuple[Path, str]] = []
     if html is not None:
@@ -97,7 +114,10 @@ def write(
 
 
 def _named(figures: Sequence[Figure], name: str) -> Figure:
-    """Return the figure with this title, or the only one with these words in it. Raise UsageError for none or many."""
+    """Return the figure with this title, or the only figure whose title contains `name`.
+
+    Raise UsageError if there are none or several.
+    """
     wanted = name.casefold()
     fitting = [figure for figure in figures if figure.title.casefold() == wanted]
     fitting = fitting or [
@@ -113,7 +133,10 @@ def _named(figures: Sequence[Figure], name: str) -> Figure:
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
-    """Return figures as "png" or "svg" files on white, with a legend. Raise UsageError if the browser fails."""
+    """Draw figures on white with a legend, and return the contents of the files.
+
+    A figure comes with its format, "png" or "svg". Raise UsageError if the browser fails.
+    """
     import asyncio
 
     with ThreadPoolExecutor(1) as thread:  # a notebook already runs a loop in this thread
@@ -188,7 +211,10 @@ def _static(figure: Figure) -> dict[str, Any]:
 
 
 def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
-    """Return nested areas without the levels that only a click opens, which would be most of the file."""
+    """Return a trace of a treemap without the levels that only a click would open.
+
+    They would be most of the file, and are not visible in a picture.
+    """
     depth: dict[str, int] = {"": 0}
     for place, parent in zip(trace["ids"], trace["parents"], strict=True):
         depth[place] = depth[parent] + 1
@@ -204,7 +230,7 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _painted(value: Any, values: dict[str, str]) -> Any:
-    """Replace names of colours by their values."""
+    """Return JSON values in which names of colours, such as "var(--line)", are replaced by the colours."""
     if isinstance(value, str):
         named = re.fullmatch(r"var\((--[\w-]+)\)", value)
         return values[named[1]] if named else value
@@ -214,7 +240,13 @@ def _painted(value: Any, values: dict[str, str]) -> Any:
 
 
 def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, Any]:
-    """Return a trace that has only an entry in the legend."""
+    """Return a plotly trace without points, which only adds an entry to the legend.
+
+    Args:
+        style: the parts of `Key.style`.
+        words: the text of the entry.
+        values: the colours by name.
+    """
     line = style[0] == "line"
     colour = values[f"--{style[1] if line else style[0]}"]
     drawn: dict[str, Any] = {"mode": "markers", "marker": {"symbol": "square", "size": 12, "color": colour}}
@@ -226,7 +258,10 @@ def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, A
 
 
 def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a heatmap's cells as rectangles, and a trace of words and colour bar. plotly would draw a bitmap."""
+    """Return a heatmap as plotly shapes (rectangles), and a trace with the cells' texts and the colour bar.
+
+    plotly itself would draw the cells as a bitmap, even in an SVG file.
+    """
     low, high = trace.get("zmin", 0.0), trace.get("zmax", 1.0)
     cells, x, y, text, ink = [], [], [], [], []
     for row, column in ((row, column) for row, line in enumerate(trace["z"]) for column in range(len(line))):
@@ -249,7 +284,7 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
 
 
 def _between(scale: list[tuple[float, str]], part: float) -> str:
-    """Return the colour of a scale at `part`, from 0 to 1."""
+    """Return the interpolated colour of a colour scale at `part`, a number from 0 to 1."""
     part = min(max(part, 0.0), 1.0)
     (a, first), (b, second) = next((pair for pair in pairwise(scale) if part <= pair[1][0]), scale[-2:])
     weight = (part - a) / (b - a) if b > a else 0.0

@@ -1,13 +1,16 @@
-"""The layout of a diagram: the places of a path's nodes, and the lines between them.
+"""The layout of a diagram of a model's operations: the places of the nodes, and the lines between them.
 
-The terminal and the pictures share this layout. Its unit is a character or a pixel. The layout follows from the graph.
-The *trunk* is the residual stream, followed from the last node back along residual edges. All nodes that lead from
-one node of the trunk to another are a *stage*. In a stage, every way that begins at a fork has its own *lane*. A node
-that leads to a fork spans all of its lanes, and so does a node that joins them. The order of the lanes is the order of
-the program, so that lines do not cross if the program computes one after the other what it joins. The *rank* of a node
-is one more than the largest rank of its inputs, and everything that leaves the trunk is below the place where it left.
+Drawings in the terminal and pictures share this layout. Its unit is a character or a pixel. A *path* is the list of
+nodes (operations) from the tokens to the logits. The diagram is drawn from top to bottom:
 
-A line goes down from its source, sideways in a *track* between two ranks (below a fork, above a join), and down again.
+- The *trunk* is the residual stream: the nodes on it are found from the last node back along residual edges.
+- A *stage* is all nodes that lead from one node of the trunk to a later one, such as the operations of an attention.
+- A stage is divided into *lanes*, which are columns. If a result has several readers, every reader begins a lane. A
+  node spans the lanes of all its readers, and a node with several inputs spans their lanes. Lanes are in the order of
+  the program, which avoids most crossings of lines.
+- The *rank* of a node is its row: one more than the largest rank of its inputs. Nodes of a stage are below the node of
+  the trunk at which the stage begins.
+- A line goes down from its source, sideways in a *track* between two ranks, and down again to its target.
 """
 
 import re
@@ -25,21 +28,21 @@ _Span = tuple[int, int]  # the first and the last lane
 
 @dataclass(frozen=True)
 class Metrics:
-    """The sizes of things, in the drawing's unit."""
+    """The sizes of the parts of a drawing, in its unit (characters or pixels)."""
 
     measure: Callable[[Node, int, int], Size]
-    """Return a box's lines, width and height. Arguments: a node, the number of lanes that it spans (0 on the trunk),
-    and the width of a line of words in a lane.
+    """A function that returns the lines of text, the width and the height of a node's box. Its arguments are the node,
+    the number of lanes that it spans (0 on the trunk), and the width of a line of text per lane.
     """
     frame: Callable[[int], int]
-    """Return the least width of a frame around this number of experts."""
-    stream: int  # the x of the trunk
+    """A function that returns the least width of the frame around this number of experts."""
+    stream: int  # the x of the trunk's line
     trunk: int  # the left edge of boxes on the trunk
     left: int  # the left edge of the lanes
     lane_gap: int
     gap: int  # the least gap between two ranks
-    track: int  # the height of a track in that gap
-    around: _Point  # the margin of a frame (x, y)
+    track: int  # the height of a track between two ranks
+    around: _Point  # the horizontal and vertical margin of the frame around experts
 
 
 @dataclass(frozen=True)
@@ -66,32 +69,32 @@ class Area:
 
 @dataclass(frozen=True)
 class Box(Area):
-    """The place of a node."""
+    """The box of a node, at its place in the drawing."""
 
     node: Node
-    lines: tuple[str, ...]  # of words
-    port: int  # the x at which lines enter above and leave below
-    trunk: bool
+    lines: tuple[str, ...]  # the lines of text in it
+    port: int  # the x at which lines enter at the top and leave at the bottom
+    trunk: bool  # whether the node is on the trunk
 
 
 @dataclass(frozen=True)
 class _Frame(Area):
-    """A border around the nodes of the experts."""
+    """A border around the nodes of a mixture's experts, which are drawn once for all experts."""
 
     nodes: tuple[str, ...]
-    copies: int
+    copies: int  # the number of experts
 
 
 @dataclass(frozen=True)
 class Wire(Edge):
-    """The line of an edge. It begins below its source, and ends above its target or at its side."""
+    """The line that draws an edge. It begins below its source, and ends above its target or at the target's side."""
 
     points: tuple[_Point, ...]  # its corners
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A drawing."""
+    """The complete layout of a drawing."""
 
     boxes: tuple[Box, ...]  # in the order of computation
     wires: tuple[Wire, ...]
@@ -104,10 +107,14 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[int]) -> Placement:
-    """Return the drawing of a path. Its nodes are in an order of computation, and all lead to the last one.
+    """Return the layout for the nodes of a path.
 
-    `limit` is the width of the drawing. `rooms` are widths for a line of words, the widest first. A stage gets the
-    first width with which it fits into the limit, or else the last.
+    Args:
+        nodes: the nodes in an order of computation. All of them lead to the last one.
+        metrics: the sizes of the parts of the drawing.
+        limit: the width that the drawing should not exceed.
+        rooms: possible widths of a line of text, the widest first. A stage uses the first width with which it fits
+            into the limit, or else the last width.
     """
     graph = _Lanes(nodes)
     sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
@@ -122,7 +129,10 @@ def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[i
 
 
 def folded(line: str, room: int) -> list[str]:
-    """Break a line into lines of up to `room` letters, between words or in a module's name, never in a number."""
+    """Break a line of text into lines of up to `room` characters.
+
+    It is broken between words, or in the name of a module, but never in a number.
+    """
     lines: list[str] = []
     for unit in re.sub(r"(^| )([×+·/]) ", "\\1\\2\0", line).split(" "):
         word = unit.replace("\0", " ")
@@ -140,17 +150,17 @@ def folded(line: str, room: int) -> list[str]:
 
 
 def boxed(node: Node) -> bool:
-    """Return whether a node uses weights, its own or another's, and therefore has a border."""
+    """Return whether a node is drawn with a border, because it uses weights, its own or tied ones."""
     return bool(node.weights) or node.tied is not None
 
 
 def experts_words(copies: int) -> str:
-    """Return the words on a frame."""
+    """Return the text on the frame around this number of experts."""
     return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
 def _ways(node: Node) -> list[str]:
-    """Return the inputs from which a line is drawn."""
+    """Return the inputs from which an ordinary line is drawn: all but the router's choice of experts."""
     return [source for source in node.inputs if source != node.choice]
 
 
@@ -159,13 +169,16 @@ _ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
 
 
 class _Lanes:
-    """The lanes of a path: which nodes are on the trunk, and in which stage, rank and lanes the other nodes are."""
+    """The positions of a path's nodes relative to each other: the trunk, and the stage, rank and lanes of other nodes.
+
+    The terms are explained in the module's docstring.
+    """
 
     nodes: dict[str, Node]  # by name, in the order of computation
     trunk: list[str]  # the names of the nodes on the trunk, first to last
-    stage: dict[str, str]  # for nodes that are not on the trunk, the node of the trunk to which they lead
-    rank: dict[str, int]
-    spans: dict[str, _Span]  # for nodes that are not on the trunk, their lanes in their stage
+    stage: dict[str, str]  # the stage of every node outside of the trunk, named by the node of the trunk it leads to
+    rank: dict[str, int]  # the rank of every node
+    spans: dict[str, _Span]  # the first and the last lane of every node outside of the trunk
     lanes: dict[str, int]  # the number of lanes, by stage
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -195,7 +208,7 @@ class _Lanes:
                 self._join(name, sources)
 
     def _trunk(self, last: Node) -> list[str]:
-        """Return the names of the nodes on the residual stream, followed back from the last node."""
+        """Return the names of the nodes on the trunk, found from the last node back along residual edges."""
         trunk, node = [last.id], last
         while node.inputs:
             node = self.nodes[node.residual or node.inputs[0]]
@@ -203,7 +216,7 @@ class _Lanes:
         return trunk[::-1]
 
     def _stages(self, nodes: Sequence[Node]) -> dict[str, str]:
-        """Return the stages of the nodes that are not on the trunk."""
+        """Return the stage of every node that is not on the trunk."""
         at, stage = {name: index for index, name in enumerate(self.trunk)}, dict[str, str]()
         for node in reversed(nodes):
             for source in node.inputs:
@@ -223,7 +236,7 @@ class _Lanes:
         return stage
 
     def _open(self, name: str) -> _Span:
-        """Open a lane for every way that begins in a node, and return the lanes of the node, which spans them all."""
+        """Add a lane for every branch that begins at a node. Return the first and last lane, which the node spans."""
         parts = [self._open(fork) for fork in self._forks[name]]
         if not parts:
             lane = self.lanes[self.stage[name]]
@@ -233,7 +246,7 @@ class _Lanes:
         return self.spans[name]
 
     def _join(self, name: str, sources: Sequence[str]) -> None:
-        """Give a node the lanes of the sources that it joins, and share them out over the ways that begin in it."""
+        """Give a node with several inputs the lanes of these inputs, and divide them among the branches after it."""
         first, last = self.hull(sources)
         stage, width = self.stage[name], self._width(name)
         missing = width - (last - first + 1)
@@ -246,7 +259,7 @@ class _Lanes:
             self.spans[name] = first, last
 
     def _width(self, name: str) -> int:
-        """Return the number of lanes that a node needs for the ways that begin in it."""
+        """Return the number of lanes that a node needs for the branches that begin at it."""
         return sum(map(self._width, self._forks[name])) or 1
 
     def _spread(self, name: str, first: int, last: int) -> None:
@@ -259,12 +272,15 @@ class _Lanes:
             first = end + 1
 
     def hull(self, names: Sequence[str]) -> _Span:
-        """Return the first and the last lane of some nodes of one stage."""
+        """Return the first and the last lane that these nodes of one stage span together."""
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def expert(self, name: str) -> Node:
-        """Return the node itself, or for an operation on single numbers the linear that leads to it."""
+        """Return the node of the expert's linear to which a node belongs.
+
+        This is the node itself, or for an element-wise operation the linear before it.
+        """
         node = self.nodes[name]
         while not node.weights and _ways(node) and node.op in _ELEMENTWISE:
             node = self.nodes[_ways(node)[0]]
@@ -272,9 +288,9 @@ class _Lanes:
 
 
 class _Arrangement:
-    """Boxes of known sizes in some of the stages.
+    """The coordinates of boxes whose sizes are known, for some of the stages.
 
-    By stage, `columns` has the left and right edges of the lanes, and `inside` the nodes in the experts' frame.
+    `columns` has the left and right edges of the lanes by stage, and `inside` the nodes in the experts' frame by stage.
     """
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
@@ -304,7 +320,10 @@ class _Arrangement:
                 x += gap + width
 
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
-        """Return the widths of the lanes, so that every box of the stage fits into the lanes that it spans."""
+        """Return the widths of a stage's lanes, in which every box fits into the lanes that it spans.
+
+        `gaps` are the widths of the gaps before, between and after the lanes.
+        """
         graph, metrics, inside = self.graph, self.metrics, self.inside.get(stage)
         lanes = [0] * graph.lanes[stage]
         needs = [(graph.spans[name], self.sizes[name][1]) for name in graph.stage if graph.stage[name] == stage]
@@ -320,17 +339,21 @@ class _Arrangement:
         return lanes
 
     def _trunk_left(self, name: str) -> int:
-        """Return the left edge of a node on the trunk: of a box left of the stream, of words right of it."""
+        """Return the left edge of a node on the trunk.
+
+        A box with a border extends over the trunk's line, and text without a border starts at it.
+        """
         node = self.graph.nodes[name]
         if node.op == "add":
             return self.metrics.stream - self.sizes[name][1] // 2
         return self.metrics.trunk if boxed(node) else self.metrics.stream
 
     def _port(self, name: str) -> int:
-        """Return the x at which lines enter a node: of the trunk its x, and otherwise the middle of the node's lanes.
+        """Return the x at which lines enter and leave a node.
 
-        If the number of lanes is odd, the middle of the middle lane is better, since a line to that lane is straight.
-        It is used if all nodes on these lanes fit around it.
+        On the trunk, it is the x of the trunk. Otherwise, it is the middle of the node's lanes. If the number of lanes
+        is odd, the middle of the middle lane is preferred, because a line to that lane is then straight. It is used if
+        all nodes that span the same lanes fit around it.
         """
         graph = self.graph
         if name in graph.trunk:
@@ -348,7 +371,7 @@ class _Arrangement:
         return inner if fits else middle
 
     def placement(self) -> Placement:
-        """Return the drawing."""
+        """Return the layout with all boxes, frames and lines."""
         graph = self.graph
         self.ports = {name: self._port(name) for name in graph.nodes}
         # For each line that goes sideways: the rank above its track, and the node whose lines share the track.
@@ -377,7 +400,10 @@ class _Arrangement:
         return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
 
     def _rows(self) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
-        """Return the y of the ranks, of the tracks (by the rank above and the node that owns it), and of the end."""
+        """Return the y of every rank and of every track, and the height of the drawing.
+
+        A track is identified by the rank above it and the node whose lines use it.
+        """
         graph, metrics, framed = self.graph, self.metrics, self.ranks_framed
         heights: dict[int, int] = defaultdict(int)
         for name, rank in graph.rank.items():
@@ -395,7 +421,10 @@ class _Arrangement:
         return tops, tracks, y
 
     def _tracks(self, rank: int) -> dict[str, int]:
-        """Return the tracks below a rank by the nodes whose lines use them. Lines that do not meet share a track."""
+        """Return the index of the track below a rank that the lines of a node use, by the node's name.
+
+        Lines that do not overlap share a track.
+        """
         reach: dict[str, list[int]] = defaultdict(list)
         for (source, target), (below, owner) in self.turns.items():
             if below == rank:

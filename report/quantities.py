@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, counts, shares, errors and times. Every report takes its figures from here."""
+"""Numbers as text for people: bytes, counts, shares, errors and times. All reports use these functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def dimensions(shape: Sequence[int | str], times: str = " × ") -> str:
 
 
 def decimal(number: int, unit: str = "") -> str:
-    """Return four digits with a decimal prefix: 7.568 GFLOP, 13.75 G; below 1,000 the number itself."""
+    """Return a number as four digits with a decimal prefix, such as 7.568 GFLOP or 13.75 G.
+
+    Below 1,000 it is the number itself.
+    """
     if number < 1000:
         return f"{number:,} {'bytes' if unit == 'B' else unit}".rstrip()
     return f"{_prefixed(number, 1000, _DECIMAL)}{unit}"
@@ -37,7 +40,7 @@ def binary_bytes(nbytes: int) -> str:
 
 
 def whole_bytes(nbytes: int) -> str:
-    """Return the exact number of bytes below 10**8, and four digits above."""
+    """Return the exact number of bytes as text, or four digits from 10**8 on."""
     return f"{nbytes:,} bytes" if nbytes < 10**8 else decimal_bytes(nbytes)
 
 
@@ -58,7 +61,10 @@ def rounded_flops(flops: float) -> str:
 
 
 def abbreviated(number: int, units: Sequence[str] = "KMBT", one: str = "") -> str:
-    """Return a number of parameters in three digits: 982, 12.3M, 1.24B, 405B. `units` "kMGT" suit other numbers."""
+    """Return a number of parameters in three digits: 982, 12.3M, 1.24B, 405B.
+
+    `units` are the letters for thousands, millions and so on ("kMGT" for other numbers than parameters).
+    """
     for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
         if number >= 10**power:
             value = number / 10**power
@@ -72,7 +78,10 @@ def abbreviated_bytes(nbytes: int) -> str:
 
 
 def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
-    """Return four digits of a number that is at least `base`, and its unit."""
+    """Return four digits of a number, and the unit for the power of `base` that suits it: 16.38 GB.
+
+    The number must be at least `base`.
+    """
     value, power = float(number), 0
     while value >= base - 0.05 and power < len(units) - 1:
         value, power = value / base, power + 1
@@ -87,7 +96,7 @@ def percentage(part: int, total: int) -> str:
 
 
 def unbroken_percentage(part: int, total: int) -> str:
-    """Return `percentage` with a hard blank, so that a page does not break the line there."""
+    """Return `percentage` with a no-break space, so that a page does not break the line there."""
     return percentage(part, total).replace(" ", "\u00a0")
 
 
@@ -110,7 +119,10 @@ def percent_change(before: int, after: int) -> str:
 
 
 def cost_change(before: float, after: float) -> str:
-    """Return a cost compared with the one before: "=", "new", +12.5 %, -75.0 %, and ×16 from ten times on."""
+    """Return the change of a cost as text: "+12.5 %", "-75.0 %", or "×16" from ten times on.
+
+    It is "=" for no change, and "new" if the cost was 0 before.
+    """
     if after == before:
         return "="
     if not before:
@@ -121,17 +133,17 @@ def cost_change(before: float, after: float) -> str:
 
 
 def scientific(error: float) -> str:
-    """Return an error in two digits, such as 1.2e-05, and 0 only if it is exactly 0."""
+    """Return an error in two digits, such as 1.2e-05. It is "0" only if the error is exactly 0."""
     return "0" if error == 0 else f"{error:.1e}"
 
 
 def two_digits(value: float | None) -> str:
-    """Return 0.012 or 3.1e-05, and a dash for None."""
+    """Return a number in two digits, such as 0.012 or 3.1e-05, and a dash for None."""
     return "–" if value is None else f"{value:.2g}"
 
 
 def compact(value: float) -> str:
-    """Return one or two digits for a narrow cell: 0.25, 1.3, 87, 3e-5. What is not finite is a dash."""
+    """Return a number in one or two digits for a narrow cell: 0.25, 1.3, 87, 3e-5. NaN and infinity are a dash."""
     if value == 0:
         return "0"
     if not math.isfinite(value):
@@ -148,7 +160,7 @@ def nats(loss: float) -> str:
 
 
 def perplexity_words(perplexity: float) -> str:
-    """Return a perplexity with two decimals, or none from 1,000 on: 24.31, 1,234."""
+    """Return a perplexity with two decimals, or without decimals from 1,000 on: 24.31, 1,234."""
     if perplexity >= 1e7:
         return scientific(perplexity)
     return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"

@@ -57,7 +57,11 @@ def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderRe
 
 
 def _costs_sheet(advice: Recommendation) -> Sheet:
-    """Return the costs of the components if one alone replaces the baseline's, and the costs of both models."""
+    """Return a table of costs.
+
+    It has the baseline after the exchange of one component, for every recommended component. It also has the costs of
+    the baseline and of the recommended model.
+    """
 
     def whole(label: str, costs: Any, ruled: bool) -> SheetRow:
         cells = (f"{costs.parameters:,}", decimal_bytes(costs.cache_bytes_at_context()), decimal(costs.total_flops))

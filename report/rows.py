@@ -1,7 +1,7 @@
-"""CSV of counts for a spreadsheet: a row per component, layer, tensor or model.
+"""Counts of parameters as CSV for a spreadsheet: a row per component, layer, tensor or model.
 
-Python's csv module writes it as in RFC 4180. Numbers have no separators. A spreadsheet takes a cell that begins with
-= + - or @ for a formula, so such a cell gets a ' in front. Only names of models begin like that.
+Python's csv module writes it as in RFC 4180. Numbers have no thousands separators. A spreadsheet would read a cell that
+begins with = + - or @ as a formula, so such a cell gets a ' in front. Only names of models begin like that.
 """
 
 import csv
@@ -22,7 +22,7 @@ CsvRow = dict[str, str | int]  # the cells by heading; a missing heading is an e
 
 
 def write_csv(rows: Sequence[CsvRow], file: TextIO | None = None) -> None:
-    """Write rows under all of their headings to `file`, by default standard output."""
+    """Write rows as CSV to `file`, by default to standard output. It has a column for every key of any row."""
     headings: list[str] = []
     for row in rows:
         index = 0
@@ -43,7 +43,10 @@ def _cell(value: str | int) -> str | int:
 
 
 def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[CsvRow]:
-    """Return rows per model by component, layer or tensor. Their parameters sum to the model's total."""
+    """Return the rows of all models, one per component, layer or tensor.
+
+    The numbers of parameters of a model's rows sum to its total.
+    """
     rows = []
     for model in counts:
         weights = None if dtype is None else weighed(model.spec, dtype, model.family)
@@ -56,7 +59,7 @@ def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -
 def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
 ) -> Iterator[tuple[CsvRow, int, int]]:
-    """Yield the cells of every row, its parameters, and its bytes, which are 0 without a dtype."""
+    """Yield the rows of one model: first cells, number of parameters, and bytes (0 without a dtype)."""
     count = model.count if model.named is None else model.named.count
     sizes = weights or count
     if by == "tensor":
@@ -77,7 +80,10 @@ def _parts(
 
 
 def model_rows(counts: Sequence[ModelCount]) -> list[CsvRow]:
-    """Return a row per model with the figures of its JSON. A column is a path, such as kv_cache.8192.bytes."""
+    """Return one row per model, with the numbers of its JSON output.
+
+    A column's name is the path of the number in the JSON, such as kv_cache.8192.bytes.
+    """
     rows = []
     for model in counts:
         data = {name: value for name, value in model.as_json().items() if name not in ("by_layer", "notes", "stored")}
@@ -106,5 +112,5 @@ def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int
 
 
 def _words(value: Any) -> str:
-    """Return an entry of a list in words: a step as attention=mqa, a note unchanged."""
+    """Return an entry of a JSON list as text: a step of a swap as "attention=mqa", a note unchanged."""
     return " ".join(f"{name}={setting}" for name, setting in value.items()) if isinstance(value, dict) else str(value)

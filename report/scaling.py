@@ -1,4 +1,4 @@
-"""The report of `fit-scaling`: the fitted law, the intervals of its parameters, and the best runs by budget."""
+"""The report of `fit-scaling`: the fitted scaling law, the intervals of its constants, and the best run per budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEGLIGIBLE = 1e-6
 
 
 def _number(value: float) -> str:
-    """Return four digits, or three and a letter from 10,000 on."""
+    """Return a number in four digits, or from 10,000 on in three digits with a letter, such as 12.3M."""
     if abs(value) < _NEGLIGIBLE:
         return "0"
     return abbreviated(round(value)) if abs(value) >= 10_000 else f"{value:.4g}"
@@ -35,7 +35,7 @@ def _law_sheet(scaling: Scaling) -> Sheet:
 
 
 def _optima_sheet(scaling: Scaling) -> Sheet | None:
-    """Return a row per budget, or None if no budget was asked for."""
+    """Return a table of the best run for every budget, or None if the user gave no budget."""
     names = ("parameters", "tokens", "loss")
 
     def interval(best: Optimum, name: str) -> str:
@@ -53,7 +53,7 @@ def _optima_sheet(scaling: Scaling) -> Sheet | None:
 
 
 def _explanation(scaling: Scaling) -> list[str]:
-    """Return the sentences that say what the figures mean."""
+    """Return the sentences that explain the figures."""
     (fewest, most), (least, longest) = scaling.parameters, scaling.tokens
     drawn = f" Each interval contains 95 % of {counted(scaling.drawn, 'fit')} to bootstrap samples of the runs."
     return [
@@ -78,7 +78,7 @@ def scaling_report(terminal: Terminal, scaling: Scaling) -> RenderResult:
 
 
 def scaling_page(scaling: Scaling) -> Page:
-    """Return the HTML page."""
+    """Return the HTML page of a scaling law."""
     tables = [sheet.as_table() for sheet in (_law_sheet(scaling), _optima_sheet(scaling)) if sheet is not None]
     return Page(
         title="A scaling law",
@@ -92,7 +92,10 @@ def scaling_page(scaling: Scaling) -> Page:
 
 
 def _loss_figure(scaling: Scaling) -> Figure:
-    """Draw loss against tokens on logarithmic axes. Each model size has its runs as marks and the law as a line."""
+    """Draw the loss by training tokens on logarithmic axes, for every model size.
+
+    Measured runs are marks, and the law's predictions are lines.
+    """
     traces, keys, rows = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
     least, most = scaling.tokens
     tokens = [least * (most / least) ** (step / (_LINE_POINTS - 1)) for step in range(_LINE_POINTS)]

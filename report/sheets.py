@@ -1,4 +1,4 @@
-"""Tables of figures, which fit the width of the terminal. Numbers are never wrapped or cut."""
+"""Tables of numbers that fit the width of the terminal (`Sheet`). Numbers are never wrapped or cut."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _WIDEST_NAME = 24  # longer names are folded; most of these are folders
 
 
 def indented(text: str, indent: int = 10) -> list[str]:
-    """Break a sentence into lines of up to 80 characters, indented by `indent` blanks."""
+    """Break a sentence into lines of up to 80 characters, all indented by `indent` spaces."""
     return textwrap.wrap(text, 80, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
 def whole_words(line: str, width: int, first: int, rest: int) -> list[str]:
-    """Break a line between words. `first` and `rest` are the indents of the first line and of the others."""
+    """Break a line of text between words into lines of up to `width` characters.
+
+    `first` is the indent of the first line, and `rest` that of the others.
+    """
     return textwrap.TextWrapper(width, " " * first, " " * rest, break_long_words=False, break_on_hyphens=False).wrap(
         line
     )
@@ -36,7 +39,7 @@ def whole_words(line: str, width: int, first: int, rest: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """A row of a sheet."""
+    """A row of a `Sheet`."""
 
     label: str
     cells: tuple[str, ...]  # one per column
@@ -46,7 +49,7 @@ class SheetRow:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of figures. Its first column has the labels of the rows."""
+    """A table of numbers. Its first column has the labels of the rows."""
 
     title: str
     columns: tuple[str, ...]
@@ -56,14 +59,17 @@ class Sheet:
     heading: str = ""  # the title of the column of labels
 
     def width(self) -> int:
-        """Return the number of characters in a row."""
+        """Return the width of the table in characters."""
         headings = [name[:_WIDEST_NAME] for name in self.columns]
         widths = [max(map(len, cells)) for cells in zip(headings, *(row.cells for row in self.rows), strict=True)]
         labels = max((min(len(row.label), _WIDEST_NAME) for row in self.rows), default=0)
         return labels + sum(widths) + GAP * len(widths)
 
     def parts(self, width: int) -> list[Sheet]:
-        """Return sheets of up to `width` characters. Columns become rows if that gives fewer sheets."""
+        """Return the table as one or several tables of up to `width` characters.
+
+        Rows and columns are exchanged if that gives fewer tables.
+        """
         whole = [self] if self.words else self._cut(width)
         if len(whole) == 1 or len(self.columns) < 3:
             return whole
@@ -72,7 +78,10 @@ class Sheet:
         return turned if len(turned) < len(whole) else whole
 
     def _cut(self, width: int) -> list[Sheet]:
-        """Return sheets with as many columns as fit. Rows without any text in these columns are omitted."""
+        """Divide the columns over several tables of up to `width` characters.
+
+        A table omits rows that have no text in its columns.
+        """
 
         def only(first: int, last: int) -> Sheet:
             rows = (SheetRow(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
@@ -88,7 +97,7 @@ class Sheet:
         return pieces
 
     def as_table(self) -> pages.Table:
-        """Return the table of an HTML page. Its totals are bold."""
+        """Return this table for an HTML page, with totals in bold."""
         columns = ((self.heading, False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
         return pages.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
@@ -112,7 +121,10 @@ class Terminal:
     ascii_only: bool
 
     def table(self, words: Sequence[str], numbers: Sequence[str], rows: Iterable[SheetRow] = ()) -> Table:
-        """Return a table with columns of words, which may wrap, and then right-aligned columns, which do not."""
+        """Return a table for rich with the columns `words`, which may wrap, and then right-aligned columns `numbers`.
+
+        The first cell of a row is its label.
+        """
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
         )
@@ -129,19 +141,25 @@ class Terminal:
         return table
 
     def wrapped(self, words: str, indent: int, style: str = "", further: int = 2) -> Iterator[Text]:
-        """Return lines that fit, after the first indented by `further` more. Words longer than a line stay whole."""
+        """Yield the text in lines that fit the terminal. All lines but the first are indented by `further` more.
+
+        A word that is longer than a line is not broken.
+        """
         lines = whole_words(self.clean(words), self.width, indent, indent + further)
         return (Text(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
 
     def note(self, words: str) -> Any:
-        """Return words in a quiet style."""
+        """Return a note in a dim style."""
         return Text(self.clean(words), style="dim")
 
     def text(self, words: str) -> Any:
         return Text(self.clean(words))
 
     def clean(self, words: str) -> str:
-        """Return words without control characters, which names from files can contain, and if necessary in ASCII."""
+        """Return text without control characters, which names from files can contain.
+
+        If the terminal supports only ASCII, other characters are replaced.
+        """
         words = "".join(letter if letter.isprintable() else "?" for letter in words)
         # In a formula, 2d·k, the dot is a product; elsewhere it stands between words.
         words = re.sub(r"(?<=\w)·(?=\w)", "*", words) if self.ascii_only else words
@@ -150,7 +168,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A report that takes its form when rich prints it, and the width of the terminal is known."""
+    """A report that is drawn when rich prints it, because only then the width of the terminal is known."""
 
     draw: Callable[[Terminal], RenderResult]
 
@@ -162,7 +180,10 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def drawing(function: Callable[Concatenate[Terminal, _Arguments], RenderResult]) -> Callable[_Arguments, Drawing]:
-    """Turn a function of a terminal into one that returns a `Drawing`, which rich prints on any terminal."""
+    """Decorate a function that draws a report on a `Terminal`, its first argument.
+
+    The decorated function does not take a terminal. It returns a `Drawing`, which rich can print on any terminal.
+    """
 
     @wraps(function)
     def waiting(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Drawing:
@@ -172,7 +193,7 @@ def drawing(function: Callable[Concatenate[Terminal, _Arguments], RenderResult])
 
 
 def plain_table(*columns: tuple[str, bool], rows: Iterable[Sequence[str | Text]] = (), gap: int = GAP) -> Table:
-    """Return a table without lines. A column is its heading, and whether it contains figures."""
+    """Return a table for rich without lines. A column is (heading, whether it contains numbers)."""
     shown = any(heading for heading, _ in columns)
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=shown)
     for heading, figures in columns:

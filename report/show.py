@@ -1,4 +1,4 @@
-"""The report of `show`: a model's tree and the path of the data through a layer, also as a page and as JSON."""
+"""The report of `show`: a model's modules and the operations of its layers, also as a page and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,11 @@ _MOST_KINDS = 8  # the most kinds of layers that a page draws and that the termi
 def model_drawing(
     terminal: Terminal, model: ModelCount, graph: Structure, kind: Kind, layer: int | None
 ) -> RenderResult:
-    """Yield the model's name and facts, its tree, the path through a kind of layer, and how other kinds differ."""
+    """Yield the report for the terminal.
+
+    It has the model's name and facts, the tree of its modules, a drawing of the operations of one kind of layer, and
+    how other kinds of layers differ from it.
+    """
     width, ascii_only = terminal.width, terminal.ascii_only
 
     def line(words: str, style: str = "dim") -> list[Text]:
@@ -55,7 +59,7 @@ def model_drawing(
 
 @drawing
 def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
-    """Yield a model of an unknown family: its name, and a tree from the names of its tensors."""
+    """Yield the report of a model of an unknown family: its name, and a tree that follows from its tensors' names."""
     assert model.named is not None
     yield from named_heading(terminal, model)
     yield ""
@@ -63,7 +67,7 @@ def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
 
 
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
-    """Return the first kinds of layers, with the aspects in words in which they differ."""
+    """Return (kind, words) for the first `_MOST_KINDS` kinds of layers. The words say in what the kinds differ."""
     kinds = graph.kinds[:_MOST_KINDS]
     described = [describe(graph.spec, (kind.block,)) for kind in kinds]
     aspects = dict.fromkeys(aspect for words in described for aspect in words)
@@ -79,7 +83,10 @@ def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
 
 
 def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the tree, and the paths through these kinds of layers and those of an encoder, as plain JSON values."""
+    """Return the report as plain JSON values: the tree of modules, and the operations of these kinds of layers.
+
+    The layers of an encoder are included.
+    """
     data = {**_head(model), "total": model.count.total, "tree": tree_json(graph), "paths": _paths(graph, kinds)}
     return data | ({} if graph.encoder is None else {"encoder": _paths(graph.encoder, graph.encoder.kinds)})
 
@@ -95,7 +102,10 @@ def _paths(graph: Structure, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
 
 
 def named_json(model: ModelCount) -> dict[str, Any]:
-    """Return the tree of a model of an unknown family as plain JSON values. Names do not determine paths."""
+    """Return the tree of a model of an unknown family as plain JSON values.
+
+    It has no operations, because these do not follow from the names of tensors.
+    """
     assert model.named is not None
     tree = tree_json(model.named)
     return {**_head(model), "by_names": model.named.source, "total": model.named.count.total, "tree": tree}
@@ -118,7 +128,7 @@ def named_page(model: ModelCount) -> Page:
 
 
 def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Page:
-    """Return the HTML page: a diagram per kind of layer, the tree, and the model in words."""
+    """Return the HTML page: a diagram per kind of layer, the tree of modules, and a description in words."""
     words = describe(model.spec)
     differ = dict(kinds_differ(graph)) if len(graph.kinds) > 1 else {}
     sections = []

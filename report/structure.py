@@ -1,9 +1,9 @@
-"""The graph that drawings show: a model's operations from tokens to logits, with one block of each kind.
+"""The graph that drawings show: a model's operations from tokens to logits, with one layer of every kind.
 
-The graph contains all weights and operations between tokens and logits. Whoever evaluates the nodes in their order gets
-the logits, as tests do. `components.operations` defines what each operation computes. `Node.op` is the name of the
-operation's class in lower case. A linear with several `copies` has one per expert, and its second input is the choice
-of experts for every token. This module does not import torch.
+The graph contains all weights and operations between tokens and logits. Tests evaluate the nodes in their order, and
+compare the result with the model's logits. `components.operations` defines what every operation computes. `Node.op` is
+the name of the operation's class in lower case. A linear of experts is one node with several `copies`, and its second
+input is the router's choice of experts for every token. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Edge(Record):
     source: str
     target: str
     kind: _EdgeKind
-    """residual: the stream goes past a branch to the sum after it. choice: which experts a token uses. weights: a tied
-    head uses a weight again. again: a result is used again, after other results have been computed from it.
+    """data: an ordinary input. residual: the residual stream skips a branch, and goes to the sum after it. choice: the
+    choice of experts for every token. weights: a tied head uses the embedding's weight. again: a result is used a
+    second time, after other results have been computed from it.
     """
 
 
@@ -44,7 +45,7 @@ class Node(Record):
     """One operation."""
 
     JSON = "id op shape parameters weights=shapes copies title detail formula"
-    id: str  # a module's shared name within its block, or a name for an operation without weights; unique in a path
+    id: str  # the module's name within its layer, or a name for an operation without weights; unique in a path
     op: str
     inputs: tuple[str, ...]  # ids of nodes, in the order of the operation's arguments
     shape: Sizes  # of the output
@@ -54,13 +55,13 @@ class Node(Record):
     formula: str = ""
     weights: tuple[tuple[str, Shape], ...] = ()  # the module's own
     copies: int = 1  # the number of equal modules: the experts, of which a token uses some
-    residual: str | None = None  # the input that went past a branch
-    choice: str | None = None  # the input that says which experts a token uses
-    tied: str | None = None  # the module whose weight it uses
+    residual: str | None = None  # of a sum: the id of the input that skipped a branch
+    choice: str | None = None  # the id of the input that says which experts a token uses
+    tied: str | None = None  # the module whose weight a tied head uses
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of this node, of all copies together."""
+        """Return the number of parameters of this node. All copies (experts) count."""
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     @property
@@ -78,18 +79,19 @@ class Node(Record):
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers that are alike."""
+    """A kind of layer: the layers of a model that are equal."""
 
-    layers: tuple[int, ...]  # their numbers
+    layers: tuple[int, ...]  # their indices
     block: Block
-    nodes: tuple[Node, ...]  # from the stream that enters the block to the sum that leaves it
+    nodes: tuple[Node, ...]  # the operations from the hidden states that enter a layer to those that leave it
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph of a model: the nodes before its blocks, the kinds of blocks in order of appearance, the nodes after.
+    """The graph of a model: the nodes before its layers, its kinds of layers, and the nodes after its layers.
 
-    A block gets its stream from the last node of `before`, and the first node of `after` gets the block's last node.
+    The kinds are in the order of their first layers. The input of the first layer is the last node of `before`. The
+    input of the first node of `after` is the last node of the last layer.
     """
 
     spec: ModelSpec
@@ -106,10 +108,10 @@ class Structure:
         raise IndexError(f"there is no layer {layer}")
 
     def path(self, kind: Kind) -> tuple[Node, ...]:
-        """Return the nodes from tokens to logits through one block of a kind, in an order of evaluation."""
+        """Return the nodes from tokens to logits, with one layer of the given kind, in an order of evaluation."""
 
         def fed(node: Node, source: Node) -> Node:
-            """Return the node with `source` in place of its first input."""
+            """Return a copy of the node with `source` as its first input."""
             inputs = (source.id if name == node.inputs[0] else name for name in node.inputs)
             return replace(node, inputs=tuple(inputs))
 
@@ -145,7 +147,7 @@ def output_shape(node: Node) -> str:
 
 
 def structure(spec: ModelSpec) -> Structure:
-    """Return the graph of a tree, with one `Kind` for layers that are alike."""
+    """Return the graph of a model, with one `Kind` for equal layers."""
     layers_by_block: dict[Block, list[int]] = {}
     for layer, block in enumerate(spec.blocks):
         layers_by_block.setdefault(block, []).append(layer)
@@ -160,10 +162,10 @@ def structure(spec: ModelSpec) -> Structure:
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
-    """Return the operations of a program as nodes. `positions` describes its rotation in words.
+    """Return the operations of a program as nodes. `positions` describes its RoPE in words.
 
-    Gathering tokens for their experts is not a node of its own, unless it weighs them: it is drawn where experts
-    choose.
+    The operation that gathers the tokens of every expert is left out, because the line from the router shows it. It
+    only is a node if it also multiplies the tokens by their weights.
     """
     operations = {operation.id: operation for operation in program}
     gathered = {
@@ -194,10 +196,10 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
 
 
 class _Caption(NamedTuple):
-    """The words on a node."""
+    """The texts of a node."""
 
     title: str
-    detail: str = ""  # stands below the title
+    detail: str = ""  # the text below the title
     formula: str = ""
 
 
@@ -210,7 +212,10 @@ _Elementwise = ops.ActivationOperation | ops.Cap | ops.Sparse | ops.AltUp | ops.
 
 
 def _caption(operation: ops.AnyOperation, others: _Others) -> _Caption:
-    """Return the words on an operation's node. Raise ConfigError if its class is not known."""
+    """Return the texts of an operation's node. Raise ConfigError if the class of the operation is not known.
+
+    `others` are all operations of the program by id.
+    """
     if isinstance(operation, _Source):
         return _source_caption(operation, others)
     if isinstance(operation, _Linear):
@@ -227,7 +232,7 @@ def _caption(operation: ops.AnyOperation, others: _Others) -> _Caption:
 
 
 def _name(operation: ops.AnyOperation) -> str:
-    """Return the last part of the id, and of a numbered module the part before it too."""
+    """Return the last part of an operation's id. If this is a number, include the part before it: "experts.0"."""
     *_, parent, last = "", *operation.id.split(".")
     return f"{parent}.{last}" if last.isdecimal() else last
 
@@ -237,7 +242,7 @@ def _matrix(operation: ops.AnyOperation) -> str:
 
 
 def _source_caption(operation: _Source, others: _Others) -> _Caption:
-    """Return the words on what enters a path: tokens, the stream, tables."""
+    """Return the texts of a node where data enter: token ids, hidden states, or rows of an embedding table."""
     match operation:
         case ops.Tokens(types=True):
             return _Caption("token types", formula="the segment of each token")
@@ -409,7 +414,10 @@ _ALTUP_CAPTIONS = {
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:
-    """Return `factor`, or else the factor of the scores, in words. 1/√d is written as such."""
+    """Return the factor of attention scores as text, such as "× 0.5" or, for 1/√d, "/ √64".
+
+    `factor` takes precedence over the factor in `scores`.
+    """
     scale = scores.scale if factor is None else factor
     if math.isclose(scale, 1.0, rel_tol=1e-12):
         return "× 1"

@@ -1,4 +1,7 @@
-"""The reports of `swap` and `swaps`: what is possible, what was done, and what the steps cost. They fit 80 columns."""
+"""The reports of `swap` and `swaps`: which swaps are possible, what was done, and how each step changes the model.
+
+They are at most 80 columns wide.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ _TWO, _THREE = (("", False),) * 2, (("", False),) * 3  # columns of words withou
 
 
 def listing_report(listing: Listing) -> RenderableType:
-    """Return the swaps of a model by guarantee, with their costs, and the papers and code from which they come."""
+    """Return the report on the swaps that are possible on a model.
+
+    It groups them by guarantee, and gives the costs of the changed models, and papers and code as sources.
+    """
     before = listing.before
     costly = f"a token that sees {before.context:,}: {rounded_flops(before.total_flops)}FLOP"
     size = f"{before.parameters:,} parameters; {costly}, {rounded_bytes(before.cache_bytes())} of cache in bf16"
@@ -56,7 +62,10 @@ def listing_report(listing: Listing) -> RenderableType:
 
 
 def _possible(entries: Sequence[Listed], before: Costs) -> Table:
-    """Return a row per possible swap: its result, and how the costs change."""
+    """Return a table with one row per possible swap: its result, and how it changes the costs.
+
+    `before` are the costs of the model.
+    """
     rows = []
     for entry in entries:
         cells: list[str | Text] = ["?"] * 3
@@ -69,7 +78,7 @@ def _possible(entries: Sequence[Listed], before: Costs) -> Table:
 
 
 def _refusals(entries: Sequence[Listed]) -> Table:
-    """Return a row per reason: the swaps that are not possible, and alternatives."""
+    """Return a table of the swaps that are not possible, with one row per reason, and alternatives."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         reasons.setdefault((entry.said, f"\n{entry.hint}" if entry.hint else ""), []).append(entry.asked)
@@ -78,7 +87,10 @@ def _refusals(entries: Sequence[Listed]) -> Table:
 
 
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
-    """Return all swaps with guarantees, requirements and sources, under the headings that `groups` has by option."""
+    """Return the report on all swaps that gptkit knows, with their guarantees, requirements and sources.
+
+    `groups` has the heading for every option.
+    """
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
         rows = []
@@ -98,7 +110,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
-    """Return a row per recipe, with its steps."""
+    """Return a table with one row per recipe (a named list of swaps), and its steps."""
     rows = []
     for recipe in recipes:
         steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.every, 1))
@@ -158,7 +170,10 @@ def swap_lines(result: SwapResult) -> list[str]:
 
 
 def _stored_lines(result: SwapResult, computed: bool) -> list[str]:
-    """Return the dtype of computed tensors and its reason, or nothing if no tensor was computed."""
+    """Return a line on the dtype in which computed tensors are stored, and why.
+
+    There is no line if no tensor was computed.
+    """
     asked = None if result.recipe is None else result.recipe.dtype
     exact, whole = result.guarantee == "exact", asked is not None and result.family is not None
     if not whole and not computed:
@@ -171,7 +186,7 @@ def _stored_lines(result: SwapResult, computed: bool) -> list[str]:
 
 
 def costs_table(before: Costs, after: Costs) -> Table:
-    """Return a table of the costs before and after."""
+    """Return a table of a model's costs before and after a swap."""
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
         rows.append(("active per token", before.active, after.active, "{:,}".format))
@@ -193,9 +208,10 @@ def costs_table(before: Costs, after: Costs) -> Table:
 
 
 def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]], str]:
-    """Return the columns and rows of a table of steps, and what its figures mean, in words ("" without figures).
+    """Return the columns and the rows of a table of a swap's steps, and a sentence that explains its figures.
 
-    A row has the guarantee of a step and, if it was measured, the cost of the step by itself.
+    A row has the guarantee of a step. If the steps were measured one by one, it also has the divergence that this step
+    alone causes. Otherwise the sentence is "".
     """
     measured = result.each
     text = [one.perplexity for one in measured if one.perplexity is not None]
@@ -221,14 +237,17 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
 
 
 def steps_report(result: SwapResult) -> RenderableType:
-    """Return the table of steps, and what its figures mean."""
+    """Return the table of a swap's steps, and an explanation of its figures."""
     columns, rows, words = steps_cells(result)
     table = plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
     return Group(Text(f"{words}:", style="dim"), table) if words else table
 
 
 def dry_run_report(result: SwapResult) -> RenderableType:
-    """Return tables of the resulting tree, its costs and the guarantees of the steps. `swap_lines` has their notes."""
+    """Return the report of a dry run, without the notes on the steps, which `swap_lines` returns.
+
+    It has tables of the resulting model's components, its costs, and the guarantees of the steps.
+    """
     before, spec = costs(result.source.spec), result.spec
     return Group(
         parameter_table([ModelCount(str(result.target), "as it would be", spec)]),

@@ -18,12 +18,14 @@ from .quantities import counted, duration, nats
 
 
 class Watched:
-    """A reporter of a run: lines on standard output, and a progress bar on standard error if that is a terminal.
+    """A reporter of a training run.
+
+    It prints lines on standard output, and a progress bar on standard error if that is a terminal.
 
     Args:
         quiet: print nothing.
-        metrics: a file that gets a line of JSON per step.
-        board: a folder for TensorBoard.
+        metrics: a file to which a line of JSON is written per step.
+        board: a folder for TensorBoard's files.
 
     Raises:
         UsageError: TensorBoard is not installed.
@@ -66,7 +68,7 @@ class Watched:
                 self._file.close()
 
     def start(self, prepared: Prepared) -> None:
-        """Print what is trained and with which settings, and start the bar."""
+        """Print which model is trained and with which settings, and start the progress bar."""
         self.about = prepared
         settings = prepared.settings
         step = settings["windows"] * settings["context"]
@@ -91,7 +93,7 @@ class Watched:
             self._bar.start()
 
     def step(self, step: TrainingStep) -> None:
-        """Record a step, and print it if it was evaluated."""
+        """Record a training step, and print a line if the model was evaluated after it."""
         if self._path is not None and self._file is not None:
             try:
                 self._file.write(json.dumps(step.as_json()) + "\n")
@@ -126,7 +128,7 @@ class Watched:
 
 
 def result_lines(done: Trained) -> list[str]:
-    """Return the lines that report the result."""
+    """Return the lines that report the result of a training run."""
     first, form = done.curve[0], "gptkit's own format" if done.to == "local" else f"Hugging Face files ({done.to[3:]})"
     before = f" ({nats(first['held_out'])} after step {first['step']:,})" if len(done.curve) > 1 else ""
     return [

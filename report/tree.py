@@ -1,4 +1,7 @@
-"""A model's tree: modules by their shared names, with shapes and parameters. Equal layers and experts have one row."""
+"""A model's modules as a tree, with shapes and numbers of parameters. Equal layers and experts share one row.
+
+Modules have the names that gptkit uses for models of all families.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,24 +35,27 @@ class _TreeRow(Record):
     depth: int  # the number of modules that contain it
     name: str
     what: str  # its shape, or words for a module that contains others
-    number: int  # its parameters, with those of the modules in it
-    copies: int = 1  # the number of equal modules for which it and the rows below it stand
+    number: int  # the number of its parameters, with those of the modules in it
+    copies: int = 1  # the number of equal modules that share this row and the rows below it
     tied: bool = False  # whether it uses the weight of another module
-    layers: tuple[int, ...] = ()  # the layers for which it stands
+    layers: tuple[int, ...] = ()  # the layers that share this row
     group: bool = False  # whether it has no weights of its own
 
     JSON = "depth name what parameters=number copies"
 
     @property
     def figures(self) -> str:
-        """Return the parameters in words: 4,096, or 8 × 4,096."""
+        """Return the number of parameters as text: "4,096", or "8 × 4,096" for eight equal modules."""
         if self.tied and not self.number:
             return "tied"
         return f"{self.copies:,} × {self.number:,}" if self.copies > 1 else f"{self.number:,}"
 
 
 def tree_rows(graph: Structure | Named) -> list[_TreeRow]:
-    """Return the rows of the tree. The parameters of the uppermost rows, times their copies, sum to the total."""
+    """Return the rows of the tree.
+
+    The sum of the numbers of parameters in rows of depth 0, each times its copies, is the model's total.
+    """
     if isinstance(graph, Named):
         return list(_branch("", _nested(graph.parameters), 0))
     ends = [[_row(node) for node in nodes if node.weights or node.tied] for nodes in (graph.before, graph.after)]
@@ -61,7 +67,7 @@ def tree_rows(graph: Structure | Named) -> list[_TreeRow]:
 
 
 def _outside(graph: Structure) -> Iterator[_TreeRow]:
-    """Yield the parts outside of the stack of layers: the encoder, and the table of relative position biases."""
+    """Yield the rows of an encoder, and of the table of relative position biases, if the model has them."""
     if graph.encoder is not None:
         inside = tree_rows(graph.encoder)
         yield _TreeRow(0, "encoder", "reads the source", _total(inside).number, group=True)
@@ -76,7 +82,10 @@ def _total(rows: Iterable[_TreeRow]) -> _TreeRow:
 
 
 def _nested(parameters: Iterable[Parameter]) -> _Branch:
-    """Return names as a tree of their parts. A tensor's last part has a dot, since a module may have the same name."""
+    """Return tensors as nested dictionaries, with the parts of their names as keys and their shapes as leaves.
+
+    The last part of a tensor's name gets a dot in front, because a module may have the same name.
+    """
     root: _Branch = {}
     for parameter in parameters:
         *path, last = parameter.name.split(".")
@@ -88,7 +97,13 @@ def _nested(parameters: Iterable[Parameter]) -> _Branch:
 
 
 def _branch(label: str, branch: _Branch, depth: int) -> Iterator[_TreeRow]:
-    """Yield the rows below a part of names. Equal modules that differ only in their number have one row."""
+    """Yield the rows of a module and of the modules in it. Equal modules that differ only in their number share a row.
+
+    Args:
+        label: the module's name.
+        branch: its tensors, as `_nested` returns them.
+        depth: the depth of its row.
+    """
     while len(branch) == 1:
         ((part, below),) = branch.items()
         if not isinstance(below, dict) or part.isdecimal():
@@ -120,7 +135,7 @@ def _size(branch: _Branch) -> int:
 
 
 def _numbered(numbers: Sequence[int]) -> str:
-    """Return ascending numbers in short: 0–35; 5; 0, 2, 4, …"""
+    """Return ascending numbers in a short form: "0–35", "5" or "0, 2, 4, …"."""
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return range_label(numbers[0], numbers[-1])
     return some_of(numbers, 3, ", …")
@@ -136,7 +151,10 @@ def _row(node: Node, depth: int = 0, name: str = "") -> _TreeRow:
 
 
 def _blocks(graph: Structure) -> Iterator[_TreeRow]:
-    """Yield the modules by kind of layer. Kinds with equal modules (other windows, for instance) are one."""
+    """Yield the rows of the layers.
+
+    Kinds of layers with modules of equal shapes share rows, also if they differ in something else, such as windows.
+    """
     by_shapes: dict[tuple[_TreeRow, ...], tuple[list[int], list[_TreeRow]]] = {}
     for kind in graph.kinds:
         rows = list(_modules(graph, kind))
@@ -154,7 +172,7 @@ def _blocks(graph: Structure) -> Iterator[_TreeRow]:
 
 
 def _modules(graph: Structure, kind: Kind) -> Iterator[_TreeRow]:
-    """Yield the modules with weights in a layer, below the modules that contain them (attention, an expert)."""
+    """Yield the rows of one layer: modules with weights, below the modules that contain them, such as attention."""
     words = describe(graph.spec, (kind.block,))
     groups: set[str] = set()
     nodes = [node for node in kind.nodes if node.weights]
@@ -178,13 +196,16 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[_TreeRow]:
 
 @drawing
 def tree_drawing(terminal: Terminal, model: Structure | ModelSpec) -> Iterator[Text]:
-    """Return the lines of the tree in the width of the terminal."""
+    """Yield the lines of the tree, in the width of the terminal."""
     graph = model if isinstance(model, Structure) else structure(model)
     return tree_lines(graph, terminal.width, terminal.ascii_only)
 
 
 def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -> Iterator[Text]:
-    """Yield the lines of the tree. Words are folded or stand below the names if they do not fit; figures do not."""
+    """Yield the lines of the tree, `width` characters wide.
+
+    Descriptions that do not fit are broken, or printed below the names. Numbers are never broken.
+    """
 
     def words(text: str) -> str:
         return "".join(_GUIDES.get(letter, letter) for letter in text) if ascii_only else text
@@ -226,7 +247,7 @@ def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -
 
 
 def tree_table(graph: Structure | Named) -> Table:
-    """Return the tree as a table of a page, with whole names."""
+    """Return the tree as a table of an HTML page, with the modules' full names."""
     rows, above = [], [""]
     tree = tree_rows(graph)
     for row in [*tree, _total(tree)]:

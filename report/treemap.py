@@ -1,4 +1,7 @@
-"""A map of the parameters: nested areas of components, layers and tensors, whose size is their share."""
+"""A treemap of a model's parameters: nested areas for components, layers and tensors.
+
+The size of an area is its share of the parameters.
+"""
 
 import math
 import re
@@ -26,7 +29,7 @@ _MOST_CELLS = 2500  # if there are more areas, equal neighbouring layers share o
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor, or the equal tensors of a layer's experts."""
+    """A tensor, or the equal tensors of all experts of a layer."""
 
     component: str
     name: str
@@ -44,7 +47,7 @@ _Layers = tuple[int, int, list[_Tensor]]  # equal layers: the first, the last, a
 
 
 def treemap(name: str, spec: ModelSpec) -> Figure:
-    """Draw the parameters by component, then by layer, then by tensor. A click opens an area."""
+    """Draw a treemap of the parameters by component, then by layer, then by tensor. A click opens an area."""
     by_component, total = count(spec).by_component, count(spec).total
     kinds = {block: _layer_tensors(block) for block in dict.fromkeys(spec.blocks)}
     first_layer = msgspec.structs.replace(spec, blocks=spec.blocks[:1])
@@ -93,7 +96,14 @@ def _layer_tensors(block: Block) -> list[_Tensor]:
 def _cells(
     by_component: Mapping[str, int], total: int, outside: Sequence[_Tensor], runs: Sequence[_Layers]
 ) -> Iterator[_Area]:
-    """Yield all areas within the whole, parents first."""
+    """Yield all areas but the outermost one. An area comes before the areas in it.
+
+    Args:
+        by_component: the numbers of parameters by component.
+        total: the model's number of parameters.
+        outside: the tensors outside of layers.
+        runs: runs of equal consecutive layers, with the tensors of one of them.
+    """
     for component, number in by_component.items():
         place = f"/{component}"
         alone = [tensor for tensor in outside if tensor.component == component]
@@ -120,7 +130,10 @@ def _cells(
 
 
 def _together(layers: Sequence[_Layers], total: int) -> Iterator[Sequence[_Layers]]:
-    """Yield the equal neighbouring layers that share an area, so that every area has room for a name."""
+    """Yield groups of layers. A group is drawn as one area, so that the area is large enough for a name.
+
+    The layers of a group are consecutive and equal.
+    """
     for _, group in groupby(layers, key=lambda layer: layer[2]):
         alike = list(group)
         number = len(alike)
@@ -136,7 +149,7 @@ def _size(layer: _Layers) -> int:
 
 
 def _shape(tensor: _Tensor) -> str:
-    """Return the shape in words: 4,096 × 11,008, or 8 experts of 4,096 × 11,008."""
+    """Return the shape of a tensor as text: "4,096 × 11,008", or "8 experts of 4,096 × 11,008"."""
     shape = dimensions(tensor.shape)
     return shape if tensor.times == 1 else f"{tensor.times:,} experts of {shape}"
 

@@ -1,4 +1,7 @@
-"""The report of `verify`: the differences of the logits, the verdicts, and the first component that differs."""
+"""The report of `verify`, which compares a checkpoint or a port of a model with transformers.
+
+It has the differences of the logits, the verdicts, and the first component that differs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def _versions() -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names of tensors, with one name for the tensors of all layers."""
+    """Return the first names of some tensors, and the number of the others. Tensors of all layers share one name."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
     return some_of(names, _SHOWN, ", … ({} more)")
 
@@ -63,7 +66,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def verification_report(result: Verification) -> RenderableType:
-    """Return a row per prompt, the verdicts, and the components around the first that differs."""
+    """Return the report for the terminal.
+
+    It has a table of prompts, the verdicts, and the components before and after the first one that differs.
+    """
     lines = [*verdict_lines(result), *_versions()]
     lines = [part for line in lines for part in whole_words(line, 80, 0, 10) or [line]]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
@@ -86,7 +92,7 @@ def _prompt_cells(prompt: LogitDifference) -> tuple[str, ...]:
 
 
 def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
-    """Return a row per prompt. Long names are cut."""
+    """Return a table with one row per prompt. Long names of prompts are cut."""
     rows: list[list[str | Text]] = []
     for name, *figures in map(_prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
@@ -116,7 +122,7 @@ def verdict_lines(result: Verification) -> list[str]:
 
 
 def _bytes_lines(result: Verification) -> list[str]:
-    """Return the lines on the bytes of tensors, or nothing if they were not compared."""
+    """Return the lines on the comparison of tensors byte by byte, or an empty list if there was none."""
     if result.bytes is None:
         return []
     different, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
@@ -133,7 +139,7 @@ def _bytes_lines(result: Verification) -> list[str]:
 
 
 def _function_lines(result: Verification) -> list[str]:
-    """Return the lines on the logits, and on the noise if it was measured."""
+    """Return the lines on the comparison of logits, and on rounding noise if it was measured."""
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
     worst = f", max Δ {scientific(max(prompt.maximum for prompt in result.prompts))}"
@@ -150,7 +156,10 @@ def _function_lines(result: Verification) -> list[str]:
 
 
 def _score_lines(score: MistakeScore) -> list[str]:
-    """Return the number of deliberate mistakes that the probe catches, and the names of those that it misses."""
+    """Return the lines on the self-test of `verify`, which makes mistakes in the model on purpose.
+
+    They give the number of mistakes that the prompts reveal, and the names of those that they do not.
+    """
     caught = score.tried - len(score.missed)
     lines = [f"probe     {caught} of {score.tried} mistakes made on purpose were caught"]
     for how, names in (("only with", score.caught_random), ("nor with", score.invisible)):
@@ -176,7 +185,10 @@ def _cause_words(divergence: Divergence) -> list[str]:
 
 
 def port_report(result: PortVerification) -> RenderableType:
-    """Return the report of a port: a row per prompt, the verdict, and the first component that differs."""
+    """Return the report on a port (a user's own implementation of a model) for the terminal.
+
+    It has a table of prompts, the verdict, and the first component that differs.
+    """
     lines = [
         f"function  {_WORDS[result.verdict]}: {result.against} against {result.reference}",
         f"          {_apart(result.functions, result.allowed)}",
@@ -207,7 +219,7 @@ def port_report(result: PortVerification) -> RenderableType:
 
 
 def port_causes(result: PortVerification) -> list[str]:
-    """Return the mistakes that explain the results of a port, in words."""
+    """Return lines on the mistakes in a port that would explain its results."""
     if result.functions <= result.allowed:
         return []
     causes = []
@@ -258,7 +270,18 @@ def _page(
     sections: Sequence[Section],
     command: str,
 ) -> Page:
-    """Return the page of a verified checkpoint or port."""
+    """Return the HTML page of a verified checkpoint or port.
+
+    Args:
+        result: the result of the verification.
+        title: the page's title.
+        subtitle: the line below it.
+        verdict: the verdict in one line.
+        facts: (name, value) pairs below the verdict.
+        places: what the section on components and layers shows.
+        sections: further sections.
+        command: the command that repeats the verification.
+    """
     worst = max(
         (prompt.maximum for prompt in result.prompts), key=lambda value: math.inf if math.isnan(value) else value
     )
@@ -331,7 +354,14 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
 def _places_figure(
     places: Sequence[Part], first: Part | None, summary: str, modules: Sequence[str | None] | None = None
 ) -> Figure:
-    """Draw the difference by place. For a port, the hints and the table name the user's nearest modules."""
+    """Draw a heatmap of the differences by component and layer.
+
+    Args:
+        places: the components, with their differences.
+        first: the first component that differs by more than rounding, if there is one.
+        summary: a description of the figure.
+        modules: for a port, the user's module that is nearest to every component. Hover texts and the table name it.
+    """
     cells, rows = [], []
     first_index = next((index for index, place in enumerate(places) if place.parts), None)
     for index, place in enumerate(places):
