@@ -1,14 +1,15 @@
-"""Constants that move to another place in a block, which changes none of its outputs.
+"""Fold constants into other weights of a block, which changes none of its outputs, and drop biases.
 
-value-bias: attention weights of a query sum to one, so a bias of the values is one of the outputs: b_o += W_o b_v, with
-b_v of a key-value head for every query head of its group (TransformerLens, `fold_value_biases`).
-scale: the scale of the scores is folded into the queries, and becomes 1, or 1/√head_dim with "scale:head", the scale of
-most families. If a norm follows the projection, its weight takes the factor.
-norm: γ is folded into the weights that read the norm, β into their biases (TransformerLens, `fold_ln`).
+value-bias: the attention weights of a query sum to one, so the bias of the values only adds a constant to the output.
+It moves into the output bias: b_o += W_o b_v, with b_v of a key-value head repeated for every query head of its group
+(TransformerLens, `fold_value_biases`).
+scale: the scale of the scores is folded into the queries, and becomes 1, or with "scale:head" 1/√head_dim, the scale of
+most families. If the queries have a norm, the norm's weight is multiplied instead of the projection.
+norm: γ of a norm is folded into the weights that read it, and β into their biases (TransformerLens, `fold_ln`).
 
-Biases may also be dropped. Dropping a bias of zeros is exact. So is dropping the bias of the keys if they have no
-positions and no norm: it shifts all of a query's scores equally, and softmax ignores shifts. Any other bias matters,
-and its damage is measured.
+Biases may also be dropped. Dropping a bias of zeros is exact. So is dropping the bias of keys that have no rotary
+positions and no norm: it shifts all scores of a query equally, and softmax ignores such shifts. Dropping any other bias
+changes the logits, and gptkit measures how much.
 """
 
 import math
@@ -40,12 +41,16 @@ from .norm import has_bias, shifts_taken
 
 
 def _output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
-    """Return W_o b_v: output [hidden, heads · head_dim], bias [kv_heads · head_dim] for `group` query heads each."""
+    """Return W_o b_v, the effect of the value bias on the output.
+
+    `output` is W_o [hidden, heads · head_dim], and `bias` is b_v [kv_heads · head_dim]. Each key-value head is read by
+    `group` query heads.
+    """
     return np.asarray(output @ np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1))
 
 
 def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Fold the values' bias into the output's."""
+    """Fold the bias of the values into the bias of the output projection."""
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
     for layer, attention in attentions(spec, asked.chosen(spec), ", whose value bias this swap cannot fold").items():
         path = f"blocks.{layer}.attention"
@@ -73,7 +78,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
-    """Return a tensor times a factor; for a norm, its gain or its bias."""
+    """Return a tensor times a factor. If it belongs to a norm, the norm's gain or bias is multiplied."""
     if norm is not None:
         return Computed(regained(norm, name, partial(np.multiply, factor)))
     return Computed(lambda model: model.wide(name) * factor)
@@ -107,12 +112,15 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _scaled_inputs(weight: str, gamma: str) -> Compute:
-    """Return a function that computes a reader [out, in] of a norm whose weight becomes 1: R·diag(γ)."""
+    """Return a function that computes a linear's weight R [out, in] with γ of its norm folded into it: R·diag(γ)."""
     return lambda model: model.wide(weight) * model.wide(gamma)
 
 
 def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Fold γ and β of the norms before attention and feed-forward, and of the last norm, into their readers."""
+    """Fold γ and β of norms into the linears that read them.
+
+    These are the norms before attention and feed-forward, and for all layers also the last norm.
+    """
     require_weights(spec)
     computed, whole = dict[str, Compute](), asked.layers is None
     for layer in asked.chosen(spec):
@@ -149,7 +157,7 @@ def _without_bias(norm: Norm) -> Norm:
 
 
 def _clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
-    """Set a norm's weight to 1."""
+    """Add the recipe for a norm's weight of 1 to `tensors`."""
     tensors[f"{path}.weight"] = Filled((norm.size,), 1.0, f"{path}.weight")
 
 
@@ -172,11 +180,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "down.bias": ("down_proj.bias",),
     "biases": (),
 }
-"""The names of biases to drop, and their names in components. "biases" means all of them."""
+"""The values of --drop, and the names of the parameters that they mean in components. "biases" means all biases."""
 
 
 def _biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
-    """Return the bias tensors for a name of `NAMES`, in some layers or in the whole model."""
+    """Return the bias tensors that a value of --drop means, in some layers or in the whole model."""
     components = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
     if what == "head.bias":
         components = {"head": spec.has_head()}
@@ -189,19 +197,21 @@ def _biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None
 
 
 def _shift_of_scores(spec: ModelSpec, name: str) -> bool:
-    """Return whether a bias always shifts all of a query's scores equally."""
+    """Return whether a bias shifts all attention scores of a query equally, so that softmax ignores it."""
     parts = name.split(".")
     if parts[0] != "blocks" or parts[-2] != "k_proj":
         return False
     attention = spec.blocks[int(parts[1])].attention
     if not isinstance(attention, Attention) or (attention.position is not None and attention.position.turns):
         return False
-    # Norms, clips and caps depend on the size of scores, and the score of a sink is not shifted.
+    # Norms, clips and caps depend on the size of keys or scores, and the score of a sink is not shifted.
     return attention.k_norm is None and attention.clip is None and attention.cap is None and not attention.sinks
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Drop biases. A flag of a component is cleared if none remain, and otherwise its dropped biases are zeros."""
+    """Drop biases. If a component says by one flag that it has several biases and some of them stay, dropped biases
+    become zeros. Otherwise the flag is cleared.
+    """
     what = asked.value
     if what not in NAMES:
         near = nearest("drop", what)
@@ -215,7 +225,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     missed = [name for name in dropped if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
     zero = {name for name in _biases_of(spec, "biases") if name not in dropped and asked.weights.zero(name)}
     new = without_biases(spec, {*dropped, *zero})
-    # Zero biases of other kinds stay, unless they share a flag with dropped ones: q, k and v have one flag.
+    # Other biases of zeros stay, unless they share a flag with dropped ones: q, k and v have one flag.
     remaining = {parameter.name for parameter in new.parameters()}
     owners = {name.rsplit(".", 2)[0] for name in dropped if name not in remaining}
     new = without_biases(spec, {*dropped, *(name for name in zero if name.rsplit(".", 2)[0] in owners)})
@@ -236,7 +246,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _possible(fold: Callable[[ModelSpec, Asked], Swapped], spec: ModelSpec, asked: Asked) -> bool:
-    """Return whether a fold is not refused."""
+    """Return whether a fold is possible on this model."""
     try:
         fold(spec, asked)
     except (MissingComponent, SwapRefused):

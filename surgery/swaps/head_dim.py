@@ -1,18 +1,19 @@
-"""The width of a head.
+"""The width of a head, from d to N.
 
-Wider, exact: keys and values get elements that are zero. Scores are unchanged. The queries compensate for the scale
-1/√N, which families compute from the width: q·√(N/d).
+Wider heads are always exact: keys and values get elements that are zero, so scores are unchanged. Families compute the
+scale 1/√N from the width, and the queries compensate for that: q·√(N/d).
 
-- Rotary positions over the whole head: families rotate whole heads, so both halves (or the end, with adjacent pairs)
-  are padded, and the base becomes θ^(N/d). So old pairs keep their frequencies θ^(-2i/d). The scaled frequencies are
-  compared as numbers: linear and llama3 use only frequencies, YaRN's ramp moves with the base, and longrope gets more
-  divisors. Dynamic scaling uses a power of the width, and does not fit.
-- If that does not fit, or fp32 would round the frequencies too differently, the head is padded at its end and only its
-  first d elements rotate. Every bit is the same, but no family here exports it.
-- q and k norms: the mean of squares has more elements, so γ·√(d/N) and eps·d/N. The query's γ is unchanged, since the
-  scale needs the inverse factor.
+- If RoPE rotates whole heads, both halves of a head are padded (with adjacent pairs, its end), and the base becomes
+  θ^(N/d). So old pairs keep their frequencies θ^(-2i/d). With scaled RoPE, gptkit compares the frequencies as numbers.
+  Linear and llama3 scaling depend only on frequencies, YaRN's ramp moves with the base, and longrope gets more
+  divisors. Dynamic scaling uses a power of the width, so this is not possible.
+- If the frequencies differ, or if fp32 would round them too differently, the head is padded at its end, and only its
+  first d elements rotate. This keeps every bit, but no family here can express it.
+- Norms of queries and keys take the mean of squares over more elements, so γ becomes γ·√(d/N), and eps becomes eps·d/N.
+  γ of the queries does not change, since the scale needs the inverse factor.
 
-Narrower: the reverse, if the removed elements reach no score and no output. (Derived for this project.)
+Narrower heads are the reverse. This is possible if the removed elements affect no score and no output. (Derived for
+this project.)
 """
 
 import math
@@ -39,11 +40,11 @@ _POSITIONS = 1024  # positions to compare, at most
 
 
 class _Plan(NamedTuple):
-    """A plan to pad or cut a head."""
+    """How the elements of a head are padded or removed."""
 
-    within: Index  # for each new element the old one, -1 for zero
-    position: object  # the new positions
-    note: str = ""
+    within: Index  # for each element of a new head, the old element, or -1 for zero
+    position: object  # the new position encoding
+    note: str = ""  # for the user
 
 
 def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -80,7 +81,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _by_rms(path: str, attention: Attention) -> None:
-    """Raise SwapRefused if queries or keys have norms other than a root mean square of each head."""
+    """Raise SwapRefused if queries or keys have a norm other than an RMSNorm of each head."""
     if not attention.by_head:
         raise SwapRefused(
             f"{path} normalises the queries or keys of all heads at once, which this swap does not support"
@@ -94,7 +95,11 @@ def _by_rms(path: str, attention: Attention) -> None:
 
 
 def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> _Plan:
-    """Return the exact plan; the module's docstring has the order of preference."""
+    """Return the best exact way to give heads the width `size`, in the order of the module's docstring.
+
+    `how` is "theta" or "partial" to allow only a new base or only partial rotation, or "". Raises SwapRefused if there
+    is none.
+    """
     old, rotary = attention.head_dim, attention.position
     plans, reason = list[_Plan](), ""
     if isinstance(rotary, Rotary) and rotary.dim == old and how != "partial":
@@ -129,7 +134,10 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
 
 
 def _spread(rotary: Rotary, size: int) -> Index:
-    """Return the old places of a head's elements after pairs are appended to its rotary, or the last ones removed."""
+    """Return for each element of a new head the old element, if rotary pairs are appended, or the last ones removed.
+
+    Appended elements are -1.
+    """
     half, new_half = rotary.dim // 2, size // 2
     if rotary.pairs == "adjacent":
         return padded(rotary.dim, size)
@@ -138,7 +146,10 @@ def _spread(rotary: Rotary, size: int) -> Index:
 
 
 def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
-    """Return the rotary over `size` elements whose first pairs rotate as before, or None if there is none."""
+    """Return RoPE over `size` elements with another base, so that the first pairs rotate as before.
+
+    Return None if the base would be too large.
+    """
     base = 0.0
     with suppress(OverflowError):
         base = rotary.base ** (size / rotary.exponent)
@@ -149,7 +160,10 @@ def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
 
 
 def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
-    """Return why the shared pairs of two rotaries do not rotate alike, or "". `strict` includes fp32."""
+    """Return the reason why the first pairs do not rotate equally with the old and the new RoPE, or "" if they do.
+
+    With `strict`, they must also rotate nearly equally if frequencies are computed in fp32.
+    """
     pairs = min(old.dim, new.dim) // 2
     import torch
 
@@ -171,11 +185,11 @@ def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True
 
 
 def _in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
-    """Return whether removed elements of a head reach a score or an output."""
+    """Return whether any of the removed elements of heads affects a score or an output."""
     removed = np.setdiff1d(np.arange(attention.head_dim), within)
 
     def zero(name: str, heads: int, axis: int = 0) -> np.ndarray:
-        """Return for each key-value head and removed element whether its values are all zero."""
+        """Return for each key-value head and removed element whether all values of a tensor for it are zero."""
         values = np.moveaxis(model.wide(f"{path}.{name}"), axis, 0)
         values = values.reshape(attention.kv_heads, heads // attention.kv_heads, attention.head_dim, -1)
         zeros: np.ndarray = np.asarray(~values[:, :, removed].any(axis=(1, 3)))
@@ -186,7 +200,7 @@ def _in_use(model: Model, path: str, attention: Attention, within: Index) -> boo
         return zeros & zero(f"{projection}.bias", heads) if attention.qkv_bias else zeros
 
     q, k = silent("q_proj", attention.heads), silent("k_proj", attention.kv_heads)
-    # A norm over the head reads elements that no score does.
+    # A norm over the head depends on all elements, also on those that affect no score.
     scores = (q if attention.q_norm else q | k) & (k if attention.k_norm else q | k)
     outputs = silent("v_proj", attention.kv_heads) | zero("o_proj.weight", attention.heads, axis=1)
     return not bool((scores & outputs).all())
@@ -196,7 +210,10 @@ def _in_use(model: Model, path: str, attention: Attention, within: Index) -> boo
 
 
 def _resized(attention: Attention, size: int, plan: _Plan) -> Attention:
-    """Return the record with heads of another width, and with its scale, unless the scale also multiplies a bias."""
+    """Return the attention with heads of another width and the usual scale for it.
+
+    The scale is unchanged if it also multiplies an ALiBi bias.
+    """
     old, scale = attention.head_dim, attention.scale
     if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
         scale = float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
@@ -207,10 +224,11 @@ def _resized(attention: Attention, size: int, plan: _Plan) -> Attention:
 
 
 def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
-    """Return the tensors of heads of another width."""
+    """Return the tensors of an attention with heads of another width. `within` is that of the `_Plan`."""
     by_query = by_head(np.arange(old.heads), within, old.head_dim)
     by_key = by_head(np.arange(old.kv_heads), within, old.head_dim)
-    # Queries and outputs are free if keys and values are zero: copies of other elements, so that training reaches both.
+    # Where keys and values are zero, queries and outputs may have any weights. They are copies of other elements, so
+    # that training changes both sides.
     free = np.where(within < 0, np.arange(len(within)) % old.head_dim, within)
     open_query = by_head(np.arange(old.heads), within if old.q_norm or old.k_norm else free, old.head_dim)
     output, louder = f"{path}.o_proj.weight", _query_factor(old, new)
@@ -226,12 +244,15 @@ def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[
 
 
 def _query_factor(old: Attention, new: Attention) -> float:
-    """Return the factor of queries without a norm: the old scale over the new scale."""
+    """Return the factor by which queries without a norm are multiplied: the old scale over the new scale."""
     return old.scale / new.scale
 
 
 def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
-    """Yield the factors of the weights of norms on heads: √(d/N), and for queries also the scale."""
+    """Yield the names of the norms of queries and keys, and the factors for their weights.
+
+    The factor is √(d/N), and for queries also compensates for the new scale.
+    """
     ratio = length_ratio(old.head_dim, new.head_dim)
     if old.q_norm is not None:
         product = ratio * _query_factor(old, new)
@@ -241,12 +262,12 @@ def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]
 
 
 def _widths(spec: ModelSpec) -> set[int | None]:
-    """Return the widths of heads; None for heads that come from a latent."""
+    """Return the different widths of heads in a model. None stands for latent attention."""
     return {getattr(block.attention, "head_dim", None) for block in spec.blocks}
 
 
 def _examples(spec: ModelSpec) -> list[str]:
-    """Return widths to try in a listing."""
+    """Return widths to try on a model in `gptkit swaps`."""
     widths = _widths(spec)
     widest = max((width for width in widths if width), default=0)
     return [] if None in widths else [str(widest + 8), f"partial:{widest + 4}"]

@@ -1,17 +1,19 @@
-"""The width of the residual stream.
+"""The width of the residual stream, from d to d' coordinates.
 
-Wider, exact:
+There are three exact ways to make it wider:
 
-- k times as wide, any norms: the stream is repeated k times, (x, x, …). Mean and variance stay, and readers use only
-  the first copy. Every value is only moved.
-- any width, RMSNorm: zeros are appended, which nothing writes to. The mean of squares has more elements, so γ·√(d/d')
-  and eps·d/d'.
-- any width, LayerNorm: the mean of x is appended, so the mean stays and the variance shrinks by d/d'; γ and eps as
-  above. Writers get the mean of their rows as new rows, and β is 0 there, so that readers ignore the new coordinates.
+- k times as wide, with any norms: the stream is repeated k times, (x, x, …). Mean and variance are unchanged, and the
+  linears that read the stream use only the first copy. Values are only moved.
+- any width, with RMSNorm: coordinates are appended that are always zero, because nothing writes to them. The mean of
+  squares is over more coordinates, so γ becomes γ·√(d/d'), and eps becomes eps·d/d'.
+- any width, with LayerNorm: coordinates are appended that are always the mean of x. So the mean is unchanged, and the
+  variance shrinks by d/d'; γ and eps change as for RMSNorm. Linears that write into the stream get the mean of their
+  rows as new rows. β is 0 for the new coordinates, so they are 0 after a norm.
 
-Narrower, exact: coordinates that these swaps added are removed again, if they are unchanged. Narrower otherwise, with
-RMSNorm: a rotation puts most of the norms' inputs into the first coordinates, and the rest is dropped (SliceGPT
-2401.15024, section 3, but with one rotation for all layers, so that no rotation is needed between them).
+Making it narrower is exact if it removes coordinates that these swaps added, and that have not changed since. Otherwise
+it needs RMSNorm: a rotation puts as much as possible of the norms' inputs into the first coordinates, and the others
+are dropped (SliceGPT 2401.15024, section 3, but with one rotation for all layers, so that no rotation is needed between
+them).
 """
 
 from __future__ import annotations
@@ -66,18 +68,21 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _vectors(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Return the norms' tensors: (path of the norm, tensor)."""
+    """Return the tensors of all norms on the residual stream, as pairs: the path of the norm, and the tensor's name."""
     return [(path, f"{path}.{name}") for path, norm in every_norm(spec) for name in norm.shapes()]
 
 
 def _mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
-    """Return the writers with the coordinates of the index `write`, and the readers with those of `read`."""
+    """Return the tensors that write into or read the residual stream, in new coordinates.
+
+    An index names the old coordinate for each new one: `write` for tensors that write, `read` for those that read.
+    """
     tensors: dict[str, Tensor] = {name: taken(name, write, axis) for name, axis in written(spec)}
     return tensors | {name: taken(name, read, 1) for name in read_weights(spec)}
 
 
 def _rescaled(spec: ModelSpec, new: int) -> ModelSpec:
-    """Return the model in another width, with eps for that width."""
+    """Return the model with another hidden size, and with the eps of norms adapted to it."""
     old = spec.hidden_size
     norms_by_path = {path: replace(norm, eps=eps_for(norm.eps, old, new)) for path, norm in every_norm(spec)}
     return resized(exchanged(spec, norms_by_path), new)
@@ -93,7 +98,7 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
     if new % old == 0:  # copies side by side
         tensors = _mapped(spec, again, appended)
         for path, name in _vectors(spec):
-            # A tied head multiplies by every copy of the table.
+            # A tied head has all copies of the table, so the last norm must zero all but the first.
             tensors[name] = taken(name, appended if path == "final_norm" and spec.tied else again)
         return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
     centred = {norm.centred for _, norm in every_norm(spec)}
@@ -105,7 +110,8 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
             f"{multiples}. After --norm rmsnorm, if that is possible, any width is possible.",
         )
     if centred == {False}:
-        # Readers may use any weights for new coordinates: copies of the old ones, so that training changes the writers.
+        # Linears may read the new coordinates, which are zero, with any weights. They are copies of old ones, so that
+        # training changes what is written there.
         gains = {name: _gamma(name, old, new) for _, name in _vectors(spec)}
         return Swapped(_rescaled(spec, new), "exact", _mapped(spec, appended, again) | gains, {"method": "zeros"})
     if any(block.residual == "normed" for block in spec.blocks):
@@ -118,24 +124,24 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
 
 
 def _gamma(name: str, old: int, new: int) -> Tensor:
-    """Return a norm's weight for another width: γ·√(d/d'), with a weight of 1 in new coordinates."""
+    """Return a norm's weight for a larger hidden size: γ·√(d/d'), where γ is 1 for the new coordinates."""
     ratio = length_ratio(old, new)
     return Computed(lambda model: np.append(model.wide(name), np.ones(new - old)) * ratio)
 
 
 def _with_mean(array: Wide, new: int, axis: int) -> Wide:
-    """Append an array's mean along an axis until it has the length `new`."""
+    """Append copies of an array's mean along an axis, until the axis has the length `new`."""
     mean = array.mean(axis=axis, keepdims=True)
     return np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
 
 
 def _append_mean(name: str, new: int, axis: int) -> Compute:
-    """Return a function that computes a tensor with its mean in new coordinates."""
+    """Return a function that computes a tensor with copies of its mean appended along an axis."""
     return lambda model: _with_mean(model.wide(name), new, axis)
 
 
 def _with_means(spec: ModelSpec, new: int) -> Swapped:
-    """Widen a residual stream with LayerNorms: new coordinates are always the mean of the old ones."""
+    """Widen the residual stream of a model with LayerNorms: new coordinates are always the mean of the old ones."""
     old, norm, changed = spec.hidden_size, spec.embedding.norm, _rescaled(spec, new)
     tensors: dict[str, Tensor] = {name: Computed(_append_mean(name, new, axis)) for name, axis in written(spec)}
     tensors |= {name: taken(name, padded(old, new, repeat=True), 1) for name in read_weights(spec)}
@@ -145,7 +151,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
             tensors[f"{path}.bias"] = taken(f"{path}.bias", padded(old, new))
     notes: tuple[str, ...] = ()
     if norm is not None:
-        # Its output has a mean, so it is folded into the table, which a tied head cannot share any more.
+        # The norm's output has a mean, so the norm is folded into the table, which a tied head cannot share any more.
         tensors["embedding.weight"] = Computed(lambda model: _with_mean(table_rows(model, norm), new, 1))
         if spec.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
@@ -159,8 +165,10 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
 
 
 def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
-    """Narrow the residual stream: exactly if the last coordinates are redundant, or to its main or largest
-    coordinates.
+    """Narrow the residual stream.
+
+    This is exact if the last coordinates are redundant. Otherwise the principal directions on a text stay, or with
+    --approximate the coordinates with the largest weights.
     """
     old = spec.hidden_size
     if asked.approximate:
@@ -199,7 +207,7 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
 
 
 def _are_copies(model: Model, new: int) -> bool:
-    """Return whether the residual stream repeats its first `new` coordinates, and readers use only these."""
+    """Return whether the residual stream always repeats its first `new` coordinates, and only these are read."""
     spec, old = model.spec, model.spec.hidden_size
     write, read = padded(new, old, repeat=True), padded(new, old)
 
@@ -216,12 +224,12 @@ def _are_copies(model: Model, new: int) -> bool:
 
 
 def _are_zero(model: Model, new: int) -> bool:
-    """Return whether nothing writes into the coordinates from `new` on."""
+    """Return whether all tensors write only zeros into the coordinates of the residual stream from `new` on."""
     return not any(np.moveaxis(model.wide(name), axis, 0)[new:].any() for name, axis in written(model.spec))
 
 
 def _are_means(model: Model, new: int) -> bool:
-    """Return whether the coordinates from `new` on are the mean of the others, and LayerNorms add nothing to them."""
+    """Return whether the coordinates from `new` on are always the mean of the others, and no LayerNorm adds a bias."""
     for name, axis in written(model.spec):
         values = model.wide(name)
         first = np.take(values, np.arange(new), axis)
@@ -237,7 +245,7 @@ def _chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
 
 
 def _cut(spec: ModelSpec, index: Index) -> Swapped:
-    """Keep only some coordinates, which have all of the residual stream's length."""
+    """Keep only the coordinates in `index`, if all others are redundant. The norms are adapted to the smaller size."""
     ratio = length_ratio(spec.hidden_size, len(index))
     gains = (f"{path}.weight" for path, _ in every_norm(spec))
     tensors = _chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
@@ -245,7 +253,7 @@ def _cut(spec: ModelSpec, index: Index) -> Swapped:
 
 
 def _energies(model: Model) -> Wide:
-    """Return the sum of squares of all writers into each coordinate."""
+    """Return for each coordinate of the residual stream the sum of squares of all weights that write into it, (d,)."""
     energy = np.zeros(model.spec.hidden_size)
     for name, axis in written(model.spec):
         values = model.wide(name)
@@ -255,9 +263,9 @@ def _energies(model: Model) -> Wide:
 
 
 def _directions(model: Model, calibration: Calibration) -> Wide:
-    """Return the eigenvectors [d, d] of the norms' inputs on a text, as columns, the largest eigenvalue first.
+    """Return the principal directions [d, d] of the norms' inputs on a text, as columns, the most important first.
 
-    Every norm counts equally: its inputs have length √d, as its readers see them.
+    They are eigenvectors of the second moment. Every input is first scaled to the length √d, as the norm does.
     """
     spec = model.spec
     total = np.zeros((spec.hidden_size, spec.hidden_size))
@@ -271,7 +279,7 @@ def _directions(model: Model, calibration: Calibration) -> Wide:
 
 
 def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
-    """Reduce the residual stream to its `new` largest principal directions."""
+    """Reduce the residual stream to its `new` most important principal directions on a text."""
     fitted, old = Scratch(lambda model: iter([{"directions": _directions(model, calibration)}])), spec.hidden_size
 
     def into(model: Model, rows: Wide) -> Wide:

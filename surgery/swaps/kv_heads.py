@@ -1,15 +1,16 @@
-"""Key-value heads: repeated for more of them, merged for fewer (MHA, GQA 2305.13245, MQA 1911.02150).
+"""The number of key-value heads (MHA, GQA 2305.13245, MQA 1911.02150), and latent attention in their place.
 
-More is exact: every head is repeated for its share of the query heads. Fewer is exact if the merged heads are equal bit
-for bit, as after a repetition. Otherwise they are fitted on a text (`regression`), or plainly averaged (the GQA paper's
-mean-pooling).
+More key-value heads are exact: every head is repeated for its share of the query heads. Fewer are exact if the merged
+heads are equal bit for bit, as they are after a repetition. Otherwise the new heads are fitted on a text
+(`regression`), or with --approximate averaged (the GQA paper's mean-pooling).
 
 Multi-head latent attention replaces keys and values per head (DeepSeek-V2 2405.04434; TransMLA 2502.07864). "mla:full"
-changes nothing: the latent stores all values and all keys without rotation. Every rotary key head stays as a shared
-one, which queries of other heads multiply by zero. The cache is as large as before; it is a start for training. "mla:R"
-has a latent of R numbers per token, and equals "mla:full" if keys and values have no more than R. Values, and keys
-without rotary positions, come out of the latent by the best linear map of that rank on a text. Rotary keys become one
-that all heads share. It is lossless if R is large enough for all of them and there is one rotary key head.
+is exact: the latent stores all values, and all parts of keys without rotation. Every rotary key head becomes a part of
+the shared rotary key, which queries of other heads multiply by zero. The KV cache is as large as before, so this is
+only a start for training. "mla:R" has a latent of R numbers per token, and equals "mla:full" if keys and values have no
+more than R. Values, and keys without rotary positions, are computed from the latent by the best linear map of rank R on
+a text. The rotary key heads become one that all heads share. "mla:R" is lossless if R is large enough for all values
+and keys, and there is only one rotary key head.
 """
 
 import dataclasses
@@ -44,7 +45,10 @@ def first_of_groups(tensor: Array, group: int, head_dim: int) -> Array:
 
 
 def mean_of_groups(tensor: Wide, old: int, new: int, heads: int, head_dim: int) -> Wide:
-    """Average rows of `old` heads to `new` heads, over the query heads of a group (Ainslie et al., section 2.1)."""
+    """Average the rows of `old` key-value heads to `new` ones (Ainslie et al., section 2.1).
+
+    A new head is the mean of the old heads that its query heads read. `heads` is the number of query heads.
+    """
     repeated = _repeated_heads(
         tensor, heads // old, head_dim
     )  # one per query head, so that groups need not divide the old heads
@@ -53,7 +57,7 @@ def mean_of_groups(tensor: Wide, old: int, new: int, heads: int, head_dim: int) 
 
 
 def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
-    """Return the layers that change: their attention, and the new number of key-value heads."""
+    """Return for each layer that changes its attention, and its new number of key-value heads."""
     changes, latent = {}, ", whose heads share one latent"
     for layer, attention in attentions(
         spec, asked.chosen(spec), latent, "Choose the other layers with --blocks."
@@ -72,7 +76,7 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
 
 
 def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) -> bool:
-    """Return whether the heads to be merged have the same bits."""
+    """Return whether all key-value heads that become one of the `wanted` heads have the same bits."""
     if attention.kv_heads % wanted:
         return False
     for name in tensors_of(path, attention, "k_proj", "v_proj"):
@@ -84,13 +88,16 @@ def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int)
 
 
 def with_heads(attention: Attention, wanted: int) -> Attention:
-    """Return the attention with `wanted` key-value heads. Some numbers of heads are repeated instead of broadcast."""
+    """Return the attention with `wanted` key-value heads.
+
+    An attention that broadcasts its only key-value head repeats several heads instead.
+    """
     several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)
 
 
 def _change(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the number of key-value heads. Merged heads are fitted on a text, or averaged."""
+    """Change the number of key-value heads. Merged heads are fitted on a text, or with --approximate averaged."""
     tensors: dict[str, Tensor] = {}
     changed, merged = dict[int, Attention](), dict[int, Attention]()
     for layer, (old, wanted) in _wanted_heads(spec, asked).items():
@@ -126,7 +133,7 @@ def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAtten
 
 
 def _fewer(spec: ModelSpec) -> list[str]:
-    """Return half and twice the number of heads, if the query heads can share them."""
+    """Return half and twice the number of key-value heads, if possible, to try on a model in `gptkit swaps`."""
     attention = spec.blocks[0].attention
     present = getattr(attention, "kv_heads", 0)
     counts = [count for count in (present // 2, present * 2) if count > 1 and attention.heads % count == 0]
@@ -137,7 +144,7 @@ def _fewer(spec: ModelSpec) -> list[str]:
 
 
 def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
-    """Return the record that replaces a grouped attention."""
+    """Return the latent attention that replaces an attention, with a latent of `rank` and `rope_heads` rotary keys."""
     rotary, dims = isinstance(attention.position, Rotary), (_plain_dim(attention), attention.head_dim)
     sizes = {"kv_rank": rank, "nope_dim": dims[0], "value_dim": dims[1], "rope_heads": rope_heads if rotary else 0}
     record: LatentAttention = recast(attention, LatentAttention, **sizes, fused=False)
@@ -155,7 +162,7 @@ def whole(attention: Attention) -> int:
 
 
 def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
-    """Return the attentions that change."""
+    """Return the attentions that become latent attention, by layer. Raises SwapRefused if one cannot."""
     grouped = attentions(spec, asked.chosen(spec), " already")
     for layer, attention in grouped.items():
         if attention.q_norm is not None or attention.k_norm is not None:
@@ -173,7 +180,11 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
 
 
 def _spread_queries(tensor: Array, attention: Attention) -> Array:
-    """Spread queries over all key heads, with zeros: [heads · head_dim, …] -> [heads · (plain + all rotary), …]."""
+    """Return queries for one shared key that consists of all rotary key heads.
+
+    The rotary part of a query is put where its own key head is, with zeros elsewhere: [heads · head_dim, …] becomes
+    [heads · (plain + kv_heads · rotary), …], where plain and rotary are the sizes of the two parts of a head.
+    """
     plain = _plain_dim(attention)
     dim = attention.head_dim - plain
     heads = tensor.reshape(attention.heads, attention.head_dim, *tensor.shape[1:])
@@ -186,7 +197,7 @@ def _spread_queries(tensor: Array, attention: Attention) -> Array:
 
 
 def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
-    """Return the rotary or the other rows of the keys [kv_heads · head_dim, …], heads in order."""
+    """Return the rotary rows of the keys [kv_heads · head_dim, …], or the other rows, head by head."""
     dim = attention.head_dim - _plain_dim(attention)
     heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
     part = heads[:, :dim] if rotary else heads[:, dim:]
@@ -194,7 +205,10 @@ def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
 
 
 def _picking(attention: Attention, width: int, start: int, rank: int) -> Array:
-    """Return the map [heads · width, rank] from the latent, from `start` on, to the parts of the query heads."""
+    """Return the matrix [heads · width, rank] of zeros and ones that gives every query head its part of the latent.
+
+    A part has `width` elements. The latent stores the parts of the key-value heads one after the other, from `start`.
+    """
     selection = np.zeros((attention.heads, width, rank))
     for head in range(attention.heads):
         first = start + (head // attention.group) * width
@@ -203,7 +217,7 @@ def _picking(attention: Attention, width: int, start: int, rank: int) -> Array:
 
 
 def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
-    """Return every tensor of "mla:full"; none is computed."""
+    """Return the tensors of "mla:full". Their values are only moved from old tensors, or are zeros and ones."""
     plain, rank = _plain_dim(attention), whole(attention)
     tensors: dict[str, Tensor] = {}
     for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
@@ -222,7 +236,7 @@ def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
 
 
 def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert into latent attention that computes the same."""
+    """Convert attention into latent attention that computes the same function."""
     old = _grouped(spec, asked)
     tensors: dict[str, Tensor] = {}
     for layer, attention in old.items():
@@ -236,7 +250,7 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert into a latent of R numbers, and one rotary key."""
+    """Convert attention into latent attention with a latent of R numbers, and one rotary key."""
     rank = asked.number("numbers per token in the latent")
     old = _grouped(spec, asked)
     most = max(2 * attention.kv_heads * attention.head_dim for attention in old.values())
@@ -262,7 +276,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _half(spec: ModelSpec) -> list[str]:
-    """Return a latent of half the full rank."""
+    """Return latent attention with half of the rank that is lossless, to try on a model in `gptkit swaps`."""
     attention = spec.blocks[0].attention
     if not isinstance(attention, Attention) or attention.q_norm is not None:
         return []

@@ -1,8 +1,8 @@
-"""Latent attention in the form of DeepSeek-V3's own code: "mla:deepseek", which changes nothing.
+"""Latent attention in the form that DeepSeek-V3's code needs: "mla:deepseek". The function does not change.
 
-Several rotary keys become one, as wide as all of them, with repeated frequencies (LongRoPE's divisors allow any). A
-latent without a norm gets one without effect: constant elements of the latent are so large that they alone determine
-the norm's divisor.
+Several rotary keys become one that is as wide as all of them together, with repeated frequencies. (The divisors of
+LongRoPE can express any frequencies.) A latent without a norm gets a norm without effect: the latent gets constant
+elements that are so large that they alone determine the norm's divisor.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from .rotation import NEUTRAL, amplitude, frequencies, original_context, pair_el
 
 CONSTANT = 2.0**40  # the constant elements of a latent; squares of others vanish next to theirs, even in fp64
 SHARE = 64
-"""One of 64 elements of a latent is constant. The root of this is a power of two, so no dtype rounds."""
+"""One of 64 elements of the latent is constant. The square root of 64 is a power of two, so no dtype rounds."""
 EPS = 1e-6  # of DeepSeek's norms on latents
 
 
@@ -29,7 +29,7 @@ def _is_latent(block: Block) -> bool:
 
 
 def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) -> LatentAttention:
-    """Return the record that replaces a latent attention."""
+    """Return the latent attention in DeepSeek-V3's form that replaces the one of a layer."""
     position = attention.position
     if not isinstance(position, Rotary):
         hint = "Put --position rope:neutral before --attention mla:full, because swaps are applied in their order."
@@ -44,7 +44,7 @@ def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) 
 
 
 def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rotary:
-    """Return rotary positions of one key as wide as `keys` keys. They rotate the pairs of each key as before."""
+    """Return RoPE for one key that replaces `keys` keys and is as wide as all of them. All pairs rotate as before."""
     if keys == 1:
         return rotary
     if isinstance(rotary.scaling, DynamicScaling):
@@ -67,7 +67,7 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
 
 
 def _key_order(rotary: Rotary, keys: int) -> Index:
-    """Return the order of the elements of a wide key made of several."""
+    """Return for each element of the wide key its place in the old keys, which are stored one after the other."""
     if rotary.pairs == "adjacent":
         return np.arange(keys * rotary.dim)
     starts = rotary.dim * np.arange(keys)[:, None]
@@ -98,7 +98,7 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) -> dict[str, Tensor]:
-    """Return the tensors that change."""
+    """Return the tensors of a latent attention that change in DeepSeek-V3's form."""
     tensors: dict[str, Tensor] = {}
     assert isinstance(old.position, Rotary)
     order = _key_order(old.position, old.rope_heads)

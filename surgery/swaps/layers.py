@@ -1,12 +1,14 @@
-"""Layers picked, repeated, added and dropped.
+"""Layers are chosen, reordered, added or dropped.
 
 - "keep:0-11,14-29", or the list alone, keeps the listed layers in that order; "drop:12,13" keeps all others. Dropping
   a layer that adds nothing to the residual stream is exact. A number alone is refused as ambiguous.
-- "+N" adds copies whose last projections are zero, spread over the depth (LLaMA Pro 2401.02415, section 3.2): a copy
-  adds nothing to the stream until it is trained. This is exact if blocks add to the stream itself.
+- "+N" adds N copies of layers, spread over the depth (LLaMA Pro 2401.02415, section 3.2). The projections of a copy
+  that write into the residual stream are zero, so the copy adds nothing to it until it is trained. This is exact if
+  blocks add their output to the stream without a norm after the addition.
 - "auto:N" keeps N layers. A greedy search drops the layer without which the KL on a text is least, and repeats
-  (`fits.dropping`). Two other choices win if they have less KL: the layers with the largest block influence (ShortGPT
-  2403.03853), and all layers except the last ones before the final layer. --approximate uses the latter.
+  (`fits.dropping`). Two other choices are compared with its result, and the one with the least KL wins: the layers with
+  the largest block influence (ShortGPT 2403.03853), and all layers except the last ones before the final layer.
+  --approximate uses the latter.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Return the model with these of its layers, in this order, and the recipes of their tensors."""
+    """Return the model with the layers in `order`, in this order, and recipes for their tensors."""
     new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
     tensors: dict[str, Tensor] = {}
     for parameter in new.parameters():
@@ -43,7 +45,7 @@ def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[st
 
 
 def _silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether a layer adds nothing to the residual stream: every weight and bias that writes into it is zero."""
+    """Return whether a layer adds nothing to the residual stream, because all weights and biases for that are zero."""
     block = spec.blocks[layer]
     if block.residual == "normed" or any(sublayer.sum_norm is not None for sublayer in block.sublayers):
         return False
@@ -58,7 +60,7 @@ def _named(layers: Sequence[int]) -> str:
 
 
 def _with_layers(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
-    """Keep these layers, in this order."""
+    """Return the model with the layers in `order`, in this order. `summary` is added to the record of the output."""
     layers = len(spec.blocks)
     new, tensors = _arranged(spec, order)
     dropped = [layer for layer in range(layers) if layer not in order]
@@ -98,7 +100,10 @@ def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def expansion(layers: int, copies_to_add: int) -> list[tuple[int, bool]]:
-    """Return (old layer, whether it is a copy that adds nothing). Copies follow their originals, evenly spread."""
+    """Return for each layer of a deeper model the old layer, and whether it is an added copy of that.
+
+    `copies_to_add` copies are spread evenly over `layers` layers. A copy comes after its original.
+    """
     copies = [0] * layers
     for number in range(copies_to_add):
         copies[(number + 1) * layers // copies_to_add - 1 if copies_to_add <= layers else number % layers] += 1
@@ -106,7 +111,7 @@ def expansion(layers: int, copies_to_add: int) -> list[tuple[int, bool]]:
 
 
 def _add(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Add copies that add nothing to the residual stream."""
+    """Add copies of layers, whose output is zero until they are trained."""
     number = Asked(asked.value.removeprefix("+")).number("layers to add")
     if number > 10_000:
         raise UsageError(f"--layers {asked.value} adds {number:,} layers, but at most 10,000 can be added")
@@ -134,7 +139,10 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
-    """Return zeros for the tensors that write into the residual stream in these layers of the new model."""
+    """Return recipes of zeros for the tensors of some layers that write into the residual stream.
+
+    `layers` are numbers in the new model, and `order` is that of `expansion`.
+    """
     shapes = {parameter.name: parameter.shape for parameter in new.parameters()}
     zeros: dict[str, Tensor] = {}
     for layer in layers:
@@ -149,7 +157,7 @@ def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, 
 
 
 def _dropping(calibration: Calibration, plain: tuple[int, ...], model: Model) -> Dropping:
-    """Search for the layers of a model to keep. Their number is that of `plain`."""
+    """Search for the layers of a model to keep, as many as `plain` has; see `fits.dropping.drop`."""
     from ..fits.dropping import drop
 
     return drop(model, calibration, plain)
@@ -176,7 +184,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _notes_on(layers: int, best: Dropping) -> Iterator[str]:
-    """Yield notes on the layers that were left out on trial, and the KL without them."""
+    """Yield notes for the user: how the layers were chosen, and the KL of all choices that were tried."""
     yield f"chosen by {best.by}, by KL on {best.tokens:,} tokens of the text; tried without these layers, best first:"
     by_size: dict[int, list[tuple[float, str]]] = {}
     for stay, kl in best.tried.items():
@@ -188,7 +196,7 @@ def _notes_on(layers: int, best: Dropping) -> Iterator[str]:
 
 
 def _examples(spec: ModelSpec) -> list[str]:
-    """Return the list of all layers except the last but one."""
+    """Return the list of all layers except the last but one, to try on a model in `gptkit swaps`."""
     last = len(spec.blocks) - 1
     return [f"0-{last - 2},{last}"] if last > 2 else []
 

@@ -1,8 +1,9 @@
-"""Linear attention in place of attention: a layer's memory of earlier tokens has a fixed size.
+"""Linear attention in place of softmax attention, so that the state for earlier tokens has a fixed size.
 
-Queries, keys, values and the output projection stay (as in 2408.15237 and 2410.10254). Scores use the first terms of
-the exponential's series as weights (2402.18668). The forgetting rates of heads, and the projections after attention,
-are fitted on a text. The plain form has one rate for all. Both forms have to be trained: `gptkit heal`.
+Queries, keys, values and the output projection stay (as in 2408.15237 and 2410.10254). Instead of exp, the attention
+weights use the first terms of its series (2402.18668). The forgetting rates of heads, and the projections after
+attention, are fitted on a text. With --approximate, all heads have the same rate. In both forms, the model has to be
+trained: `gptkit heal`.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ _FITTED = ("q_proj", "gate_proj", "o_proj.weight")
 
 
 def _recurrent(spec: ModelSpec, layer: int) -> Block:
-    """Return a layer with linear attention in place of attention."""
+    """Return a layer's block with linear attention in place of attention. Raises SwapRefused if it is not possible."""
     block = spec.blocks[layer]
     attention = block.mixer("attention")
     if not isinstance(attention, Attention):
@@ -37,7 +38,7 @@ def _recurrent(spec: ModelSpec, layer: int) -> Block:
 
 
 def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Replace attention by linear attention. Its tensors are renamed, filled (gates), or fitted."""
+    """Replace attention by linear attention. Its tensors get new names, gates are constant, and some are fitted."""
     changed = {layer: _recurrent(spec, layer) for layer in asked.chosen(spec)}
     new, before = with_blocks(spec, changed), {parameter.name for parameter in spec.parameters()}
     tensors: dict[str, Tensor] = {}
@@ -62,7 +63,7 @@ def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _possible(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the value to try if the first layer allows it."""
+    """Return the value to try on a model in `gptkit swaps`, if its first layer can have linear attention."""
     try:
         _recurrent(spec, 0)
     except SwapRefused:

@@ -3,12 +3,14 @@
     W' = W + s·B·A                      s = α / r, or α / √r (LoRA 2106.09685; rsLoRA 2312.03732)
     W' = m · (W + s·B·A) / |W + s·B·A|  the norm of each output's row (DoRA 2402.09353)
 
-in fp64. An embedding's rows get (B·A)ᵀ, and its DoRA norm is per column. Trained biases and modules that were saved
-whole replace those of the base model. Names are those of the family's checkpoints: a fused q-k-v has one A and one B,
-and their product goes through the leaf's layout as the weight itself does.
+This is computed in fp64. The rows of an embedding get s·(B·A)ᵀ, and its DoRA norm is per column. Trained biases, and
+modules that the adapter has completely, replace those of the base model. Adapters use the tensor names of the family's
+checkpoints. A fused q-k-v matrix has one A and one B, and their product is divided among q, k and v in the same way as
+the matrix itself.
 
-The reference for the comparison is computed differently: in the checkpoint's own layout, by peft's formulas for base
-and adapter together (`_Unmerged`). The tests compare the reading of adapter files with peft itself.
+To measure whether the merge is exact, gptkit compares it with the base model and the adapter side by side
+(`_Unmerged`). That is computed differently, in the checkpoint's own layout and by peft's formulas. The tests compare
+the reading of adapter files with peft itself.
 """
 
 import dataclasses
@@ -32,14 +34,17 @@ from .adapter import Adapter, read_adapter
 from .adapter_changes import EMBEDDING, HEAD, Change, changes_of, leaves_of, require_fitting, with_tables
 
 _SAME = 1e-14
-"""The largest relative difference of two matrices that differ only in the order of summation."""
+"""Two matrices are equal if their relative difference is at most this, which other orders of summation may cause."""
 
 
 # --- merged -----------------------------------------------------------------------------------------------------------
 
 
 def _merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wide]:
-    """Return a function that computes one shared tensor of the leaf with the adapter merged."""
+    """Return a function that computes a parameter with the adapter merged.
+
+    If the changed tensor of the checkpoint stores several parameters, `part` is the number of the parameter.
+    """
 
     def compute(model: Model) -> Wide:
         weight = model.wide(change.sources[part])
@@ -68,7 +73,7 @@ def _merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wi
 
 
 def _delta(adapter: Adapter, change: Change) -> Wide:
-    """Return s·B·A: (out, in), its transpose (tokens, hidden) for an embedding, or a stack for several experts."""
+    """Return s·B·A, (out, in). Transposed to (tokens, hidden) for an embedding, stacked for several experts."""
     module = change.module or ""
     experts = range(change.experts) if change.experts and change.expert is None else (change.expert,)
     factors = (adapter.factors(module, expert, change.experts) for expert in experts)
@@ -78,7 +83,7 @@ def _delta(adapter: Adapter, change: Change) -> Wide:
 
 
 def _bias_of(adapter: Adapter, change: Change) -> Wide:
-    """Return s·b for a bias b of B."""
+    """Return s·b, which is added to a module's bias if B has the bias b."""
     module = change.bias or ""
     return adapter.read(adapter.lora[module].bias or "") * adapter.scale(module)
 
@@ -97,10 +102,11 @@ def _oriented(change: Change, matrix: Wide) -> Wide:
 
 
 class _Unmerged:
-    """A base model with an adapter, computed as in peft: base(x) + s·B(A(x)).
+    """A base model with an adapter that is not merged, computed as in peft: base(x) + s·B(A(x)).
 
-    With DoRA it is base(x) + (f - 1)·base(x) + f·s·B(A(x)), where f = m / |W + s·B·A|. For all unit vectors x together,
-    that is a matrix (in, out). It replaces the checkpoint's tensor, and then goes through its layout.
+    With DoRA, the output is base(x) + (f - 1)·base(x) + f·s·B(A(x)), where f = m / |W + s·B·A|. The outputs for all
+    unit vectors x form a matrix (in, out). This is used as the checkpoint's tensor, from which gptkit's parameters are
+    made.
     """
 
     def __init__(self, before: Model, spec: ModelSpec, adapter: Adapter, changes: Mapping[str, Change]) -> None:
@@ -137,7 +143,7 @@ class _Unmerged:
         if change.module is None:
             return tensor
         lora = adapter.lora[change.module]
-        # (in, out): a row is the output for a unit vector.
+        # The matrix is made (in, out): a row is the output for a unit vector.
         turned = not lora.embedding and not change.inputs_first
         result = tensor.swapaxes(-1, -2) if turned else tensor
         added = self._added(change, change.module).reshape(result.shape)
@@ -147,7 +153,7 @@ class _Unmerged:
         return (result + added).swapaxes(-1, -2) if turned else result + added
 
     def _added(self, change: Change, module: str) -> Wide:
-        """Return s·B(A(x)) for all unit vectors x, (in, out), for each expert if there are several."""
+        """Return s·B(A(x)) for all unit vectors x, (experts, in, out). Without experts, the first dimension is 1."""
         scale = self.adapter.scale(module, change.parameter, change.experts)
         experts = range(change.experts) if change.experts and change.expert is None else (change.expert,)
         parts = []
@@ -161,7 +167,7 @@ class _Unmerged:
 
 
 def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Return the model with an adapter merged."""
+    """Merge an adapter, `asked.value`, into the weights of the model."""
     adapter = read_adapter(asked.value, offline=asked.offline, allow_pickle=asked.allow_pickle)
     architecture, leaves = leaves_of(spec, asked.origin)
     adapter = with_tables(adapter, architecture, leaves, spec)
@@ -190,7 +196,7 @@ def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Asked) -> dict[str, Change]:
-    """Leave out peft's copies of the base model's tensors if they equal those of the model."""
+    """Return the changes without copies of base tensors that peft saved, if they equal the tensors of the model."""
 
     def same(change: Change, model: Model) -> bool:
         copies = change.leaf.to_shared(adapter.read(change.stands_in or ""))
@@ -208,10 +214,11 @@ def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Aske
 def _ends(
     adapter: Adapter, changes: Mapping[str, Change], head: BoundLeaf, asked: Asked
 ) -> tuple[dict[str, Change], bool]:
-    """Return the changes for a model with a tied head, and whether they untie it.
+    """Return the changes to a model whose head is tied to the embedding, and whether the head has to be untied.
 
-    peft changes the embedding and the head separately, unless it keeps them tied: then the adapter has the same for
-    both. New rows of tokens count for both, and so does a copy of another base model's table.
+    If the adapter changes the embedding or the head, the two usually become different, and the head is untied. It stays
+    tied if both changes are the same, or if the adapter has new rows for tokens, which count for both. A copy of the
+    embedding from another base model also counts for both.
     """
     if adapter.mlx and all(change.leaf.shared[0] != HEAD for change in changes.values()):
         return dict(changes), False  # in mlx-lm the table of tokens is the head too, with its adapter
@@ -246,7 +253,7 @@ def _ends(
 
 
 def _same_rows(adapter: Adapter, table: Change, head: Change) -> bool:
-    """Return whether an adapter has the same new rows for the head as for the embedding, and nothing else for it."""
+    """Return whether an adapter has the same new rows for head and embedding, and changes nothing else in the head."""
     if table.rows is None or head.rows is None or head.module or head.stands_in:
         return False
     return np.array_equal(adapter.read(adapter.rows[table.rows]), adapter.read(adapter.rows[head.rows]))

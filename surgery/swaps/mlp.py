@@ -1,25 +1,26 @@
 """Plain feed-forward <-> gated feed-forward, and dense <-> mixture of experts.
 
-A plain feed-forward is a gated one whose other factor is 1: gate = up, and up = 0·x + 1. That is exact, and every bit
-stays. The reverse is exact if that factor is the same for every input: its weight is zero, and its bias c is folded
-into the columns of the output projection, down·diag(c).
+A plain feed-forward equals a gated one, act(gate(x)) · up(x), whose factor up(x) is always 1: gate_proj gets the old
+weights, and up_proj is 0·x + 1. This is exact, and keeps every bit. The reverse is exact if up(x) is the same for every
+input, that is, if the weight of up_proj is zero. Its bias c is then folded into the columns of the output projection:
+down·diag(c).
 
-If the factor depends on the input, it is removed, and the result is a smaller kind of network. On a calibration text,
-least squares fit the output projection so that down'·act(gate(x)) is nearest to the old output. On the bundled llama
-(all 5 layers) that costs a KL of 1.1 nats, against 6.9 without the fit. (Without the gate instead, down·act(up(x)), it
-is 4.4 without the fit and 1.2 with it.)
+If up(x) depends on the input, it is removed, and the function changes. On a calibration text, the output projection is
+fitted by least squares, so that down'·act(gate(x)) is nearest to the old output. On sample:llama (all 5 layers) this
+costs a KL of 1.1 nats, and 6.9 without the fit. (If gate_proj is removed instead, down·act(up(x)), the KL is 1.2 with
+the fit and 4.4 without it.)
 
 There are two kinds of experts:
 
-- copies (Sparse Upcycling 2212.05055): every expert is the old feed-forward, and a router of random weights chooses K
-  of the E. Their weights sum to 1, so equal experts have the output of one of them. It is exact, and training makes the
-  experts different.
-- a split: an expert is one of E parts of the intermediate dimension, and all of them are chosen. A router of zeros
-  gives all experts the weight 1/E, and E times the output projection compensates: exact. (This is a start for the
-  fine-grained experts of DeepSeekMoE 2401.06066.)
+- copies (Sparse Upcycling 2212.05055): each of E experts is a copy of the old feed-forward, and a router of random
+  weights chooses K of them for a token. The router's weights of these K sum to 1, so the output is that of one expert.
+  This is exact, and training makes the experts different.
+- a split: each of E experts has a part of the intermediate dimension, and every token uses all of them. A router of
+  zeros gives all experts the weight 1/E, and their output projections are multiplied by E. This is exact. (It is a
+  start for the fine-grained experts of DeepSeekMoE 2401.06066.)
 
-In the reverse direction, equal experts become one, and the experts of a router of zeros are joined again. Otherwise the
-result is their mean, weighted by the experts' shares in the router's weights on a text.
+In the reverse direction, equal experts become one, and experts whose router is zero are joined to one. Otherwise the
+result is the mean of the experts. With a text, an expert counts with the weight that the router gives it on average.
 """
 
 import re
@@ -40,13 +41,13 @@ from ..registry import Asked, Clears, Swap
 
 
 def dense_of(block: Block) -> Dense:
-    """Return a block's feed-forward, or the record of its experts."""
+    """Return the feed-forward of a block, or that of a single expert if it is a mixture."""
     inner = block.feed_forward
     return inner.expert if isinstance(inner, MixtureOfExperts) else inner
 
 
 def with_dense(block: Block, dense: Dense) -> Block:
-    """Return the block with another feed-forward, or with experts of this kind."""
+    """Return the block with another feed-forward. If it has a mixture, this is the new form of every expert."""
     inner = block.feed_forward
     mixture = isinstance(inner, MixtureOfExperts)
     return block.replaced(feed_forward=replace(inner, expert=dense) if mixture else dense)
@@ -66,7 +67,7 @@ def _is_gated(block: Block) -> bool:
 
 
 def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert plain into gated feed-forwards with the same activation. It is exact, and every value keeps its bits."""
+    """Convert plain into gated feed-forwards with the same activation. This is exact, and values keep all bits."""
     hint = "To change the gates' function, use --activation; to remove the gates, --mlp plain."
     plain = asked.those(spec, lambda b: not _is_gated(b), "these feed-forwards are gated already", hint)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
@@ -79,12 +80,15 @@ def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _gated(old: Dense) -> GatedFeedForward:
-    """Return the gated feed-forward that replaces a plain one. One flag covers both biases, and up's is the 1."""
+    """Return the gated feed-forward that replaces a plain one.
+
+    gate_proj and up_proj have biases, since a single flag stands for both and the bias of up_proj has to be 1.
+    """
     return cast("GatedFeedForward", recast(old, GatedFeedForward, up_bias=True))
 
 
 def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
-    """Return the tensors for gate = up, with its bias or none, and up = 0·x + 1."""
+    """Return the tensors of the gated feed-forward: gate_proj is the old up_proj, and the new up_proj is 0·x + 1."""
     weight, inner = f"{path}.up_proj.weight", (old.intermediate_size,)
     bias = Moved(f"{path}.up_proj.bias") if old.up_bias else Filled(inner, 0.0, like=weight)
     return {
@@ -99,12 +103,12 @@ def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert gated into plain feed-forwards: exact if `up` is constant, and otherwise refitted on a text."""
+    """Convert gated into plain feed-forwards. This is exact if up_proj's output is constant, else fitted on a text."""
     hint = "To make them gated, use --mlp gated."
     gated = asked.those(spec, _is_gated, "these feed-forwards are plain already", hint)
     zero = asked.weights.zero
     plain = {layer: recast(dense_of(spec.blocks[layer]), FeedForward) for layer in gated}
-    # If its weight is zero, up(x) is the same for every x.
+    # up(x) is the same for every x if the weight of up_proj is zero.
     varying = [i for i in gated if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
     refit = None if asked.approximate or not varying else _refitted(spec, varying, asked)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
@@ -126,13 +130,16 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _plain_tensors(path: str, bias: bool) -> dict[str, Tensor]:
-    """Return the tensors for up = gate, without its factor."""
+    """Return the tensors of the plain feed-forward: its up_proj is the old gate_proj."""
     parts = ("weight", "bias") if bias else ("weight",)
     return {f"{path}.up_proj.{part}": Moved(f"{path}.gate_proj.{part}") for part in parts}
 
 
 def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
-    """Fold the constant factor of the gate into down unless it is 1. Without a bias, the constant is 0."""
+    """Return the down_proj into which the constant output of up_proj is folded, or nothing if the constant is 1.
+
+    The constant is the bias of up_proj, or 0 if it has none.
+    """
     constant, down = f"{path}.up_proj.bias", f"{path}.down_proj.weight"
     if not old.up_bias:
         return {down: Computed(lambda model: 0 * model.wide(down))}
@@ -142,7 +149,10 @@ def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
-    """Return the output projections of layers, fitted on the text to compensate for the removed factor."""
+    """Return the fit of the output projections of layers, which compensates on the text for the removed factor up(x).
+
+    Raises SwapRefused for mixtures of experts, and without a text.
+    """
     mixed = [layer for layer in layers if isinstance(spec.blocks[layer].feed_forward, MixtureOfExperts)]
     if mixed or asked.calibration is None:
         raise SwapRefused(
@@ -166,7 +176,7 @@ def is_mixture(block: Block) -> bool:
 
 
 def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
-    """Return E and K of "moe:ExK", and the single feed-forwards of the chosen layers."""
+    """Return E and K of the value "moe:ExK", and the feed-forwards of the chosen layers that are no mixture."""
     match = re.fullmatch(r"moe:(\d{1,9})x(\d{1,9})(:split)?", asked.value)
     if match is None:
         raise UsageError(f"{asked.value!r}: expected moe:ExK, such as moe:8x2 for 8 experts with 2 of them per token")
@@ -189,7 +199,7 @@ def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
 
 
 def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert feed-forwards into E experts: copies, of which a token uses K, or parts, which are all used."""
+    """Convert feed-forwards into E experts: copies of which a token uses K, or with `split` parts that are all used."""
     seed = asked.settings.get("seed", 0)
     if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number of at least 0")
@@ -229,22 +239,22 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
-    """Return every expert's tensors, copied from the old feed-forward."""
+    """Return the tensors of `count` experts, which are copies of the old feed-forward."""
     return {f"{path}.experts.{i}.{name}": Moved(f"{path}.{name}") for i in range(count) for name in dense.shapes()}
 
 
 def _drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
-    """Return a router (rows, columns) of random elements of a weight. A seed gives the same router on every machine."""
+    """Return a router (rows, columns) of random elements of `weight`. It depends on the seed, not on the machine."""
     chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
     result: NDArray[Any] = weight.reshape(-1)[chosen]
     return result
 
 
 def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
-    """Return one expert of a split: its rows of input projections, and its columns of the output projection.
+    """Return one expert of a split: its rows of the input projections, and its columns of the output projection.
 
-    The columns are multiplied by `count`. Every expert has the whole output bias and the activation's own numbers. With
-    the weights 1/count, they sum to the old ones.
+    The columns are multiplied by `count`, because the router's weight of every expert is 1/count. For the same reason,
+    every expert gets the whole output bias. Every expert also gets the parameters of the activation function, if any.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
     tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}
@@ -256,12 +266,12 @@ def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]
 
 
 def _numbers(expert: Dense) -> list[str]:
-    """Return the tensors of an activation's own numbers, which do not belong to units."""
+    """Return the names of the parameters of the activation function, which are not per unit."""
     return [name for name in expert.weights() if name.startswith("activation.")]
 
 
 def _weighed(name: str, cut: slice, factor: float) -> Computed:
-    """Return columns of a weight, times a number."""
+    """Return the columns `cut` of a weight, multiplied by a factor."""
     return Computed(lambda model: model.wide(name)[:, cut] * factor)
 
 
@@ -269,7 +279,11 @@ def _weighed(name: str, cut: slice, factor: float) -> Computed:
 
 
 def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert mixtures into single feed-forwards: exact if experts are equal or equally weighted, else their mean."""
+    """Convert mixtures of experts into single feed-forwards.
+
+    This is exact if all experts are equal, or if the router always gives all the same weight. Otherwise the result is
+    the mean of the experts.
+    """
     hint = "--mlp moe:8x2 makes 8 experts from each feed-forward."
     layers = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
@@ -304,12 +318,12 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def weights_sum_to_one(mixture: MixtureOfExperts) -> bool:
-    """Return whether the weights of a token's experts always sum to one."""
+    """Return whether the router's weights of the experts that a token uses always sum to one."""
     return mixture.normalise or mixture.top_k == mixture.experts
 
 
 def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether all experts of a layer have the same values."""
+    """Return whether all experts of a layer have the same parameters."""
     mixture: Any = spec.blocks[layer].feed_forward
     path = f"blocks.{layer}.feed_forward.experts"
     pairs = ((name, i) for name in mixture.expert.shapes() for i in range(1, mixture.experts))
@@ -317,7 +331,10 @@ def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether a layer's router weighs all experts with 1/E for every token, and all share one activation."""
+    """Return whether a layer's router gives all E experts the weight 1/E for every token.
+
+    Parameters of their activation functions, if there are any, must be equal too.
+    """
     mixture: Any = spec.blocks[layer].feed_forward
     path = f"blocks.{layer}.feed_forward"
     pairs = ((name, i) for name in _numbers(mixture.expert) for i in range(1, mixture.experts))
@@ -329,7 +346,10 @@ def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
-    """Return one feed-forward of all the experts' units, with the output projection over E and the mean output bias."""
+    """Return one feed-forward with the units of all E experts.
+
+    The output projection is divided by E, and the output bias is the mean of the experts' biases.
+    """
     tensors: dict[str, Tensor] = {}
     for name in mixture.expert.shapes():
         names = tuple(f"{path}.experts.{i}.{name}" for i in range(mixture.experts))
@@ -345,12 +365,12 @@ def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
 
 
 def _joined(names: tuple[str, ...], divisor: float) -> Computed:
-    """Return the concatenated columns of several weights, divided by a number."""
+    """Return several weights next to each other along the columns, divided by `divisor`."""
     return Computed(lambda model: np.concatenate([model.wide(name) for name in names], axis=1) / divisor)
 
 
 def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -> Computed:
-    """Return the mean of one of the experts' tensors, by their shares."""
+    """Return the mean of a tensor `name` over the experts, weighted by `shares` (`feed_forward.shares`) if given."""
 
     def compute(model: Model) -> Wide:
         share = np.full(count, 1 / count) if shares is None else shares.of(model, str(layer))
@@ -361,7 +381,7 @@ def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) 
 
 
 def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
-    """Return a split into halves if some layer is dense, and all dense widths are even."""
+    """Return a split into two experts, to try on a model in `gptkit swaps`, if its dense layers have an even width."""
     widths = {block.feed_forward.intermediate_size for block in spec.blocks if not is_mixture(block)}
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
