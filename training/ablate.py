@@ -1,9 +1,9 @@
 """Train or heal variants of one model under the same budget, and compare their losses with the base's.
 
-Runs of one seed start with the same values in the parameters that two trees share, and read the same windows in the
-same order. A variant is therefore compared with the base seed by seed. The module `plan` reads the plan. The folder OUT
-has the tokens, the trees, a file for every finished run, the checkpoints of an unfinished run, and the table,
-ablation.json.
+Runs of two variants with the same seed start with equal values in all parameters that both models have, and read the
+same windows of text in the same order. A variant is therefore compared with the base seed by seed. The module `plan`
+reads the plan. The folder OUT has the tokens, the architectures, a file for every finished run, the checkpoints of an
+unfinished run, and the table of results, ablation.json.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class RunResult(Record):
     seconds: float
     """The training time."""
     pace: float
-    """Training tokens per second of the median step."""
+    """Training tokens per second in the median step."""
     curve: list[dict[str, Any]]
-    """The evaluations during training, with `tokens` and `held_out`: the loss, or for a healed variant the KL."""
+    """The evaluations during training, as JSON objects with `tokens` and `held_out`. The latter is the loss on the
+    held-out text, or for a run that heals the KL divergence."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ class Difference(Record):
     high: float | None
     """The upper end of the interval."""
     seeds: int
-    """The number of pairs of runs."""
+    """The number of seeds for which both have a finished run."""
 
     @property
     def significant(self) -> bool:
-        """Whether the interval does not contain 0."""
+        """Whether the 95 % interval does not contain 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
@@ -99,9 +100,9 @@ class VariantResult(Record):
     tokens: int
     """Training tokens per run."""
     flops: int
-    """FLOPs per run. In healing they include the teacher's forward passes."""
+    """FLOPs per run. For runs that heal, they include the teacher's forward passes."""
     costs: Costs
-    """The costs of the tree at the context that it is trained at."""
+    """The costs of the model at the context length of the training."""
     runs: tuple[RunResult, ...]
     """The finished runs."""
     difference: Difference | None = None
@@ -135,9 +136,9 @@ class Ablation(Record, Shown):
     description: str
     """The description in the plan."""
     how: str
-    """"train" or "heal"."""
+    """Whether the runs "train" from random weights, or "heal" variants of the base."""
     seeds: int
-    """The number of runs of a variant at a budget."""
+    """The number of runs of a variant at every budget. They differ in their seeds."""
     context: int
     """Tokens per window."""
     data: str
@@ -147,7 +148,7 @@ class Ablation(Record, Shown):
     rows: tuple[VariantResult, ...]
     """The base and the variants, the base first, at every budget."""
     left: int
-    """The number of runs that are not finished."""
+    """The number of runs that are not finished yet."""
     schema_version: int = field(default=1, repr=False)
 
 
@@ -172,11 +173,11 @@ def ablate(
 
     Args:
         plan: a TOML file, or the name of a plan that comes with gptkit.
-        out: the folder for everything. After every run, gptkit writes its ablation.json again.
+        out: the folder for all files. After every run, gptkit writes its ablation.json again.
         data: text files, or one folder that `tokenize` wrote, instead of the texts in the plan.
         device: where to train; by default on a GPU if there is one.
         resume: continue the ablation in `out`. Variants and seeds that are new in the plan are also run.
-        force: start again in a folder that an ablation wrote.
+        force: start again in a folder that an ablation wrote. Its earlier results are replaced.
         offline: use local files and the hub's cache only.
         allow_pickle: also read .bin files (weights only).
         tell: called after every step, with the variant's name, the seed and the step.
@@ -215,7 +216,7 @@ def ablate(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of an ablation, before any of its files is written."""
+    """The inputs of an ablation, read and checked before any file is written."""
 
     plan: Plan
     arms: list[Arm]  # the base and the variants, the base first
@@ -257,9 +258,10 @@ class _Inputs:
     def prepared_in(
         self, folder: Path, tell: Callable[[str, int, TrainingStep], None], progress: ProgressCallback | None
     ) -> tuple[_Runs, dict[str, Path | str]]:
-        """Write the tokens and the models into a folder. Return the runs, and the model of every arm by name.
+        """Write the tokens and the models into a folder.
 
-        After that, only a run itself can fail.
+        Return the runs, and the model from which every arm (the base or a variant) starts, by name. After this, no
+        error is expected except from a run itself.
         """
         held_out, length, vocabulary = self.plan.held_out, self.settings["context"], self.arms[0].spec.vocab_size
         windows = self.plan.windows(length)
@@ -283,10 +285,10 @@ class _Inputs:
 
 
 def _claim(target: Path, resume: bool, force: bool) -> bool:
-    """Return whether the folder has an ablation to continue.
+    """Return whether the folder `target` has an ablation that is to be continued.
 
     Raises:
-        UsageError: the folder has something else, or it has an ablation and neither `resume` nor `force` was given.
+        UsageError: the folder has other files, or it has an ablation and neither `resume` nor `force` was given.
     """
     if not target.exists() or (target.is_dir() and all(path.name == _PREPARED for path in target.iterdir())):
         shutil.rmtree(target / _PREPARED, ignore_errors=True)
@@ -307,7 +309,10 @@ def _claim(target: Path, resume: bool, force: bool) -> bool:
 
 
 def _take_over(target: Path, prepared: Path) -> None:
-    """Replace an old ablation by the prepared one. The table comes first, because it identifies the folder."""
+    """Replace the ablation in `target`, if there is one, by the files in `prepared`.
+
+    ablation.json is moved first, because it identifies the folder as that of an ablation.
+    """
     (prepared / _RESULT).replace(target / _RESULT)
     for name in _OWN:  # keep other files, such as a user's notes
         shutil.rmtree(target / name, ignore_errors=True)
@@ -317,7 +322,7 @@ def _take_over(target: Path, prepared: Path) -> None:
 
 
 def _tidy(target: Path) -> None:
-    """Remove an unfinished preparation, and the whole ablation if none of its runs has started."""
+    """Remove the files of a preparation that was interrupted, and the whole ablation if no run has started."""
     runs = target / "runs"
     empty = not runs.is_dir() or not any(runs.iterdir())
     for name in (_PREPARED, *(_OWN if empty else ())):
@@ -354,7 +359,10 @@ class _Runs:
         return self.folder / "runs" / f"{variant.slug}-{seed}"
 
     def _about(self, variant: PlannedVariant, seed: int) -> dict[str, Any]:
-        """Return the JSON values that identify a run. Runs of another plan may have the same file name."""
+        """Return the JSON values that identify a run.
+
+        They are stored in its file, because a run of another plan may have the same file name.
+        """
         tree = hashlib.sha256(json_bytes(to_json(variant.arm.spec))).hexdigest()
         base = variant.arm.start if self.plan.how == "heal" else ""
         steps = [step.as_json() for step in variant.arm.steps] if self.plan.how == "heal" else []
@@ -364,7 +372,10 @@ class _Runs:
         }  # fmt: skip
 
     def result(self, variant: PlannedVariant, seed: int) -> RunResult | None:
-        """Return the result of a run, or None if it is not finished. Raise InvalidInput if it is of another plan."""
+        """Return the result of a run from its file, or None if the run is not finished.
+
+        Raise InvalidInput if the file is that of another plan's run.
+        """
         path, identity = self._path(variant, seed).with_suffix(".json"), self._about(variant, seed)
         if not path.is_file():
             return None
@@ -385,10 +396,10 @@ class _Runs:
         return result
 
     def model(self, arm: Arm) -> Path | str:
-        """Write the model that the runs of a variant start from, if it does not exist yet, and return it.
+        """Return the model that the runs of a variant start from. Write it if it does not exist yet.
 
-        If the runs train from random weights, the model is a file with the tree. Otherwise it is the base after the
-        variant's swaps.
+        If the runs train from random weights, it is a file with the architecture. Otherwise it is a checkpoint of the
+        base after the variant's swaps.
         """
         name = slug_of(arm.name)
         if self.plan.how == "train":
@@ -407,7 +418,10 @@ class _Runs:
         return path
 
     def run(self, variant: PlannedVariant, seed: int, model: Path | str) -> RunResult:
-        """Train or heal a model, from the last checkpoint if there is one, and write the result of the run."""
+        """Train or heal a model, and write and return the result of the run.
+
+        An interrupted run continues from its last checkpoint.
+        """
         path, name = self._path(variant, seed), variant.arm.name
         kl: float | None
         options: Any = {**self.settings, **self.opening, "every": self.plan.every}
@@ -452,7 +466,7 @@ class _Runs:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the measurements of a run, one entry per step."""
+    """Return the measurements in a run's metrics.jsonl, one entry per step."""
     return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
@@ -481,7 +495,10 @@ def _table(
 
 
 def paired(runs: Sequence[RunResult], base_runs: Sequence[RunResult]) -> Difference | None:
-    """Return the losses of `runs` minus those of the base's runs with the same seeds, or None without such runs."""
+    """Return the mean difference between the losses of `runs` and of the base's runs with the same seeds.
+
+    The result is None if no seed has both runs.
+    """
     base_losses = {run.seed: run.loss for run in base_runs}
     differences = [run.loss - base_losses[run.seed] for run in runs if run.seed in base_losses]
     if not differences:
@@ -497,10 +514,10 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # f
 
 
 def student(freedom: int) -> float:
-    """Return half the width of the 95 % interval of a mean in standard errors (Student's t).
+    """Return half the width of the 95 % confidence interval of a mean, in standard errors (Student's t).
 
-    It is from a table up to nine degrees of freedom. Above, it is the Cornish-Fisher expansion, which has three correct
-    digits there.
+    `freedom` is the number of degrees of freedom. Up to nine, the result is from a table. For more, it is the
+    Cornish-Fisher expansion, which has three correct digits there.
     """
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
@@ -510,7 +527,7 @@ def student(freedom: int) -> float:
 
 
 def read_ablation(folder: str | Path) -> dict[str, Any]:
-    """Return the content of an ablation's ablation.json. Raise UsageError if the folder is not of an ablation."""
+    """Return the content of ablation.json in the folder of an ablation. Raise UsageError if it has no such file."""
     path = Path(folder) / _RESULT
     try:
         content = json.loads(read_small(path, 2**28))

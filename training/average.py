@@ -16,10 +16,11 @@ _DECAY = 3
 
 
 class Average:
-    """The polynomial-decay average of the parameters that are trained (Shamir and Zhang 1212.1824, section 4).
+    """A running average of the trained parameters, with polynomial decay (Shamir and Zhang 1212.1824, section 4).
 
-    Step t enters the average with the weight (η + 1) / (t + η), where η is `_DECAY`. The average does not depend on the
-    budget or on interruptions of the run. `tensors` has it by name, so that it can be saved with the parameters.
+    The parameters after step t enter the average with the weight (η + 1) / (t + η), where η is `_DECAY`. The average
+    does not depend on the budget or on interruptions of the run. `tensors` has the averaged parameters by name, so that
+    checkpoints can store them.
     """
 
     def __init__(self, model: Decoder, group: Group) -> None:
@@ -33,7 +34,7 @@ class Average:
         torch._foreach_lerp_(self._local(self.tensors.values()), self._local(self.parameters.values()), weight)
 
     def exchange(self) -> None:
-        """Exchange the model's parameters and the average."""
+        """Exchange the values of the model's parameters and of the average."""
         for mean, parameter in zip(
             self._local(self.tensors.values()), self._local(self.parameters.values()), strict=True
         ):

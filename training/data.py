@@ -10,8 +10,8 @@ A folder of tokens has
 
 A document starts with the special tokens that its tokenizer puts before a text, and ends with the end-of-text token, if
 the tokenizer has such tokens. Texts are read and written in pieces, so that memory does not depend on their size. A
-document that is longer than a piece is cut between a letter and the end of a line, or before a space if the line is too
-long. Tokenizers that split texts by lines or words never merge characters across such a place.
+document that is longer than a piece is cut before a line break that follows a letter or digit, or before a space if the
+line is too long. Tokenizers that split texts into lines or words never merge characters across such a place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LETTER = "a"
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
 """The text that two tokenizers must encode in the same way to count as the same."""
 NOWHERE = -100
-"""The target of a token that has none: the last token of a document, if the next token belongs to another document."""
+"""The target of a token without a next token: the last token of a document, if another document follows it."""
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class _Description(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TokenFile(Record):
-    """An open folder of tokens."""
+    """An opened folder of tokens, which `tokenize` wrote."""
 
     JSON = "folder=name tokens documents bytes dtype vocabulary tokenizer sources=texts"
 
@@ -95,7 +95,7 @@ class TokenFile(Record):
     bytes: int
     """The size of the texts in UTF-8."""
     dtype: str
-    """The dtype of an id in tokens.bin."""
+    """The dtype of the ids in tokens.bin."""
     vocabulary: int
     """The size of the vocabulary: all ids are below it."""
     tokenizer: str
@@ -119,7 +119,7 @@ class TokenFile(Record):
 
     @cached_property
     def ends(self) -> _Ids:
-        """The end of every document, counted in tokens, (documents,)."""
+        """The end of every document as an index into the tokens, (documents,)."""
         return np.fromfile(self.folder / DOCUMENTS, "<i8")
 
     @cached_property
@@ -137,7 +137,7 @@ class TokenFile(Record):
         return np.frombuffer(data, kind).astype(np.int64)
 
     def require_unchanged(self) -> None:
-        """Raise InvalidInput if tokens.bin has another size, time or inode than when it was opened."""
+        """Raise InvalidInput if tokens.bin has changed since it was opened (its size, modification time or inode)."""
         before = self._file[1]
         try:
             now = (self.folder / TOKENS).stat()
@@ -169,7 +169,10 @@ def is_tokens(folder: Path) -> bool:
 
 
 def open_tokens(folder: Path) -> TokenFile:
-    """Open a folder of tokens. Raise InvalidInput if it is none, or if its files do not have the manifest's hashes."""
+    """Open a folder of tokens.
+
+    Raise InvalidInput if it is not such a folder, or if a file does not have the hash that its manifest states.
+    """
     hint = "Create such a folder with gptkit tokenize."
     if not is_tokens(folder):
         raise InvalidInput(f"{folder} is not a folder written by gptkit tokenize: it has no {DESCRIPTION}", hint)
@@ -190,8 +193,8 @@ def paths_of(data: str | Path | Sequence[str | Path]) -> list[Path]:
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers encode texts to the same ids.
 
-    They do if their files are equal. A GGUF file stores a tokenizer in another form. Tokenizers therefore also count as
-    the same if they have the same tokens with the same ids and encode `SAMPLE` to the same ids.
+    They do if their files are equal. A GGUF file stores a tokenizer in another form than tokenizer.json. Tokenizers
+    therefore also count as the same if they have the same tokens with the same ids and encode `SAMPLE` to the same ids.
     """
     first, second = one.to_json(), other.to_json()
     if first == second:
@@ -201,13 +204,15 @@ def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: bool) -> None:
-    """Raise UsageError if tokens were made with another tokenizer than the model's. A model without one accepts all.
+    """Raise UsageError if tokens were made with another tokenizer than the model's.
+
+    A model without a tokenizer accepts all tokens.
 
     Args:
         tokens: the tokens.
         model: the reference of the model.
         own: the tokenizer of the model, if it is already loaded.
-        opening: how to open the model, as in `open_checkpoint`.
+        opening: options for opening the model, as in `open_checkpoint`.
     """
     own = own or _tokenizer_of(model, **opening)[0]
     if own is not None and not same_tokenizer(tokens.load_tokenizer(), own):
@@ -245,7 +250,7 @@ class TextFile:
             ) from error
 
     def _counted_bytes(self, data: bytes) -> bytes:
-        """Return the bytes, after adding them to `read` and `digest`."""
+        """Add the bytes to `read` and `digest`, and return them unchanged."""
         self.read += len(data)
         self.digest.update(data)
         return data
@@ -282,9 +287,11 @@ class TextFile:
 
 
 def _cut(text: str, required: bool) -> int:
-    """Return the place at which to cut a text: before its last line break that follows a letter or digit.
+    """Return the index at which to cut a text into two pieces.
 
-    If there is none, return 0, or if a cut is `required`, the place of the last such space, or else the text's length.
+    It is that of the last line break that follows a letter or digit. If there is none and a cut is not `required`,
+    it is 0. If a cut is required, it is that of the last space that follows a letter or digit, or else the end of the
+    text.
     """
     for pattern in _SEAMS if required else _SEAMS[:1]:
         if ends := [match.start() for match in pattern.finditer(text)]:
@@ -295,8 +302,8 @@ def _cut(text: str, required: bool) -> int:
 def encode_piece(coder: Tokenizer, piece: str, first: bool) -> tuple[list[int], list[int]]:
     """Return the ids of a piece of a document, without special tokens, and the end of every token in characters.
 
-    Some tokenizers encode the beginning of a text in another way, for example with ▁. A piece that is not the `first`
-    of its document is therefore encoded after a letter.
+    Some tokenizers encode the beginning of a text differently, for example with ▁ in front. If the piece is not the
+    `first` one of its document, a letter is therefore put before it, and the letter's token is removed again.
     """
     if not first:
         letter_ids, (ids, ends) = coder.encode(_LETTER, special=False), coder.encode_with_ends(_LETTER + piece)
@@ -383,7 +390,11 @@ def _new_tokenizer_files(texts: Sequence[TextFile], vocabulary: int | None) -> d
 def _tokenizer_of(
     model: str | Path, offline: bool = False, allow_pickle: bool = False
 ) -> tuple[Tokenizer | None, Path | None, Mapping[str, bytes]]:
-    """Return the tokenizer of a model, or None, and its source: a folder, or texts inside a file such as a GGUF."""
+    """Return the tokenizer of a model, or None if it has none, and where it is stored.
+
+    The second result is a folder with its files, or None. The third has the texts of its files if they are inside of a
+    file such as a GGUF.
+    """
     path = resolve(model, weights=False, companions=True, offline=offline).path
     texts_inside: Mapping[str, bytes] = {}
     if path is not None and path.is_file():
@@ -408,12 +419,12 @@ def tokenize(
         files: one or several text files in UTF-8. A file is one document, but every line of a .jsonl file is a
             document: a JSON object with the field `text`.
         out: the folder to make.
-        tokenizer: a model, whose tokenizer is used, or a tokenizer.json, or "bytes" for a tokenizer of 257 tokens, the
-            bytes and the end of a text. By default a byte-level BPE is trained on the texts.
+        tokenizer: a model whose tokenizer to use, or a tokenizer.json, or "bytes" for a tokenizer of 257 tokens (all
+            bytes and an end-of-text token). By default a byte-level BPE tokenizer is trained on the texts.
         vocabulary: the largest number of tokens of a tokenizer that is trained; by default 4,096.
         force: replace a folder that gptkit wrote.
         offline: use local files and the hub's cache only.
-        progress: called after every piece, with its number of bytes and that of all texts.
+        progress: called after every piece of text, with its number of bytes and the number of bytes of all texts.
 
     Raises:
         UsageError: `out` exists; the model has no tokenizer; the vocabulary is too small.
@@ -438,7 +449,7 @@ def tokenize(
 
 
 def _write(texts: Sequence[TextFile], folder: Path, progress: ProgressCallback) -> _Description:
-    """Write the tokens and the ends of all documents, and return the content of tokens.json."""
+    """Tokenise the texts into tokens.bin and documents.bin in a folder, and return the content for tokens.json."""
     coder = load_tokenizer(folder)
     assert coder is not None, "it was written just now"
     dtype, total = np.dtype("<u2" if coder.vocab_size <= 2**16 else "<u4"), sum(_size(text.path) for text in texts)
@@ -481,7 +492,11 @@ def _size(path: Path) -> int:
 
 
 def boundary_ids(coder: Tokenizer, ends: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the ids that a tokenizer puts before a text, and the id that ends a text: the first of `ends`, if any."""
+    """Return the ids that a document starts with, and those that it ends with.
+
+    It starts with the special tokens that the tokenizer puts before a text, and ends with the first of `ends`, the
+    possible end-of-text ids, if there is one.
+    """
     plain, whole = coder.encode("a", special=False), coder.encode("a")
     starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
     return whole[: next(starts, 0)], list(ends[:1])
@@ -497,38 +512,41 @@ class Windows(NamedTuple):
     targets: _Ids
     """The id of the next token, or `NOWHERE`."""
     documents: _Ids | None
-    """The number of each token's document. None if no sequence has two documents that are to be separated."""
+    """The number of every token's document. None if no sequence has several documents that must be separated."""
 
     def part(self, number: int, of: int) -> Windows:
-        """Return part `number` of `of` parts of the sequences. The parts differ by at most one sequence."""
+        """Divide the sequences into `of` parts, and return the part with this number, from 0.
+
+        The sizes of the parts differ by at most one sequence.
+        """
         first, end = (len(self.ids) * index // of for index in (number, number + 1))
         return Windows(*(None if array is None else array[first:end] for array in self))  # type: ignore[arg-type]
 
     @property
     def counted(self) -> int:
-        """The number of targets."""
+        """The number of tokens that have a target."""
         return int((self.targets != NOWHERE).sum())
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a file of tokens, divided into windows.
+    """A range of the tokens in a file, such as all training tokens. It is divided into windows.
 
-    The windows of a step depend only on the seed and the number of the step. They do not depend on the number of
-    processes or on where a run was resumed. An epoch reads every window once, and every epoch has another order.
+    The windows of a training step depend only on the seed and the number of the step. They do not depend on the number
+    of processes or on where a run was resumed. An epoch reads every window once, and every epoch has another order.
     """
 
     tokens: TokenFile
-    first: int  # the first token of the stretch
-    end: int  # the token after the last
+    first: int  # the index of the first token
+    end: int  # the index of the last token, plus 1
     context: int  # tokens per window
-    apart: bool = True  # whether tokens neither attend to another document's tokens nor have one as their target
+    apart: bool = True  # whether documents are separated: no token attends to, or predicts, another document's token
 
     def __len__(self) -> int:
         return max(0, (self.end - self.first - 1) // self.context)
 
     def step(self, number: int, count: int, seed: int) -> Windows:
-        """Return the `count` windows of a step."""
+        """Return the `count` windows of the training step with this number."""
         starts = []
         for index in range(number * count, (number + 1) * count):
             epoch, place = divmod(index, len(self))
@@ -536,7 +554,7 @@ class Stretch:
         return self._at(np.array(starts))
 
     def spread(self, most: int) -> Windows:
-        """Return at most `most` windows, spread evenly over the stretch. They are the same in every call."""
+        """Return at most `most` windows, spread evenly over the range. They are the same in every call."""
         count = min(most, len(self))
         return self._at(np.linspace(0, len(self) - 1, count).astype(np.int64) * self.context)
 
@@ -554,7 +572,10 @@ class Stretch:
 
 @lru_cache(maxsize=4)
 def _starts(tokens: int, context: int, seed: int, epoch: int) -> _Ids:
-    """Return the places at which the windows of an epoch start, in the order in which they are read."""
+    """Return the indices of the tokens at which the windows of an epoch start, in the order in which they are read.
+
+    `tokens` is the number of tokens of the range, and `context` that of a window.
+    """
     generator = np.random.default_rng([seed, epoch])
     number, rest = divmod(tokens, context)
     return generator.permutation(number) * context + generator.integers(0, rest + 1)

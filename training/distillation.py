@@ -1,4 +1,4 @@
-"""The losses of distillation: a model learns to predict as a teacher, or its layers to compute as the teacher's."""
+"""The losses of distillation: a model learns to predict like a teacher, or its layers to compute like the teacher's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .loop import Batch, Logits, Loss
 
 
 class TeacherLogits:
-    """The logits of a teacher, with a cache of up to `_REMEMBERED` bytes for text that is evaluated repeatedly."""
+    """A function that computes a teacher's logits, with a cache for text that is evaluated repeatedly.
+
+    The cache has up to `_REMEMBERED` bytes.
+    """
 
     def __init__(self, teacher: Decoder) -> None:
         self.teacher, self.size = teacher, 0
@@ -40,7 +43,7 @@ class TeacherLogits:
 def distilled(
     teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None, answers: TeacherLogits | None = None
 ) -> Loss:
-    """Return the loss by which a model learns to predict as a teacher.
+    """Return the loss by which a model learns to predict like a teacher.
 
     The loss is the KL divergence of the model's next-token distribution from the teacher's (see `divergence`). In
     training, a second term can be added: the squared distance between the hidden states of both models after a layer,
@@ -49,8 +52,8 @@ def distilled(
     Args:
         teacher: the teacher.
         hidden: the weight of the second term; 0 leaves it out.
-        sample: the text on which the mean squared norm of the teacher's hidden states is measured; by default every
-            batch.
+        sample: the text on which the mean squared norm of the teacher's hidden states is measured; by default, it is
+            measured on every batch anew.
         answers: the source of the teacher's logits in evaluations, instead of `teacher`.
     """
     sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
@@ -75,7 +78,7 @@ def distilled(
 
 
 def _student(model: Logits) -> Decoder:
-    """Return the model itself, also if it is compiled."""
+    """Return the `Decoder` itself, also if `model` is a compiled one that wraps it."""
     student: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
     return student
 
@@ -83,9 +86,9 @@ def _student(model: Logits) -> Decoder:
 def divergence(target: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
     """Return the KL divergence of `logits` from `target`, KL(target ‖ logits), in nats, summed over tokens.
 
-    It is differentiable by `logits`. The vocabularies may differ in their last tokens. If `logits` has more tokens,
-    these take probability from the others, which increases the divergence. If `target` has more tokens, its
-    distribution over the common tokens is used, because the student cannot predict the others.
+    It is differentiable by `logits`. One vocabulary may have additional tokens at its end. If `logits` has more tokens,
+    these take probability from the common ones, which increases the divergence. If `target` has more tokens, its
+    distribution over the common tokens is used, because the student cannot predict the additional ones.
 
     Args:
         target: the teacher's logits, (B, T, vocabulary).
@@ -98,19 +101,19 @@ def divergence(target: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """The sum of KL divergences, computed with its gradient for a few tokens at a time.
+    """The sum of KL divergences over tokens, computed for a few tokens at a time together with its gradient.
 
-    The gradient is softmax(logits) - softmax(target). For all tokens at once, the probabilities of a large vocabulary
-    in fp32 would take more memory than much of the model, and would not fit in a core's cache.
+    The gradient is softmax(logits) - softmax(target). For all tokens at once, the fp32 probabilities of a large
+    vocabulary would need much memory, and would not fit in a core's cache.
     """
 
     @staticmethod
     def forward(ctx: Any, target: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
-        """Return the sum.
+        """Return the sum of the divergences.
 
         Args:
-            ctx: keeps the gradient for `backward`.
-            target: the teacher's logits, (N, vocabulary), of no more tokens than those of `logits`.
+            ctx: stores the gradient for `backward`.
+            target: the teacher's logits, (N, vocabulary). Their vocabulary is not larger than that of `logits`.
             logits: the student's logits, (N, vocabulary).
             counted: whether a row counts, (N,).
         """
@@ -141,16 +144,17 @@ _LAUNCHED = 1 << 26  # the number of values (268 MB) that occupy a GPU until the
 
 
 def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:
-    """Return the loss by which layers learn to compute as the same layers of a teacher, each on the teacher's input.
+    """Return the loss by which layers learn to compute like the same layers of a teacher (block-local distillation).
 
-    It is the squared distance of a layer's output from that of the teacher's layer, averaged over layers. Each distance
-    is divided by the mean squared norm of what the teacher's layer adds to the residual stream.
+    Every layer gets the input of the teacher's layer. The loss is the squared distance between the outputs of both
+    layers, averaged over layers. The distance of a layer is divided by the mean squared norm of what the teacher's
+    layer adds to the residual stream.
 
     Args:
         teacher: the teacher.
         layers: the layers to train.
         sample: the text on which the mean squared norm is measured, so that it is the same for all parts of a step; by
-            default every batch.
+            default, it is measured on every batch anew.
     """
     sizes = {} if sample is None else _sizes(teacher, sample, layers)
 
@@ -173,7 +177,7 @@ def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = 
 
 @torch.no_grad()
 def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Return the mean squared norms, for every layer, of what it adds to the residual stream and of its output."""
+    """Return two mean squared norms for every layer: of what it adds to the residual stream, and of its output."""
     with _layer_states(teacher.blocks, layers) as states:
         teacher(sample.ids, documents=sample.documents)
     pairs = {layer: ((y - x).float(), y.float()) for layer, (x, y) in states.items()}
@@ -184,9 +188,9 @@ def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, 
 def _layer_states(
     blocks: nn.ModuleList, layers: Sequence[int], inputs: Mapping[int, Tensor] | None = None
 ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Yield the input and the output, both (B, T, hidden), of every layer that ran inside the context.
+    """Yield a dictionary that gets the input and output, both (B, T, hidden), of the layers that run in the context.
 
-    If `inputs` has an input for the layers, they compute with that instead of their own.
+    If `inputs` is given, the layers get these inputs instead of their own.
     """
     states: dict[int, tuple[Tensor, Tensor]] = {}
     handles = []

@@ -3,11 +3,11 @@
 Every file is a document, or every line of a .jsonl file. No window crosses the end of a document. A window of W tokens
 predicts the W tokens that follow them, so that every token of a document but the first is predicted once. Standard
 errors are computed from windows and not from tokens, because neighbouring tokens of a text are not independent. With
-the sum L and the size T of every window, the mean is ΣL / ΣT, and its variance is n / (n - 1) · Σ(L - mean · T)² /
-(ΣT)², the ratio estimator for clusters.
+the sum of losses L and the number of tokens T of every window, the mean is ΣL / ΣT, and its variance is n / (n - 1) ·
+Σ(L - mean · T)² / (ΣT)² for n windows, the ratio estimator for clusters.
 
 Two models that read the same tokens are compared window by window. If their tokenizers differ, they are compared by
-bytes: a token of the second model counts in the first model's window in which it ends.
+bytes: a token of the second model counts for the window of the first model in which the token ends.
 """
 
 import math
@@ -66,7 +66,7 @@ class Estimate(Record):
 
 @dataclass(frozen=True)
 class Bin(Record):
-    """The predictions at a range of positions in the window. A position predicts the next token."""
+    """The predictions at a range of positions in the window. At a position, the model predicts the next token."""
 
     first: int
     """The first position, counted from 0."""
@@ -77,7 +77,7 @@ class Bin(Record):
     nats: Estimate
     """The loss in nats per token."""
     top_k: Mapping[int, Estimate]
-    """For every k, the share of tokens among the k most likely."""
+    """For every k, the share of predictions in which the true token is among the k most likely."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Curve(Record):
     name: str
     """The name of the model."""
     context: int | None
-    """The context that the model states, if it does."""
+    """The context length that the model's config states, or None."""
     width: int
     """Tokens per window."""
     bins: tuple[Bin, ...]
@@ -115,7 +115,7 @@ class Score(Record):
     bits_per_byte: Estimate
     """The loss in bits per byte of the text."""
     top_k: Mapping[int, Estimate]
-    """For every k, the share of tokens among the k most likely."""
+    """For every k, the share of predictions in which the true token is among the k most likely."""
     curve: Curve
     """The figures by position."""
 
@@ -163,7 +163,7 @@ class Evaluation(Record, Shown):
     extrapolation: tuple[Curve, ...] = ()
     """The figures by position in windows that are longer than the context."""
     notes: tuple[str, ...] = ()
-    """What the figures do not include."""
+    """Sentences on what the figures do not include."""
     schema_version: int = field(default=1, repr=False)
 
 
@@ -210,7 +210,10 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
 
 
 def _stored_documents(folder: Path, tokenizer: Tokenizer | None, model: str) -> list[_Document]:
-    """Return the documents of a folder of tokens. It does not store the bytes of a token, so all count the same."""
+    """Return the documents of a folder of tokens.
+
+    Such a folder does not store the size of every token in bytes, so all tokens count as equally long.
+    """
     tokens = open_tokens(folder)
     if tokenizer is not None:
         require_tokenizer(tokens, model, tokenizer)
@@ -252,7 +255,7 @@ class _Window:
     document: int  # the number of the document
     first: int  # the first token that the model reads
     length: int  # the number of tokens that it reads
-    counted: int  # the number of predictions that count, at the end of the window
+    counted: int  # the number of predictions at its end that count; an earlier window has those before them
 
 
 def _windows(documents: Sequence[_Document], width: int, stride: int) -> list[_Window]:
@@ -281,24 +284,27 @@ class _Predictions:
     spec: ModelSpec
     documents: Sequence[_Document]
     windows: Sequence[_Window]
-    losses: Array  # of every prediction, in nats
-    rank: Array  # of every prediction, the number of tokens that the model considers more likely
+    losses: Array  # the loss of every prediction, in nats
+    rank: Array  # for every prediction, the number of tokens that are more likely than the true one
 
     def _by_prediction(self, values: Callable[[_Window], Array]) -> Array:
         return np.concatenate([values(window) for window in self.windows])
 
     @cached_property
     def window(self) -> Array:
-        """The number of the window of every prediction."""
+        """For every prediction, the number of its window."""
         return np.repeat(np.arange(len(self.windows)), [window.counted for window in self.windows])
 
     @cached_property
     def position(self) -> Array:
-        """The position of every prediction in its window."""
+        """For every prediction, its position in its window."""
         return self._by_prediction(lambda window: np.arange(window.length - window.counted, window.length))
 
     def ends(self, token: int) -> Array:
-        """Return the byte at which every predicted token (`token` 1), or the token before it (0), ends."""
+        """Return for every prediction the byte of the text at which a token ends.
+
+        It is the predicted token if `token` is 1, and the token before it if `token` is 0.
+        """
 
         def ends_in(window: _Window) -> Array:
             last = window.first + window.length + token
@@ -307,17 +313,23 @@ class _Predictions:
         return self._by_prediction(ends_in)
 
     def estimate(self, values: Array, sizes: Array | None = None, where: Array | slice = slice(None)) -> Estimate:
-        """Return the mean of `values` over the predictions `where`, weighted by `sizes` if there are any."""
+        """Return the mean of `values` over the predictions that `where` selects, with its standard error.
+
+        If there are `sizes`, it is the sum of the values divided by the sum of the sizes.
+        """
         weights = None if sizes is None else sizes[where]
         sums, totals = (np.bincount(self.window[where], window_weights) for window_weights in (values[where], weights))
         return ratio(sums, totals)
 
     def top(self, ks: Sequence[int], where: Array | slice = slice(None)) -> dict[int, Estimate]:
-        """Return for every k the share of the predictions `where` whose token is among the k most likely."""
+        """Return for every k the share of predictions whose true token is among the k most likely.
+
+        `where` selects the predictions.
+        """
         return {k: self.estimate(1.0 * (self.rank < k), where=where) for k in ks}
 
     def curve(self, edges: Sequence[int], width: int, ks: Sequence[int]) -> Curve:
-        """Return the predictions by position, in bins that start at `edges`, without empty bins."""
+        """Return the figures by position, in ranges that start at the positions `edges`. Empty ranges are left out."""
         bins = []
         for first, end in zip(edges, [*edges[1:], width], strict=True):
             where = (self.position >= first) & (self.position < end)
@@ -343,7 +355,7 @@ class _Predictions:
 
 
 def ratio(sums: Array, sizes: Array) -> Estimate:
-    """Return the mean of the windows' sums per size, with its standard error; see the module's docstring."""
+    """Return Σ sums / Σ sizes over windows, with its standard error, which the module's docstring explains."""
     sums, sizes = sums[sizes > 0], sizes[sizes > 0]
     count, total = len(sizes), sizes.sum()
     mean = float(sums.sum() / total) if count else math.nan
@@ -353,12 +365,15 @@ def ratio(sums: Array, sizes: Array) -> Estimate:
 
 
 def _doubling(width: int) -> list[int]:
-    """Return 0, 1, 2, 4, … below the width."""
+    """Return the positions 0, 1, 2, 4, … below the width of a window, at which ranges of positions start."""
     return [0, *(2**power for power in range((width - 1).bit_length()))]
 
 
 def _edges_beyond(context: int, width: int) -> list[int]:
-    """Return 0, 1, 2, 4, … within the context, and then every half context up to the width."""
+    """Return the positions at which ranges start in windows that are longer than the context.
+
+    They are 0, 1, 2, 4, … within the context, and then every half context up to the width of the window.
+    """
     return [*_doubling(context), *range(context, width, max(context // 2, 1))]
 
 
@@ -392,7 +407,10 @@ def _predict(
 
 @torch.inference_mode()
 def states_of(model: Decoder, ids: Tensor) -> Tensor:
-    """Return the hidden states before the head, (B, T, hidden). The logits of a whole batch would need more memory."""
+    """Return the hidden states before the head, (B, T, hidden), from which `losses_and_ranks` computes losses.
+
+    The logits of a whole batch would need more memory.
+    """
     assert model.head is not None
     states: list[Tensor] = []
 
@@ -407,9 +425,10 @@ def states_of(model: Decoder, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def losses_and_ranks(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the loss in nats and the rank of every target, some rows at a time.
+    """Return the loss in nats and the rank of every target, as a list with one pair of tensors per chunk of rows.
 
-    The rank is the number of tokens that are more likely. Of equally likely tokens, those with a smaller id count.
+    The rank is the number of tokens that are more likely. Of equally likely tokens, those with a smaller id count as
+    more likely.
 
     Args:
         model: the model, of which only the head runs here. Its logits are converted to float64.
@@ -431,7 +450,7 @@ def losses_and_ranks(model: Decoder, states: Tensor, targets: Tensor) -> list[tu
 
 
 def _compare(a: _Predictions, b: _Predictions) -> Paired:
-    """Return the loss of `a` minus that of `b`, by the windows of `a`."""
+    """Return the loss of `a` minus the loss of `b`, with a standard error over the windows of `a`."""
     same = all(np.array_equal(x.ids, y.ids) for x, y in zip(a.documents, b.documents, strict=True))
     ours: Array
     theirs: Array
@@ -450,7 +469,7 @@ def _compare(a: _Predictions, b: _Predictions) -> Paired:
 
 
 def _by_bytes(a: _Predictions, b: _Predictions) -> tuple[Array, Array, Array]:
-    """Return three sums for every window of `a`: the losses of both models in nats, and the number of bytes.
+    """Return three sums for every window of `a`: the losses of `a` and of `b` in nats, and the number of bytes.
 
     The bytes before the first token that both models predict do not count.
     """
@@ -498,7 +517,8 @@ def evaluate(
             file is a document.
         against: another model, which reads the same texts in the same windows.
         context: tokens per window; by default the smaller context of both models, and at most 2,048.
-        past: also run windows of this number of contexts, to measure predictions beyond the context; 1 does not.
+        past: also evaluate windows that are this number of times longer than the context, to measure predictions beyond
+            it. 1, the default, does not.
         stride: tokens between the starts of two windows; by default the whole window. A smaller stride gives every
             token more context, and takes longer.
         top_k: the values of k for the share of tokens that are among the k most likely.
@@ -553,7 +573,10 @@ def evaluate(
 
 
 def _opened(model: str | Path, against: str | Path | None, **opening: bool) -> dict[str, Checkpoint]:
-    """Open one or two models, and return them by different names. Raise MissingComponent if one cannot be evaluated."""
+    """Open one or two models, and return them by name. Raise MissingComponent if one does not predict a next token.
+
+    If both have the same name, the names are changed so that they differ.
+    """
     checkpoints = [open_checkpoint(reference, **opening) for reference in (model, against) if reference is not None]
     for checkpoint in checkpoints:
         checkpoint.spec.predicts("eval")
@@ -566,14 +589,17 @@ def _opened(model: str | Path, against: str | Path | None, **opening: bool) -> d
 
 
 def _scaled(name: str, checkpoint: Checkpoint, rope: str) -> dict[str, ModelSpec]:
-    """Return the tree of a model with a RoPE scaling, by a name. Raise SwapRefused if the model has no RoPE."""
+    """Return the architecture of a model with a RoPE scaling, under a name that mentions the scaling.
+
+    Raise SwapRefused if the model has no RoPE.
+    """
     steps = steps_named("rope_scaling", rope)
     return {f"{name}, {rope}": swapped(checkpoint.spec, steps, checkpoint.origin.family, name).spec}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measuring:
-    """How models are run on the texts. The fields are the arguments of `evaluate`, with their defaults."""
+    """The settings with which models are run on the texts: the arguments of `evaluate`, with defaults filled in."""
 
     paths: Sequence[Path]
     width: int
@@ -590,7 +616,8 @@ class _Measuring:
     ) -> tuple[_Predictions, list[Curve]]:
         """Return the predictions of a model, and its curves beyond the context.
 
-        There is a curve for the model itself and for each of the `scaled` trees, or none if `past` is 1.
+        There is one curve for the model itself and one for every architecture in `scaled` (the model with a RoPE
+        scaling). There are no curves if `past` is 1.
         """
         documents = _read(checkpoint, self.paths)
         decoder = load_checkpoint(checkpoint, self.dtype, self.attention, device=self.device)
@@ -607,7 +634,7 @@ class _Measuring:
         return predictions, curves
 
     def _curve(self, name: str, model: Decoder, documents: Sequence[_Document]) -> Curve:
-        """Return the predictions by position in windows of `past` contexts."""
+        """Return the figures by position, in windows that are `past` times longer than the context."""
         width = self.width * self.past
         run = _predict(name, model, documents, _windows(documents, width, width), self.tell)
         return run.curve(_edges_beyond(self.width, width), width, self.top_k)
@@ -633,7 +660,7 @@ def _notes(
 
 
 def _as_tree(model: Decoder, spec: ModelSpec, attention: Kernel) -> Decoder:
-    """Return a model of another tree with the same parameters, in the same memory."""
+    """Return a model with another architecture but the same parameters, in the same memory."""
     with torch.device("meta"):
         decoder = Decoder(spec, attention)
     decoder.load_state_dict(model.state_dict(), assign=True)

@@ -1,4 +1,4 @@
-"""Evaluate a model on the tasks of lm-evaluation-harness. Every reference that `load` takes can be evaluated.
+"""Evaluate a model on the tasks of lm-evaluation-harness. The model may be anything that `load` takes.
 
     import lm_eval
     from gptkit.training.harness import HarnessModel
@@ -49,7 +49,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         attention: "sdpa" or "eager".
         device: where to compute.
         max_length: the largest number of tokens that the model reads; by default the context that it states, or 2,048.
-        opening: how to open the checkpoint, as in `open_checkpoint`.
+        opening: options for opening the checkpoint, as in `open_checkpoint`.
 
     Raises:
         InvalidInput, Offline: as in `open_checkpoint`.
@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [self._continued(*request.args) for request in requests]
 
     def _continued(self, prompt: str, options: dict[str, Any]) -> str:
-        """Return the continuation of one prompt. The options are those of a task's `generation_kwargs`."""
+        """Return the continuation of one prompt. `options` are the `generation_kwargs` of a task."""
         ends = options.get("until") or []
         ends = [ends] if isinstance(ends, str) else list(ends)
         count = int(options.get("max_gen_toks") or options.get("max_new_tokens") or _NEW_TOKENS)

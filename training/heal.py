@@ -1,12 +1,13 @@
-"""Heal a changed model: train it to predict as its teacher, the model that it was made from.
+"""Heal a changed model: train it to predict like its teacher, the model from which a swap of components made it.
 
 The loss is the KL divergence of the model's next-token distribution from the teacher's (Hinton et al. 1503.02531, at
-temperature 1). Before that, every changed layer can be trained alone, on the input of the teacher's layer (block-local;
-as in 2510.14444). `rates` chooses the learning rate. If training does not bring the model closer to its teacher, the
-changed model is written untrained.
+temperature 1). Before that, every changed layer can be trained alone, on the input of the teacher's layer (block-local
+distillation, as in 2510.14444). `rates` chooses the learning rate. If training does not bring the model closer to its
+teacher, the changed model is written untrained.
 
-Two other kinds of runs show what the text alone does. The *control* is the teacher, trained on the same tokens as a
-language model. The *floor* is the changed architecture from random weights, trained as the changed model was.
+Two other kinds of runs show how much comes from the text alone. The *control* is the teacher, trained further on the
+same tokens as an ordinary language model. The *floor* is the changed architecture with random weights, trained in the
+same way as the changed model.
 """
 
 from __future__ import annotations
@@ -131,12 +132,13 @@ def heal(
     For comparison, also train a control and a floor (see `HealOptions.beside`).
 
     Args:
-        changed: a checkpoint that a swap wrote.
+        changed: the checkpoint of the changed model, which a swap wrote.
         teacher: the checkpoint that the changed model was made from. It must have the same tokens.
         data: text files, or one folder that `tokenize` wrote with the teacher's tokenizer.
         out: the folder to make. The checkpoints and measurements of the runs are in the folder `out`.healing.
         options: how to train; see `HealOptions`.
-        on_start: called with `trained` and the results of the teacher and of the changed model on the held-out text.
+        on_start: called before training with the field `trained` of the options, and with the figures of the teacher
+            and of the changed model on the held-out text.
         tell: called after every step, with the name of the run and the step.
         progress: progress of tokenising, as in `tokenize`.
         fields: fields of `HealOptions`, which take precedence over `options`.
@@ -144,8 +146,8 @@ def heal(
     Raises:
         UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as in `train`; also if the vocabularies
             differ.
-        NoNumber: as in `train`, except that the run cannot continue at another rate, because its layers were trained at
-            this one.
+        NoNumber: as in `train`, except that the run cannot continue at another learning rate, because its layers were
+            trained at this one.
     """
     options = replace(options or HealOptions(), **fields)
     resume, force = options.resume, options.force
@@ -196,7 +198,7 @@ class _Models:
     teacher: Decoder
     tokenizer: Tokenizer | None
     tokenizer_source: str
-    """The reference of the one of the two that has the tokenizer."""
+    """The reference of the model, of these two, that has the tokenizer."""
 
     @classmethod
     def load(cls, changed: str | Path, teacher: str | Path, options: HealOptions, group: Group) -> _Models:
@@ -218,11 +220,14 @@ class _Models:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """The layers that differ, which are none if the layers of the models do not correspond."""
+        """The layers that differ between the models. There are none if the models differ in depth or hidden size."""
         return changed_layers(self.teacher, self.model)
 
     def require_trainable(self, options: HealOptions, group: Group) -> str:
-        """Return the format of the result. Raise UsageError if the models or the parameters cannot be trained."""
+        """Check that the models and the chosen parameters can be trained, and return the format of the result.
+
+        Raise UsageError if they cannot be trained.
+        """
         for model in self.both:
             require_trainable(model.spec, False, not group.alone)
         rank, spec = rank_of(options.trained), self.model.spec
@@ -251,7 +256,7 @@ class _Models:
         return form
 
     def require_layers(self, options: HealOptions) -> None:
-        """Raise UsageError if `local` or `hidden` needs layers that correspond and there are none."""
+        """Raise UsageError if the option `local` or `hidden` is used but the models' layers do not correspond."""
         if options.local and not self.layers:
             raise UsageError(
                 "--local trains each changed layer to imitate the same layer of the teacher. It needs equal numbers of "
@@ -266,7 +271,7 @@ class _Models:
             )
 
     def read_texts(self, reader: TextReader, texts: Sequence[str | Path], options: HealOptions) -> TokenFile:
-        """Return the tokens of the texts. Raise UsageError if they do not fit the models."""
+        """Return the tokens of the texts. Raise UsageError if the tokenizer or vocabulary does not fit the models."""
         tokens, sizes = reader(texts, "data"), [model.spec.vocab_size for model in self.both]
         if tokens.folder != reader.folder / "data":
             require_tokenizer(tokens, self.tokenizer_source, self.tokenizer, **options.opening)
@@ -290,7 +295,7 @@ class _Models:
         group: Group,
         tell: Callable[[str, TrainingStep], None],
     ) -> Runs:
-        """Return the runs of this healing, before they start."""
+        """Return an object that can make the runs of this healing."""
         about = {
             "teacher": digest_of(self.teacher), "changed": digest_of(self.model), "texts": _hashes(tokens),
             "tokens": tokens.digest, "held_out": hashlib.sha256(held_out.ids.tobytes()).hexdigest(),
@@ -311,7 +316,7 @@ class _Models:
         target: Path,
         on_start: Callable[[str, HeldOutFigures, HeldOutFigures], None],
     ) -> tuple[Healed, Decoder]:
-        """Make the runs. Return the result, and the healed model of the first seed."""
+        """Make all runs. Return the result, and the healed model of the first seed."""
         original, start, settings = runs.figures_of(self.teacher), runs.figures_of(self.model), runs.settings
         on_start(options.trained, original, start)
         finished, outcome, steps, count = runs.healed(self.model, start, options.trained, options.seeds)
@@ -343,7 +348,10 @@ class _Models:
 
 
 def _settings(options: HealOptions, models: _Models, length: int, group: Group) -> Settings:
-    """Return the settings of a run. If the text decides the budget, use the smallest, because it is not read yet."""
+    """Return the settings of a run in windows of `length` tokens.
+
+    If the options give no budget, the text decides it. The text is not read yet, so the smallest budget is used here.
+    """
     by_text = options.tokens is None and options.seconds is None
     tokens = BUDGET[0] if by_text else options.tokens
     windows = windows_of(options.batch, length, tokens, group.size * options.accumulate, FURTHER)
@@ -352,7 +360,7 @@ def _settings(options: HealOptions, models: _Models, length: int, group: Group) 
 
 
 def _most_evaluated(options: HealOptions, spec: ModelSpec) -> int:
-    """Return the number of held-out tokens that the budget can afford to evaluate."""
+    """Return the largest number of held-out tokens per evaluation for which evaluations fit the budget."""
     pace = _PACE / (8 * size_of(spec))
     budget = int((options.seconds or 0) * pace) if options.tokens is None else options.tokens
     least, most = _HELD_OUT_RANGE
@@ -371,7 +379,7 @@ def _records(
     models: _Models,
     texts: Sequence[str | Path],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two entries of the manifest: the record of the healing, and the recipe."""
+    """Return two entries for the result's manifest: a description of the healing, and the recipe that repeats it."""
     settings = msgspec.structs.replace(settings, rate=result.healed.rate)
     record = {**msgspec.to_builtins(settings), "train": options.trained, "share": options.local}
     record |= {"hidden": options.hidden, "texts": _hashes(tokens)}
@@ -392,9 +400,10 @@ def _records(
 
 
 def _rhythm(settings: Settings, held_out: int) -> int:
-    """Return the steps between two evaluations of `held_out` tokens that `_EVALUATIONS` allows.
+    """Return the default number of steps between two evaluations of `held_out` tokens.
 
-    It is 0 for a budget in seconds, whose evaluations are timed by the clock.
+    It is such that all evaluations together read about the share `_EVALUATIONS` of the budget's tokens. For a budget in
+    seconds it is 0, because the clock then decides when to evaluate.
     """
     if settings.steps is None:
         return 0
@@ -404,10 +413,10 @@ def _rhythm(settings: Settings, held_out: int) -> int:
 
 @contextmanager
 def _zeros_filled(model: Decoder, names: Container[str]) -> Iterator[None]:
-    """Fill parameters that are all zeros with ones inside the context.
+    """Inside the context, fill those of the named parameters that are all zeros with ones.
 
-    A format that cannot store a parameter accepts a model in which it is zero. Training will change such a parameter,
-    so the format must be checked as if it were not zero.
+    A format without a tensor for some parameter accepts a model in which this parameter is zero. Training will change
+    the parameter, so the check of the format must see a value that is not zero.
     """
     zeros = [tensor.data for name, tensor in model.named_parameters() if name in names and not tensor.any()]
     for tensor in zeros:
@@ -420,7 +429,7 @@ def _zeros_filled(model: Decoder, names: Container[str]) -> Iterator[None]:
 
 
 def _timeless(value: Any) -> Any:
-    """Return JSON values without measured seconds, so that the same call always writes the same file."""
+    """Return JSON values without measured times, so that the same call always writes the same file."""
     if isinstance(value, Mapping):
         return {name: _timeless(item) for name, item in value.items() if name != "seconds"}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
@@ -429,10 +438,10 @@ def _timeless(value: Any) -> Any:
 def _recipe(
     changed: str | Path, healed: bool, texts: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
 ) -> dict[str, Any]:
-    """Return the manifest's entry for the recipe of the changed model, with this healing as its last step.
+    """Return the manifest's entry with the recipe of the changed model, to which this healing is added as a last step.
 
-    It is empty if no swap made the model. It is also empty if the model was `healed` before or there are several texts,
-    because a recipe cannot express this.
+    It is empty if no swap made the model. It is also empty if the model was `healed` before, or if there are several
+    texts, because a recipe can express neither.
     """
     if healed or len(texts) > 1 or not (Path(changed) / MANIFEST).is_file():
         return {}

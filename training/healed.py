@@ -1,4 +1,4 @@
-"""Swap components, and then heal the changed model if the recipe has a heal step."""
+"""Swap components of a model, and then heal the changed model if the recipe has a heal step."""
 
 import shutil
 from collections.abc import Callable, Sequence

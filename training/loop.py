@@ -1,8 +1,8 @@
 """The training loop. The model, the windows of text and the loss are arguments of `fit`.
 
-The windows of a step are divided into parts: over the processes, and by `accumulate`. The loss of a part is the sum
-over its targets, divided by the number of targets of the whole step. The gradients of the parts therefore add up to
-that of one large batch.
+The windows of a step are divided over the processes, and in every process into `accumulate` parts. The loss of a part
+is the sum over its targets, divided by the number of targets of the whole step. The gradients of the parts therefore
+add up to that of one large batch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How a model is trained. The budget is either `steps` or `seconds`; the other one is None."""
+    """The settings of a training run. The budget is either `steps` or `seconds`; the other one is None."""
 
     windows: int
     """Windows per step."""
@@ -87,10 +87,10 @@ class Settings(msgspec.Struct, frozen=True):
     rate: float = 1e-3
     """The highest learning rate."""
     warmup: float = 0.05
-    """The share of the budget in which the rate rises to `rate`."""
+    """The share of the budget in which the learning rate rises to `rate`."""
     averaged: bool = False
-    """Keep the rate constant after the warm-up, and end with the `Average` of the last steps if that is better. If
-    false, the rate falls until the end.
+    """Keep the learning rate constant after the warm-up, and end with the average of the parameters (`Average`) if that
+    is better than the last parameters. If false, the learning rate falls until the end.
     """
     decay: float = 0.1
     """AdamW's weight decay."""
@@ -117,13 +117,13 @@ class TrainingStep(Record):
     step: int  # from 1
     tokens: int  # training tokens up to and with this step
     seconds: float  # since the start of the run
-    took: float  # seconds of this step
+    took: float  # seconds for this step
     loss: float  # in nats per target
     rate: float  # the learning rate
     norm: float  # the norm of the gradient before clipping
     held_out: float | None = None  # the loss on the held-out text, if it was evaluated after this step
     averaged: float | None = None  # the held-out loss of the averaged parameters, after the last step
-    sample: str | None = None  # a text that the model generated, if it was evaluated
+    sample: str | None = None  # a text that the model generated, if it was evaluated after this step
 
 
 @dataclass
@@ -131,11 +131,14 @@ class Run:
     """The progress of a run."""
 
     step: int = 0  # the number of finished steps
-    seconds: float = 0.0  # that they took
+    seconds: float = 0.0  # the time that they took
     curve: list[dict[str, Any]] = field(default_factory=list)  # the evaluations; see `resumed.EvaluationRecord`
 
     def done(self, settings: Settings, ahead: int = 0) -> float:
-        """Return the share of the budget that is used after `ahead` more steps. It is 1 if `patience` ends the run."""
+        """Return the share of the budget that will be used after `ahead` more steps.
+
+        It is 1 if the run ends early, because `patience` evaluations were not better.
+        """
         losses = [entry["held_out"] for entry in self.curve]
         if settings.patience and min(losses[-settings.patience :], default=0.0) > min(losses, default=0.0):
             return 1.0
@@ -153,23 +156,24 @@ class Run:
             self.curve.append({name: getattr(step, name) for name in names})
 
     def best(self) -> int:
-        """Return the step of the best evaluation."""
+        """Return the step after which the best evaluation was made."""
         return int(min(self.curve, key=lambda entry: entry["held_out"])["step"])
 
     @property
     def ends_averaged(self) -> bool:
-        """Whether the average of the last steps is better than the model at every evaluation."""
+        """Whether the averaged parameters are better than the model at every evaluation."""
         averaged = self.curve[-1]["averaged"]
         return averaged is not None and bool(averaged < min(entry["held_out"] for entry in self.curve))
 
 
 class Abandoned(Exception):
-    """The argument `continues` of `fit` ended the run before its budget was used."""
+    """Raised if the argument `continues` of `fit` ends a run before its budget is used."""
 
 
 class _Interrupt:
-    """A context in which SIGINT and SIGTERM are only recorded, so that the step can end. A second signal ends the
-    process as usual.
+    """A context in which SIGINT and SIGTERM are only recorded, so that the current step can finish.
+
+    A second signal ends the process as usual.
     """
 
     def __init__(self) -> None:
@@ -180,7 +184,7 @@ class _Interrupt:
         signal.signal(number, self._before[number])
 
     def error(self, step: int, store: Store) -> BaseException:
-        """Return the exception that ends a run whose `step` is saved: that of SIGTERM, or that of Ctrl-C."""
+        """Return the exception with which a signal (SIGTERM or Ctrl-C) ends a run, after its `step` was saved."""
         error = Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
         error.add_note(f"step {step:,} is saved in {store.folder}: repeat the command with --resume to continue")
         return error
@@ -220,7 +224,7 @@ def fit(
         model: the model, on the group's device and in float32.
         batches: returns the windows of a step by its number. The windows must be the same in every process.
         held_out: the windows that every evaluation reads. None evaluates nothing.
-        settings: the budget and the rest.
+        settings: the budget and all other settings.
         group: the processes that train.
         store: the folder for checkpoints and measurements.
         loss: the loss for training and for evaluations; see `Loss`.
@@ -294,9 +298,9 @@ class _Course:
         self.rhythm = _Rhythm(settings)
 
     def begin(self, loss: float | None) -> None:
-        """Evaluate and save the model before the first step, if the best evaluation counts.
+        """Evaluate and save the model before the first step, if the run ends with the best evaluation's parameters.
 
-        `loss` is its loss on the held-out windows. It is measured if None.
+        `loss` is the model's loss on the held-out windows. If it is None, it is measured.
         """
         if self.keep_best and not self.run.curve:
             first_loss = self.evaluate() if loss is None else loss
@@ -313,7 +317,7 @@ class _Course:
         )
 
     def evaluate(self) -> float | None:
-        """Return the loss on the held-out windows, or None without any."""
+        """Return the loss on the held-out windows, or None if there are no such windows."""
         start = time.monotonic()
         loss = None if self.held_out is None else self.engine.evaluate(self.run.step, self.held_out)
         self.rhythm.evaluated(time.monotonic() - start)
@@ -362,7 +366,7 @@ class _Course:
             self.tell(step)
 
     def end(self) -> None:
-        """Leave the model as `fit` promises: the average, the best evaluation, or the last step."""
+        """Give the model its final parameters: the averaged ones, those of the best evaluation, or of the last step."""
         if self.average is not None and self.run.ends_averaged:
             self.average.exchange()
         elif self.keep_best and (best := self.run.best()) != self.run.step:
@@ -370,7 +374,7 @@ class _Course:
 
 
 def _require_windows(settings: Settings, held_out: Windows | None, group: Group) -> None:
-    """Raise UsageError if there are fewer windows than parts of a step."""
+    """Raise UsageError if a step or an evaluation has fewer windows than parts, in all processes together."""
     parts = group.size * settings.accumulate
     if settings.windows < parts:
         raise UsageError(
@@ -386,9 +390,9 @@ def _require_windows(settings: Settings, held_out: Windows | None, group: Group)
 
 
 def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) -> tuple[Run, int]:
-    """Return the run of a checkpoint, or a new run, and its number of threads.
+    """Return the progress of the run that a checkpoint belongs to, or of a new run, and its number of threads.
 
-    With another number of threads, products would be summed in another order. This function therefore sets torch's
+    With another number of threads, torch would sum products in another order. This function therefore sets torch's
     number of threads to that of the checkpoint.
 
     Args:
@@ -413,18 +417,18 @@ class _Rhythm:
         self.settings, self.took, self.last = settings, 0.0, time.monotonic()
 
     def evaluated(self, took: float) -> None:
-        """Note that an evaluation has just ended, and the seconds that it took."""
+        """Record that an evaluation has just ended, and that it took this number of seconds."""
         self.took, self.last = took, time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Return whether the run is evaluated after this step."""
+        """Return whether the model is to be evaluated after this step."""
         if self.settings.every:
             return step % self.settings.every == 0
         return time.monotonic() - self.last >= max(9 * self.took, (self.settings.seconds or 0.0) / 10)
 
 
 class _Engine:
-    """Makes the steps and evaluations of a model."""
+    """The computation of training steps and evaluations of one model."""
 
     def __init__(
         self, model: Decoder, loss: Loss, optimiser: torch.optim.AdamW, settings: Settings, group: Group
@@ -485,23 +489,29 @@ class _Engine:
         return total / counted, norm
 
     def _checked_loss(self, number: int, loss_sum: Tensor, share: Windows) -> float:
-        """Return the loss, summed over all processes. Raise NoNumber if it is NaN or infinite."""
+        """Return the sum of the loss over all processes. Raise NoNumber if it is NaN or infinite.
+
+        Args:
+            number: the number of the step, for the message.
+            loss_sum: the loss of this process.
+            share: the windows of this process.
+        """
         (total,) = self.group.total(float(loss_sum))
         if not math.isfinite(total):
             raise self._not_finite(number, self._first_bad_output(share))
         return total
 
     def _checked_norm(self, number: int, whole: Tensor) -> float:
-        """Return the norm of the gradient as a number. Raise NoNumber if it is NaN or infinite."""
+        """Return the norm of the whole gradient as a number. Raise NoNumber if it is NaN or infinite."""
         norm = float(whole)
         if not math.isfinite(norm):
             raise self._not_finite(number, self._first_bad("gradient of {}", lambda p: p.grad) or "gradient's norm")
         return norm
 
     def evaluate(self, number: int, windows: Windows) -> float:
-        """Return the loss per target after `number` steps.
+        """Return the loss per target in the windows, after `number` steps.
 
-        Raise NoNumber if it is NaN or infinite, so that the last step is not saved.
+        Raise NoNumber if it is NaN or infinite. The last step is then not saved.
         """
         per_part = math.ceil(self.settings.windows / self.settings.accumulate)
         parts = max(1, len(windows.ids) // max(per_part, self.group.size))
@@ -529,7 +539,10 @@ class _Engine:
         return None
 
     def _first_bad_output(self, share: Windows) -> str:
-        """Return the name of the first parameter, or else of the first module output, that has NaN or infinity."""
+        """Return the name of the first parameter that has NaN or infinity.
+
+        If there is none, return that of the first module whose output for these windows has.
+        """
         if name := self._first_bad("parameter {}", lambda parameter: parameter):
             return name
         outputs: list[str] = []
@@ -565,7 +578,7 @@ FLOOR = 0.1
 
 
 def decays(parameter: Parameter) -> bool:
-    """Return whether a parameter has weight decay."""
+    """Return whether weight decay applies to a parameter."""
     return len(parameter.shape) > 1 and parameter.role in _DECAYING
 
 
@@ -593,14 +606,14 @@ def adamw(
 def rate_at(share: float, rate: float, warmup: float, constant: bool = False) -> float:
     """Return the learning rate of a step.
 
-    The rate rises linearly to `rate`. Then it falls as a cosine to `FLOOR` times `rate` (Loshchilov and Hutter
+    It rises linearly to `rate` (warm-up). Then it falls as a cosine to `FLOOR` times `rate` (Loshchilov and Hutter
     1608.03983).
 
     Args:
         share: the share of the budget that is used after this step.
-        rate: the highest rate.
+        rate: the highest learning rate.
         warmup: the share of the budget in which the rate rises.
-        constant: keep the rate constant after the warm-up instead.
+        constant: after the warm-up, keep the rate constant.
     """
     if share < warmup:
         return rate * share / warmup
@@ -611,7 +624,7 @@ def rate_at(share: float, rate: float, warmup: float, constant: bool = False) ->
 
 
 def usual_rate(parameters: int) -> float:
-    """Return the highest learning rate for a model of this number of parameters, and at least 3e-5.
+    """Return the default for the highest learning rate of a model with this number of parameters: 3e-5 or more.
 
     The formula is from Kaplan et al. (2001.08361, appendix D.6).
     """

@@ -1,4 +1,4 @@
-"""The options of training as values: records that the commands, the Python functions and recipes share."""
+"""The options of `train` and `heal` as records, which the commands, the Python functions and recipes share."""
 
 import inspect
 import math
@@ -31,7 +31,7 @@ class RunOptions:
     seconds: float | None = None
     """The training time in seconds, instead of `tokens`. Two such runs do not give the same weights."""
     batch: int | None = None
-    """Tokens per step, over all processes; by default 16 windows, or fewer to give a small budget enough steps."""
+    """Tokens per step, over all processes; by default 16 windows, or fewer so that a small budget has enough steps."""
     context: int | None = None
     """Tokens per window; by default the model's context, and at most 1,024."""
     rate: float | None = None
@@ -155,7 +155,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes(options: type[RunOptions]) -> Callable[[_Function], _Function]:
-    """Return a decorator for functions that take the fields of a record as `**fields`. Their signature lists them."""
+    """Return a decorator for functions that take the fields of an options record as `**fields`.
+
+    The decorated function's signature lists these fields.
+    """
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
@@ -178,7 +181,7 @@ def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, s
         length: tokens per window.
         tokens: the budget in tokens, if it is in tokens.
         parts: the number of parts in which a step is computed, each of which has at least one window by default.
-        steps: see `batch`.
+        steps: the number of steps that a small budget should have.
 
     Raises:
         UsageError: `length` is below 1.
@@ -193,7 +196,7 @@ def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, s
 def settings_of(
     windows: int, length: int, tokens: int | None, seconds: float | None, *, every: int | None, **others: Any
 ) -> Settings:
-    """Return the settings of a budget in tokens or seconds, and of `others`, which are fields of `Settings`.
+    """Return the settings of a run with a budget in tokens or in seconds. `others` are further fields of `Settings`.
 
     Raises:
         UsageError: there are two budgets or none, or a number is out of the range that makes sense.

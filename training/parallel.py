@@ -44,7 +44,7 @@ class Group:
         return [float(value) for value in sums]
 
     def lead(self, work: Callable[[], object]) -> None:
-        """Do `work` in the first process while the others wait. If it fails there, the others raise Elsewhere."""
+        """Call `work` in the first process, while the others wait. If it fails there, the others raise Elsewhere."""
         error: BaseException | None = None
         try:
             if self.rank == 0:
@@ -84,7 +84,7 @@ class Group:
 
 
 def _device(name: str | None) -> torch.device:
-    """Return a device, by default a GPU if there is one. Raise UsageError if PyTorch cannot use it."""
+    """Return the device with this name, by default a GPU if there is one. Raise UsageError if PyTorch cannot use it."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -100,8 +100,8 @@ def _device(name: str | None) -> torch.device:
 def _return_freed_memory() -> None:
     """Make glibc return large blocks of memory to the system as soon as they are freed.
 
-    Otherwise its heaps would keep the blocks in which the parameters of layers are gathered, and one of two processes
-    would use as much memory as a single process does. With another C library, this does nothing.
+    Otherwise glibc's heaps would keep the blocks in which the parameters of layers are gathered. Each of two processes
+    would then use as much memory as a single process does. With another C library, this function does nothing.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:
@@ -110,7 +110,10 @@ def _return_freed_memory() -> None:
 
 @contextmanager
 def process_group(device: str | None = None) -> Iterator[Group]:
-    """Yield the processes that torchrun started, or this process alone. Raise UsageError if there is no such device."""
+    """Yield the processes that torchrun started, or this process alone, as a `Group`.
+
+    Raise UsageError if there is no device with this name.
+    """
     if not several():
         yield Group(0, 1, _device(device))
         return

@@ -13,9 +13,10 @@
     name = "no biases"
     set = { "blocks.*.attention.*_bias" = false }
 
-`set` and `remove` change the component tree, as stored in gptkit.json, at the paths that match a pattern. A table with
-a `type` replaces the component at the path, and a table without one changes only the fields that it names. A variant
-with `include` starts with the changes of the variants named there.
+`set` and `remove` change the model's architecture, in the form that gptkit.json stores (nested tables of components).
+They do so at all paths that match a pattern. A table with a `type` replaces the component at the path, and a table
+without one changes only the fields that it names. A variant with `include` starts with the changes of the variants that
+are named there.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files of the plans that come with gptkit, by name."""
+    """Return the paths of the plans that come with gptkit, by the plans' names."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
@@ -129,7 +130,7 @@ _KINDS = {
 
 
 def _in_words(error: msgspec.ValidationError) -> str:
-    """Return msgspec's error about a plan in words that do not need Python."""
+    """Return msgspec's error about a plan in words that do not use terms of Python."""
 
     def type_names(types: str) -> str:
         return " or ".join(_KINDS.get(type_name, type_name) for type_name in types.split(" | ") if type_name != "null")
@@ -145,7 +146,7 @@ def _in_words(error: msgspec.ValidationError) -> str:
 
 
 def _mistakes(plan: Plan) -> Iterator[str]:
-    """Yield the mistakes in a plan that the types of its fields do not exclude."""
+    """Yield messages on mistakes in a plan that the types of its fields allow."""
     names = [variant.name for variant in plan.variant]
     if not names:
         yield "variant is empty, but a plan needs at least one [[variant]]"
@@ -180,7 +181,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def slug_of(name: str) -> str:
-    """Return the form of a variant's name for file names."""
+    """Return a variant's name in a form that can be part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"
 
 
@@ -188,16 +189,16 @@ def slug_of(name: str) -> str:
 
 
 def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] = ()) -> ModelSpec:
-    """Return a component tree after `set` and `remove` of a plan, which the module's docstring describes.
+    """Return an architecture after the changes of `set` and `remove` in a plan, which the module's docstring describes.
 
     Args:
-        spec: the tree.
+        spec: the architecture.
         changes: new values by path pattern.
         removed: the path patterns of the fields to remove.
 
     Raises:
-        InvalidInput: a pattern matches no path of the tree.
-        ConfigError: the result is not a valid tree.
+        InvalidInput: a pattern matches no path of the architecture.
+        ConfigError: the result is not a valid architecture.
     """
     tree = to_json(spec)
     for path, value in changes.items():
@@ -216,9 +217,10 @@ def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] =
 
 
 def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the places that a path pattern matches, as pairs of the parent's table and the key in it.
+    """Return the places in nested tables that a path pattern matches, as (table, key in it) pairs.
 
-    A last part without a star may be a new key. Raise InvalidInput if there is no such place.
+    If the last part of the pattern has no star, it may be a key that does not exist yet. Raise InvalidInput if the
+    pattern matches nothing.
     """
     *parents, last_pattern = path.split(".")
     nodes = [tree]
@@ -241,7 +243,7 @@ def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
 
 @dataclass(frozen=True)
 class Arm:
-    """The base or a variant, with its tree."""
+    """The base or a variant, with its architecture."""
 
     name: str
     comment: str
@@ -313,9 +315,9 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
 
 
 def _resized(spec: ModelSpec, parameters: int) -> ModelSpec:
-    """Return the tree with feed-forwards of the width at which its number of parameters is closest to `parameters`.
+    """Return the architecture with wider or narrower feed-forwards, so that it has about `parameters` parameters.
 
-    Raise InvalidInput if it has more parameters even at width 1.
+    The width with the closest number is chosen. Raise InvalidInput if even width 1 gives more parameters.
     """
 
     def with_units(units: int) -> ModelSpec:
@@ -339,7 +341,7 @@ def _resized(spec: ModelSpec, parameters: int) -> ModelSpec:
 
 
 def label_of(variant: Arm) -> str:
-    """Return the name of a variant in messages."""
+    """Return the name by which messages call a variant."""
     return f"variant {variant.name!r}"
 
 
@@ -361,7 +363,7 @@ class PlannedVariant:
 
 
 def planned_variants(plan: Plan, arms: Sequence[Arm], length: int) -> list[PlannedVariant]:
-    """Return the base and all variants at every budget. Each is run once per seed.
+    """Return the base and all variants at every budget. Each of these is run once per seed.
 
     Args:
         plan: the plan.

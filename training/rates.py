@@ -1,13 +1,13 @@
-"""Choose the learning rate of a healing: a first guess from the gap, and a lower rate if the first steps do damage.
+"""Choose the learning rate of a healing: guess a rate, and lower it if the first steps make the model worse.
 
-A high rate suits a changed model that is far from its teacher, and damages one that is close. How much damage it does
-depends on the model, the batch and the budget. gptkit therefore evaluates every run once, early. If the run is worse
-than at its start by then, it starts again at a lower rate. Otherwise it continues, so that its first steps are not
-lost.
+The first guess depends on the *gap*, the KL divergence of the changed model from its teacher. A high rate suits a
+changed model that is far from its teacher, and damages one that is close. How much damage it does depends on the model,
+the batch and the budget. gptkit therefore evaluates every run once after a few steps. If the model is worse than at the
+start of the run, the run starts again at a lower rate. Otherwise it continues, so that its first steps are not lost.
 
-These first steps are a *trial*. A trial cannot find the best rate. Its noise is that of a long run, but its progress is
-not. From a distant start it therefore favours high rates, and from a close start low rates. What it can show is damage,
-and a lower rate is only chosen if it is better by `MARGIN`.
+These first steps are a *trial*. A trial cannot find the best rate: it has as much noise as a long run, but makes less
+progress. With a large gap it would therefore favour high rates, and with a small gap low rates. It can only show
+damage, and a lower rate is chosen only if it is better by `MARGIN`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FILE = "tried.json"
 
 @dataclass(frozen=True)
 class Trial(Record):
-    """The first steps of a run at one rate."""
+    """The first steps of a run at one learning rate, and their result."""
 
     rate: float
     loss: float | None  # on the held-out text after these steps, in nats per token; None if it is NaN or infinite
@@ -63,7 +63,7 @@ Trials = tuple[Trial, ...]
 
 
 def first_guess(usual: float, gap: float) -> float:
-    """Return the first rate to try.
+    """Return the first learning rate to try.
 
     Args:
         usual: the usual rate for random weights.
@@ -79,11 +79,12 @@ def trial_steps(steps: int) -> int:
 
 
 def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float, bool]:
-    """Return the rate of the next run, and whether that run is on trial.
+    """Return the learning rate of the next run, and whether this run is on trial.
 
-    The first run has the rate `first`. If a trial is not better than `start`, the loss before training, the next trial
-    has a lower rate, up to `TRIES` trials. If a lower rate is not better than the previous one by `MARGIN`, the next
-    run has the previous rate and is not on trial.
+    A run on trial is evaluated after its first steps, and may be abandoned. The first run has the rate `first`. If a
+    trial is not better than `start`, the loss before training, the next trial has a lower rate. There are up to `TRIES`
+    trials. If a lower rate is not better than the previous one by `MARGIN`, the next run has the previous rate and is
+    not on trial.
     """
     if not trials:
         return first, True
@@ -130,7 +131,7 @@ class TrialNotes:
 
 
 class _TrialFile(msgspec.Struct):
-    """The content of the file."""
+    """The content of the file that `TrialNotes` reads and writes."""
 
     call: dict[str, Any]  # the values that identify the healing
     tried: dict[str, list[Trial]]  # the trials of every kind of run

@@ -39,7 +39,7 @@ class RunProgress(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _SettingChange(msgspec.Struct, forbid_unknown_fields=True):
-    """A change of the learning rate or of the clip, made when a run was resumed."""
+    """A change of the learning rate or of the gradient clipping, made when a run was resumed."""
 
     last_step: int = msgspec.field(name="behind")  # the last step before the change
     clip: float | None = None
@@ -69,7 +69,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
         metrics: the run's metrics.jsonl.
         steps: the run's budget in steps, or None if the budget is a time.
         tokens: the number of tokens per step.
-        from_start: whether the run is evaluated before its first step, as a run with patience is.
+        from_start: whether the run was evaluated before its first step, as a run with `patience` is.
 
     Raises:
         InvalidInput: a field is missing, unknown or of another type, or contradicts the settings or metrics.jsonl.
@@ -101,7 +101,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
 
 
 def lines_until(metrics: Path, step: int) -> list[bytes]:
-    """Return the lines of the first `step` steps in metrics.jsonl. Later steps will be repeated."""
+    """Return the lines of the first `step` steps in metrics.jsonl. A resumed run makes the later steps again."""
     if not step:
         return []
     try:
@@ -142,7 +142,7 @@ def _lines(metrics: Path, step: int, tokens: int) -> list[_MetricsLine]:
 
 
 def require_changes(changes: Any, settings: dict[str, Any], last: int) -> None:
-    """Raise ValueError unless `changes` are valid changes of a run's rate and clip.
+    """Raise ValueError unless `changes` is a valid list of changes of a run's learning rate and gradient clipping.
 
     Args:
         changes: the value of `changes` in run.json.

@@ -1,4 +1,7 @@
-"""Make the runs of a healing: those of the changed model, of the control and of the floor, with several seeds."""
+"""Make the training runs of a healing, with several seeds: those of the changed model, the control and the floor.
+
+The module `heal` explains these three kinds of runs, and `rates` the trials that choose the learning rate.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _CONTROLS_GAP = 1 / 27  # the gap in nats from which the control's first rate is
 
 @dataclass(frozen=True)
 class HeldOutFigures(Record):
-    """The figures of a model on the held-out text, in nats per token."""
+    """The measurements of a model on the held-out text, in nats per token."""
 
     kl: float  # the KL divergence of its predictions from the teacher's
     loss: float  # its cross entropy
@@ -52,7 +55,7 @@ class Outcome(Record):
     runs: tuple[HeldOutFigures, ...]
     """The figures of the trained model of every seed."""
     seconds: float
-    """The training time of all seeds, without runs that started again at a lower rate."""
+    """The training time of all seeds in seconds, without runs that were abandoned for a lower learning rate."""
     rate: float
     """AdamW's highest learning rate."""
     tried: Trials = ()
@@ -72,7 +75,7 @@ class Outcome(Record):
 
     @property
     def kl_spread(self) -> float:
-        """The largest KL divergence minus the smallest."""
+        """The largest KL divergence of the runs minus the smallest."""
         return max(run.kl for run in self.runs) - min(run.kl for run in self.runs)
 
     @property
@@ -90,9 +93,9 @@ class Runs:
     """The runs of one healing, and what they share."""
 
     original: Decoder  # the teacher
-    windows: Windows  # of the held-out text
-    settings: Settings  # of all runs, with the usual rate for random weights; `rate` and trials decide a run's own rate
-    rate: float | None  # the rate that the user gave for the healed model
+    windows: Windows  # the windows of the held-out text
+    settings: Settings  # the settings of all runs; its learning rate is replaced by that of a run
+    rate: float | None  # the learning rate that the user gave for the healed model
     local: float  # the share of the budget in which changed layers are trained alone
     layers: tuple[int, ...]  # the changed layers
     hidden: float  # the weight of the hidden-state loss
@@ -111,15 +114,15 @@ class Runs:
         self.teacher_logits = TeacherLogits(self.original)
 
     def _sample(self) -> Batch:
-        """Return as much held-out text as one step has. It is the same in every process."""
+        """Return a batch of held-out text, with as many tokens as one step has. It is the same in every process."""
         parts = max(1, len(self.windows.ids) // self.settings.windows)
         return Batch.of(self.windows.part(0, parts), self.group.device)
 
     def figures_of(self, model: Decoder) -> HeldOutFigures:
         """Return the figures of a model on the held-out text.
 
-        The model is not put into eval mode. Its parameters could move in memory then, and an optimizer whose moments
-        have the old layout would fail.
+        The model is not put into eval mode. In eval mode, gptkit's modules may move their parameters into one matrix,
+        and an optimizer whose moments have the old layout would fail.
         """
         windows, sums, settings = self.windows, [0.0, 0.0], self.settings
         # Read as many windows as a part of a step has, or more if that is little work for a forward pass.
@@ -136,7 +139,7 @@ class Runs:
         return HeldOutFigures(max(sums[0], 0.0) / counted, sums[1] / counted)
 
     def _teacher(self) -> Decoder:
-        """Return the teacher, compiled if the model is and if the loss does not need the teacher's hidden states."""
+        """Return the teacher, compiled if runs are compiled and the loss does not need the teacher's hidden states."""
         compiles = self.settings.compiled and not self.hidden
         return torch.compile(self.original) if compiles else self.original  # type: ignore[return-value]
 
@@ -155,9 +158,9 @@ class Runs:
 
         Args:
             name: the name of the run and of its folder.
-            model: trained in place.
+            model: the model, which is trained in place.
             loss: the loss to minimise.
-            settings: the budget and the rest.
+            settings: the budget and all other settings.
             trained: the names of the parameters to train; by default all.
             earlier: a run of the same model before this one. This run reads the windows after those of `earlier`.
             trial: decides whether the run continues.
@@ -198,7 +201,7 @@ class Runs:
 
         Args:
             name: the name of the kind of run. With the `seed`, it names the folders of both runs.
-            model: trained in place.
+            model: the model, which is trained in place.
             settings: the settings of both runs together.
             trained: the parameters to train, as in `HealOptions`.
             seed: the number of the seed, from 0.
@@ -225,7 +228,10 @@ class Runs:
         return _Totals(alone.step + run.step, alone.seconds + run.seconds, count)
 
     def _settings_of(self, seed: int, rate: float, spent: float = 0.0) -> Settings:
-        """Return the settings of a run, without the seconds that trials have `spent` of its budget."""
+        """Return the settings of the run with this seed and learning rate.
+
+        Abandoned trials have already `spent` some seconds, by which a budget in seconds is reduced.
+        """
         common = self.settings
         seconds = None if common.seconds is None else max(common.seconds - spent, common.seconds / 10)
         return msgspec.structs.replace(common, rate=rate, seed=common.seed + seed, seconds=seconds)
@@ -247,7 +253,8 @@ class Runs:
         Args:
             name: the name of the kind. Its trials are recorded under this name.
             model: the model to train. Every run trains a copy of it.
-            start: the figures of the model before training. They are also the result of a run that makes it worse.
+            start: the figures of the model before training. They are also the result of a run that makes the model
+                worse.
             loss_of: returns, from the figures of a model, the loss that training minimises.
             rate: AdamW's highest learning rate, or the first rate to try if runs are `on_trial`.
             train: trains one copy.
@@ -277,7 +284,7 @@ class Runs:
         return loss if self.settings.dtype == "float32" else None
 
     def _first_run(self, name: str, model: Decoder, *arguments: Any) -> tuple[Decoder, _Totals, float, Trials, float]:
-        """Make the first run of a kind. As long as a trial shows damage, start it again at a lower rate.
+        """Make the first run of a kind. If a trial makes the model worse, start the run again at a lower learning rate.
 
         The arguments are those of `_attempt`.
 
@@ -299,19 +306,19 @@ class Runs:
         first: float,
         train: _TrainFunction,
     ) -> tuple[_Totals, float, Trials, float] | None:
-        """Make the first run of a kind at the rate that follows from the trials so far.
+        """Try to make the first run of a kind, at the learning rate that follows from the trials so far.
 
         Args:
             name: the name of the kind.
             copy: the model to train, in place.
-            start: its loss on the held-out text. A run on trial continues if its loss is below this.
+            start: its loss on the held-out text before training. A run on trial continues only if its loss is smaller.
             loss_of: returns, from the figures of a model, the loss that training minimises.
             first: the rate of the first trial.
             train: trains the copy.
 
         Returns:
-            The totals of the run, its rate, the trials, and the seconds of the runs that were abandoned. If this run
-            was abandoned too, its trial is recorded, and the result is None.
+            The totals of the run, its learning rate, the trials, and the seconds of the runs that were abandoned. If
+            this run was abandoned, its trial is recorded, and the result is None.
         """
         steps, seconds = self.settings.steps, self.settings.seconds
         trial_end = 0 if steps is None else trial_steps(steps)
@@ -359,8 +366,8 @@ class Runs:
             seeds: the number of runs.
 
         Returns:
-            The model of the first seed, which is the changed model itself if no training made it better. Then the
-            results, the steps of a run, and the number of trained parameters.
+            The model of the first seed, or the untrained changed model if training did not make it better; the results;
+            the number of steps of a run; and the number of trained parameters.
         """
 
         def train(copy: Decoder, settings: Settings, seed: int, **options: Any) -> _Totals:
@@ -374,9 +381,9 @@ class Runs:
         return finished, outcome, totals.steps, totals.parameters
 
     def control(self, original: HeldOutFigures, seeds: int) -> Outcome:
-        """Train the teacher to predict the same tokens, at the best rate for it.
+        """Train the teacher on the same tokens as a language model (the control). Trials choose the learning rate.
 
-        The results are those at the best evaluation. That may be the first one, whose figures are `original`.
+        The results are those of the best evaluation. This may be the one before training, whose figures are `original`.
         """
 
         def train(copy: Decoder, settings: Settings, seed: int, **options: Any) -> _Totals:
@@ -387,9 +394,9 @@ class Runs:
         return self._all_seeds("control", self.original, original, lambda figures: figures.loss, rate, train, seeds)[1]
 
     def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
-        """Train all parameters of the changed architecture from random weights, at the usual rate.
+        """Train all parameters of the changed architecture from random weights (the floor), at the usual rate.
 
-        `make` returns the model with the random weights of a `seed`.
+        `make` is called with a `seed`, and returns the model with its random weights.
         """
         figures, seconds = [], 0.0
         for seed in range(seeds):
@@ -407,7 +414,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Totals:
-    """The totals of a training, over the runs that it consists of."""
+    """The totals of a training, which may consist of two runs: changed layers alone, and then the whole model."""
 
     steps: int
     seconds: float
@@ -423,7 +430,7 @@ _TrialJudge = Callable[[Decoder, int, float], bool]
 
 
 def _parts(settings: Settings, local: float) -> tuple[Settings | None, Settings]:
-    """Divide a budget into the share `local`, in which layers are trained alone, and the rest.
+    """Divide the settings' budget in two: the share `local`, in which layers are trained alone, and the remaining one.
 
     The first result is None if `local` is 0.
     """

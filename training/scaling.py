@@ -53,7 +53,7 @@ class Point(Record):
 
 
 def _exp(power: float) -> float:
-    """Return e^power, without overflow: a law that was fitted to a bootstrap sample may have extreme constants."""
+    """Return e^power without an OverflowError. A law fitted to a bootstrap sample may have extreme constants."""
     return math.exp(max(-700.0, min(power, 700.0)))
 
 
@@ -84,7 +84,7 @@ _Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Optimum(Record):
-    """The best run for a budget."""
+    """The size of the model and the number of training tokens with the lowest predicted loss for a budget."""
 
     flops: float  # the budget
     parameters: float
@@ -103,8 +103,8 @@ class Scaling(Record, Shown):
     intervals: dict[str, _Interval]  # 95 % intervals of the law's constants
     drawn: int  # the number of bootstrap fits
     error: float  # the median of |predicted / measured - 1| over the runs
-    parameters: tuple[int, int]  # the smallest and the largest of the runs
-    tokens: tuple[int, int]  # the fewest and the most of the runs
+    parameters: tuple[int, int]  # the smallest and the largest number of parameters of the runs
+    tokens: tuple[int, int]  # the smallest and the largest number of training tokens of the runs
     optima: tuple[Optimum, ...]  # one for each budget
     points: tuple[Point, ...]  # the runs
     schema_version: int = field(default=1, repr=False)
@@ -221,7 +221,9 @@ def _require(points: Sequence[Point]) -> None:
 def _predicted(unknowns: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logarithms of the law's three terms, (3, …, runs), and log(predicted) - log(measured), (…, runs).
 
-    The unknowns, (…, 5), are log E, log A, log B, α and β.
+    Args:
+        unknowns: log E, log A, log B, α and β, (…, 5).
+        values: the parameters, tokens and loss of the runs, (…, runs, 3).
     """
     e, a, b, alpha, beta = (unknown.unsqueeze(-1) for unknown in unknowns.unbind(-1))
     n, d, measured = values.log().unbind(-1)
@@ -230,7 +232,7 @@ def _predicted(unknowns: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _objective(unknowns: Tensor, values: Tensor) -> Tensor:
-    """Return Huber's loss, summed over the runs."""
+    """Return the objective of the fit: Huber's loss, summed over the runs."""
     _, residuals = _predicted(unknowns, values)
     return torch.nn.functional.huber_loss(residuals, torch.zeros_like(residuals), reduction="none", delta=_DELTA).sum(
         -1
@@ -238,16 +240,17 @@ def _objective(unknowns: Tensor, values: Tensor) -> Tensor:
 
 
 def _starts(values: _Values) -> Tensor:
-    """Return the points of the grid with the least objective, (`_STARTS`, 5)."""
+    """Return the points of the grid that have the smallest objective, (`_STARTS`, 5)."""
     grid = torch.tensor(list(itertools.product(*_GRID)), dtype=torch.float64)
     return grid[_objective(grid, torch.from_numpy(values)).argsort()[:_STARTS]]
 
 
 def _laws(values: _Values, starts: Tensor) -> list[Law]:
-    """Return the law with the least objective for every set of runs, (sets, runs, 3), over all starts, (K, 5).
+    """Fit the law to every set of runs in `values`, (sets, runs, 3), and return one law per set.
 
-    The steps are Gauss-Newton steps with the damping of Levenberg and Marquardt. Plain gradients and L-BFGS stop early
-    in the long flat valley of E, α and β, and at a different place from every start.
+    Every fit is made from all `starts`, (K, 5), and the one with the smallest objective is returned. The method is
+    Gauss-Newton with the damping of Levenberg and Marquardt. Gradient descent and L-BFGS would stop early in the long
+    flat valley of E, α and β, at a different place from every start.
     """
     sets = torch.from_numpy(values)
     runs = sets.repeat_interleave(len(starts), 0)
@@ -277,13 +280,16 @@ def _laws(values: _Values, starts: Tensor) -> list[Law]:
 
 
 def _interval(values: Sequence[float]) -> _Interval:
-    """Return the 95 % interval of bootstrap values."""
+    """Return the 95 % interval of values from bootstrap fits."""
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
 
 
 def _optimum(law: Law, flops: float, resampled: Sequence[Law], ranges: Sequence[tuple[int, int]]) -> Optimum:
-    """Return the best run for a budget. Raise UsageError if it is too far beyond the range of the given runs."""
+    """Return the best run for a budget of `flops`, with intervals from the laws in `resampled`.
+
+    Raise UsageError if it is too far beyond the `ranges` of parameters and tokens of the measured runs.
+    """
     best = law.best(flops)
     for what, value, (least, most) in zip(("parameters", "tokens"), best, ranges, strict=True):
         if not least / FARTHEST <= value <= FARTHEST * most:

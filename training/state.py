@@ -52,13 +52,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW names them
 
 
 class Store:
-    """The folder of a run."""
+    """The folder of a training run, with its settings, measurements and last checkpoint."""
 
     def __init__(self, folder: Path, group: Group) -> None:
         self.folder, self.group = folder, group
 
     def resumes(self, resume: bool, force: bool) -> bool:
-        """Return whether to resume a run. Raise UsageError if a run is unfinished and neither option was given."""
+        """Return whether the folder has an unfinished run that is to be resumed.
+
+        Raise UsageError if it has one and neither `resume` nor `force` was given.
+        """
         last = self.last()
         if last is not None and not resume and not force:
             raise UsageError(
@@ -70,8 +73,8 @@ class Store:
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> list[dict[str, Any]]:
         """Write the settings of a new run to run.json, or check that they are those of the run to resume.
 
-        After a loss that was NaN or infinite, a run may continue with another rate and clip. Return all such changes,
-        with the step after which they apply.
+        After a loss that was NaN or infinite, a run may continue with another learning rate and gradient clipping.
+        Return all such changes so far, with the step after which they apply.
 
         Raises:
             UsageError: as in `resumes`; also if the run in the folder has other settings.
@@ -134,8 +137,8 @@ class Store:
     ) -> None:
         """Write a checkpoint of the model, the optimizer and the tensors in `extra` after a step.
 
-        Remove the earlier checkpoints, except that of the step `best`. Raise GptkitError if writing fails. In this case
-        the last checkpoint stays.
+        Earlier checkpoints are removed, except that of the step `best`. If writing fails, raise GptkitError; the last
+        checkpoint then stays.
         """
         path = self._folder_of(step)
         partial = path.with_suffix(".partial")
@@ -196,9 +199,10 @@ class Store:
         step: int | None = None,
         extra: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any] | None:
-        """Read the checkpoint of a step, by default the last, into the parameters, the moments and the `extra` tensors.
+        """Read the checkpoint of a step, by default the last one.
 
-        Return the content of its state.json, or None if there is no checkpoint. Raise InvalidInput if it is damaged.
+        Its values are copied into the model's parameters, the optimiser's moments and the tensors in `extra`. Return
+        the content of its state.json, or None if there is no checkpoint. Raise InvalidInput if it is damaged.
         """
         path = self.last() if step is None else self._folder_of(step)
         if path is None:
@@ -270,7 +274,7 @@ def run_folder(out: Path, name: str) -> Path:
 def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store]) -> None:
     """Raise UsageError if the result may not be written to `target`.
 
-    With `resume`, the message does not suggest --force alone, which would discard the run that should be resumed.
+    With `resume`, the message does not suggest --force alone, because that would discard the run to be resumed.
     """
     if resume and not force and os.path.lexists(target):
         last = next((run for run in runs if run.last() is not None), None)
@@ -290,15 +294,15 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
 def claim(
     stack: ExitStack, target: Path, folder: Path, runs: Callable[[], list[Store]], resume: bool, force: bool
 ) -> None:
-    """Lock the folder of some runs until the stack closes. Then also remove the files of runs that never started.
+    """Lock the folder of some runs until `stack` is closed. At its end, files of runs that never started are removed.
 
-    If no run is to be resumed, remove the old runs now, because new tokens may replace theirs.
+    If no run is to be resumed, earlier runs are removed now, because new tokens may replace theirs.
 
     Args:
-        stack: its end releases the lock.
+        stack: the stack whose end releases the lock.
         target: the folder of the result.
         folder: the folder of the runs.
-        runs: returns the runs in it.
+        runs: a function that returns the runs in `folder`.
         resume: whether the user gave --resume.
         force: whether the user gave --force.
 
@@ -374,7 +378,10 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill tensors with those of the same names in a file. Raise ValueError or SafetensorError if they do not fit."""
+    """Copy the tensors of a safetensors file into the given tensors with the same names.
+
+    Raise ValueError or SafetensorError if names, shapes or dtypes differ.
+    """
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file, torch.no_grad():
@@ -386,9 +393,9 @@ def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _violations(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
-    """Yield whether the tensors of a checkpoint violate a condition, for three conditions.
+    """Yield, for three conditions, whether the tensors of a checkpoint violate the condition.
 
-    All values must be finite. AdamW's second moment must not be negative. AdamW must have counted every step for at
+    All values must be finite. AdamW's second moments must not be negative. AdamW's step counter must be `step` for at
     least one parameter.
     """
     yield not all(bool(tensor.isfinite().all()) for tensor in tensors.values())
@@ -399,10 +406,10 @@ def _violations(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
 
 
 def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the trained parameters and AdamW's state of them by name. They share memory with the model's.
+    """Return the trained parameters and their AdamW states by name. They share memory with the model and the optimiser.
 
-    A parameter that has had no gradient yet, such as an expert that no token chose, gets a state of zeros, as AdamW
-    itself gives it at its first gradient.
+    A parameter that has had no gradient yet, such as that of an expert that no token chose, gets a state of zeros.
+    AdamW itself would create this state at the first gradient.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -77,9 +77,9 @@ class Prepared(Record):
     to: str
     """The format of the result."""
     tokens: int
-    """The tokens of the training text."""
+    """The number of tokens of the training text."""
     held_out: int
-    """The tokens that every evaluation reads."""
+    """The number of tokens that every evaluation reads."""
     flops: int
     """FLOPs per step."""
     peak: float
@@ -89,7 +89,7 @@ class Prepared(Record):
     settings: dict[str, Any]
     """The fields of `loop.Settings`."""
     first: int
-    """The number of finished steps, if a run is resumed."""
+    """The number of steps that are already finished, if a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def train(
     The folder has Hugging Face files if a family has the model's architecture, and otherwise gptkit's own format.
 
     Args:
-        model: a tree (a preset, a config.json, a spec), which gets random weights, or a checkpoint.
+        model: a checkpoint, or an architecture (a preset, a config.json, a gptkit.json), which gets random weights.
         data: text files, or one folder that `tokenize` wrote.
         out: the folder to make. The checkpoints and measurements of the run are in the folder `out`.training.
         options: how to train; see `TrainOptions`.
@@ -205,7 +205,7 @@ def train(
 def _read_texts(
     reader: TextReader, texts: Sequence[str | Path], model: str, source: tuple[Outline, bool], options: TrainOptions
 ) -> TokenFile:
-    """Return the tokens of the texts. Raise UsageError if they do not fit the model or its weights."""
+    """Return the tokens of the texts. Raise UsageError if their vocabulary or tokenizer does not suit the model."""
     tokens, (tree, scratch) = reader(texts, "data"), source
     if tokens.folder != reader.folder / "data":
         if options.tokenizer is not None:
@@ -235,7 +235,7 @@ def _prepared(
     settings: Settings,
     store: Store,
 ) -> Prepared:
-    """Return the description of a run that starts or continues now."""
+    """Return the description of a run for `on_start`, just before the run starts or continues."""
     (tree, scratch), length, group, last = source, settings.context, store.group, store.last()
     flops = training_flops(tree.spec, length, settings.windows).dense
     peak, peak_by = peak_flops(group.device, settings.dtype)
@@ -282,9 +282,9 @@ def _train_model(
 
 
 def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
-    """Return the outline of a reference, with its tree, and whether it starts from random weights.
+    """Return the outline of a model (its architecture and tokenizer), and whether training starts from random weights.
 
-    It does so if it has no weights, or if `random` is true.
+    Training does so if the model has no weights, or if `random` is true.
     """
     reference = identify(model)
     names = reference.names or ()
@@ -299,18 +299,21 @@ def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tupl
 
 
 def size_of(spec: ModelSpec) -> int:
-    """Return the number of parameters of a tree."""
+    """Return the number of parameters of a model."""
     return sum(parameter.count for parameter in spec.parameters())
 
 
 def longest(spec: ModelSpec) -> int:
-    """Return the longest window of a tree: its context, but at most its position table, or `CONTEXT` without one."""
+    """Return the longest window, in tokens, on which a model can be trained.
+
+    It is the model's context, and at most the length of its position table. Without a stated context, it is `CONTEXT`.
+    """
     table = CONTEXT if spec.positions is None else spec.positions.length
     return min(spec.context_length or table, table)
 
 
 def family_of(tree: Outline, first: str) -> str:
-    """Return the family in which a tree is written: its own if that can express it, and otherwise `first`."""
+    """Return the family in whose format a model is written: its own if that can express it, and otherwise `first`."""
     from ..architectures import named
     from ..architectures.obstacles import express
 
@@ -321,9 +324,9 @@ def family_of(tree: Outline, first: str) -> str:
 
 
 def folder_of(data: Sequence[str | Path], own: Path) -> Path:
-    """Return the folder of tokens in `data`, or the run's `own` folder if these are texts.
+    """Return the folder of tokens in `data`, or `own`, the folder of the run, if `data` are texts.
 
-    Raise UsageError if there is a folder of tokens and something else.
+    Raise UsageError if `data` has a folder of tokens together with something else.
     """
     paths = [Path(path) for path in data]
     folders = [path for path in paths if is_tokens(path)]
@@ -338,22 +341,23 @@ def folder_of(data: Sequence[str | Path], own: Path) -> Path:
 
 @dataclass(frozen=True)
 class TextReader:
-    """Reads texts as tokens, and stores the tokens in the folder of a run."""
+    """A function that reads texts as tokens, and stores the tokens in the folder of a run."""
 
     folder: Path
     resumed: bool
     """Whether an earlier call of the same run may have written the tokens to the folder."""
     group: Group
     tokenizer: str | Path | None
-    """The tokenizer, as in `tokenize`; None makes a new one of `vocabulary` tokens from the texts."""
+    """The tokenizer, as in `tokenize`; None trains a new one with `vocabulary` tokens on the texts."""
     vocabulary: int
     progress: ProgressCallback | None
     offline: bool
 
     def __call__(self, texts: Sequence[str | Path], name: str, tokenizer: str | Path | None = None) -> TokenFile:
-        """Return the tokens of a folder that `tokenize` wrote, or of texts, and store those in the folder `name`.
+        """Return the tokens of texts, or of a folder that `tokenize` wrote.
 
-        A `tokenizer` takes precedence over the usual one.
+        The tokens of texts are stored in the folder `name` within the run's folder. If a `tokenizer` is given, it is
+        used instead of the reader's own.
         """
         own, tokenizer = self.folder / name, tokenizer or self.tokenizer
         where = folder_of(texts, own)
@@ -367,7 +371,7 @@ class TextReader:
 
 
 def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
-    """Raise InvalidInput if the texts are not those with which the run started."""
+    """Raise InvalidInput if the texts are not those whose tokens are in the run's folder `own`."""
     before = {source.name: source.sha256 for source in open_tokens(own).sources}
     now = {str(text): _hashed(text) for text in map(Path, texts)}  # as `tokenize` names them: ./a is a
     for name in {**before, **now}:
@@ -387,7 +391,7 @@ def _hashed(path: Path) -> str:
 
 
 def recurrent_operation(spec: ModelSpec) -> str:
-    """Return the id of the first operation that carries a state from token to token, or an empty string."""
+    """Return the id of the model's first recurrent operation, which carries a state from token to token, or ""."""
     operations = (operation for block in dict.fromkeys(spec.blocks) for operation in spec.block_operations(block))
     return next(
         (operation.id for operation in operations if isinstance(operation, ops.Scan | ops.Convolve | ops.Pairs)), ""
@@ -399,9 +403,10 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
 
     Args:
         spec: the tree.
-        apart: whether documents are kept apart. No mask does this for a layer that carries a state from token to token.
-        several: whether several processes train it. FSDP2 then supports neither layers that share weights nor mixtures
-            of experts, because an expert may get a gradient in only some of the processes.
+        apart: whether documents must be separated. No mask can do this for recurrent layers, which carry a state from
+            token to token.
+        several: whether several processes train the model. FSDP2 then supports neither layers that share weights nor
+            mixtures of experts, because an expert may get a gradient in only some of the processes.
 
     Raises:
         MissingComponent: the model does not predict a next token.
@@ -444,11 +449,11 @@ def split(
 
     Args:
         tokens: the tokens of the training texts.
-        held_out: the share of them to hold out, or another text or folder of tokens to evaluate instead.
-        reader: reads that text.
+        held_out: the share of the tokens to hold out, or another text or folder of tokens to evaluate instead.
+        reader: the function that reads this other text.
         length: tokens per window.
         windows: windows per step.
-        apart: whether documents are kept apart.
+        apart: whether documents are separated (see `Stretch.apart`).
         evaluated: the largest number of tokens to evaluate.
 
     Raises:
@@ -474,7 +479,7 @@ def split(
 def _stretches(
     tokens: TokenFile, held_out: float | str | Path, reader: TextReader, length: int, apart: bool
 ) -> tuple[Stretch, Stretch]:
-    """Return the stretch to train on and the stretch that is held out. The arguments are those of `split`."""
+    """Return the range of tokens to train on and the range that is held out. The arguments are those of `split`."""
     if not isinstance(held_out, int | float):
         other = reader([held_out], "held-out", tokens.folder / "tokenizer.json")
         if other.tokenizer != tokens.tokenizer and not same_tokenizer(other.load_tokenizer(), tokens.load_tokenizer()):
@@ -495,7 +500,7 @@ def _stretches(
 def _about(
     model: Decoder, scratch: bool, tokens: TokenFile, held_out: Windows, settings: Settings, group: Group, apart: bool
 ) -> dict[str, Any]:
-    """Return the JSON values that identify a run. They must be the same on resuming, and are in the manifest."""
+    """Return the JSON values that identify a run. They are stored in the manifest, and must be the same on resuming."""
     return {
         "weights": "random" if scratch else digest_of(model),
         "tree": hashlib.sha256(json_bytes(to_json(model.spec))).hexdigest(),
@@ -510,7 +515,7 @@ def _about(
 
 
 def digest_of(model: Decoder) -> str:
-    """Return the sha256 of a model's tree and parameters. It does not depend on the files that they were read from."""
+    """Return the sha256 of a model's architecture and parameters, whatever files they were read from."""
     digest = hashlib.sha256(json_bytes(to_json(model.spec)))
     for _, parameter in model.named_parameters():
         digest.update(parameter.detach().cpu().reshape(-1).numpy().data)

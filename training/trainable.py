@@ -1,4 +1,4 @@
-"""Choose which parameters of a changed model are trained: all, those that changed, its norms, or low-rank updates."""
+"""Choose which parameters of a changed model are trained: all, the changed ones, the norms', or low-rank updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ CHOICES = ("all", "changed", "norms", "lora:RANK")
 
 
 def touched(before: Decoder, after: Decoder) -> set[str]:
-    """Return the parameters of `after` that are new, have another shape or value, or belong to a changed component."""
+    """Return the names of the parameters of `after` that changed.
+
+    They are new, have another shape or value than in `before`, or belong to a component whose record differs.
+    """
     old = dict(before.named_parameters())
     names = {
         name for name, parameter in after.named_parameters()
@@ -35,7 +38,10 @@ def touched(before: Decoder, after: Decoder) -> set[str]:
 
 
 def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
-    """Return the layers that changed, or none if the models differ in the number of layers or in the hidden size."""
+    """Return the indices of the layers that changed.
+
+    There are none if the models differ in the number of layers or in the hidden size.
+    """
     one, other = before.spec, after.spec
     if len(one.blocks) != len(other.blocks) or one.hidden_size != other.hidden_size:
         return ()
@@ -43,7 +49,10 @@ def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
 
 
 def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[str]]) -> set[str]:
-    """Return the names of the parameters that "all", "changed" or "norms" trains."""
+    """Return the names of the parameters to train, where `what` is "all", "changed" or "norms".
+
+    `declared` are all parameters, and `changed` returns the names of the changed ones.
+    """
     if what == "all":
         return {parameter.name for parameter in declared}
     if what == "changed":
@@ -53,7 +62,7 @@ def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[s
 
 
 def rank_of(what: str) -> int:
-    """Return the rank in "lora:RANK", and 0 for the other `CHOICES`. Raise UsageError for anything else."""
+    """Return the rank in "lora:RANK", or 0 if `what` is another of the `CHOICES`. Raise UsageError for other texts."""
     match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
     if match is None and what not in CHOICES[:-1]:
         choices = f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}"
@@ -65,7 +74,7 @@ def rank_of(what: str) -> int:
 
 
 def matrices(declared: Sequence[Parameter]) -> list[str]:
-    """Return the names of the matrices that low-rank updates are added to."""
+    """Return the names of the matrices to which low-rank updates are added."""
     roles = "reads", "writes", "inner"
     return [parameter.name for parameter in declared if len(parameter.shape) == 2 and parameter.role in roles]
 
@@ -87,7 +96,7 @@ class _LowRank(nn.Module):
 def adapted(model: Decoder, declared: Sequence[Parameter], rank: int) -> Iterator[set[str]]:
     """Add a low-rank update to every matrix of the model, and yield the names of the updates' parameters.
 
-    On exit, the updates are added to the weights.
+    When the context ends, the updates are merged into the weights.
     """
     modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in matrices(declared)}
     for name, module in modules.items():
