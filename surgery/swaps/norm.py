@@ -1,20 +1,22 @@
 """LayerNorm <-> RMSNorm.
 
-LayerNorm -> RMSNorm, exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858;
-TransformerLens' centering): if every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
+LayerNorm -> RMSNorm is exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858;
+TransformerLens' centering). If every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
 
-- all writers into the stream are centred: W -= mean over outputs, b -= mean(b), and the token and position tables;
-- β moves into the readers of the norm: R.bias += R·β, and for the last norm into a bias of the head;
-- γ and eps stay.
+- everything that writes into the stream is centred: W -= mean over outputs, b -= mean(b), and the same for the rows of
+  the token and position embeddings;
+- β is folded into the biases of the linears that read the norm, R.bias += R·β, and for the last norm into a bias of the
+  head;
+- γ and eps are unchanged.
 
-Only the norms read the mean of the stream, so subtracting it changes nothing else. A tied head reads the same matrix
-that must be centred for the embedding, so it is untied first. If a norm follows the embedding (BLOOM), the table
-becomes centre(LayerNorm(table)) and the norm is removed. If the norm's *output* is the residual, the mean matters, and
-no exact form is known: the mean of γ⊙n remains, with n the normed vector.
+Only the norms depend on the mean of the stream, so subtracting it changes nothing else. A tied head is untied first,
+because only the embedding is centred. If a norm follows the embedding (BLOOM), the table becomes
+centre(LayerNorm(table)), and the norm is removed. If the residual is the *output* of a norm, the mean matters and no
+exact form is known: the mean of γ⊙n remains, with n the normed vector.
 
-RMSNorm -> LayerNorm, exact with one more dimension: an isometry maps the stream to vectors of mean zero (`basis`), on
-which the two norms are the same function. If the stream is centred already, only the norms are exchanged. In a centred
-stream both kinds of norm are possible in every layer, so both swaps are possible for some layers only.
+RMSNorm -> LayerNorm is exact with one more dimension: an isometry maps the stream to vectors of mean zero (`basis`), on
+which the two norms are the same function. If the stream has mean zero already, only the norms are exchanged. Then both
+kinds of norm are possible in every layer, so both swaps can also be used for some layers only.
 """
 
 import math
@@ -48,19 +50,19 @@ from .mlp import dense_of, with_dense
 
 
 def _require_exact(way: str, reason: str | None) -> None:
-    """Raise SwapRefused if there is a reason why a swap cannot be exact."""
+    """Raise SwapRefused if there is a `reason` why a swap cannot be exact. `way` names the swap."""
     if reason is not None:
         hint = "Use --approximate to replace the norms anyway and to measure the damage."
         raise SwapRefused(f"{way} cannot be exact here: {reason}", hint)
 
 
 def _asked_for(path: str, layers: tuple[int, ...] | None) -> bool:
-    """Return whether the norm at a path belongs to the chosen layers."""
+    """Return whether the norm at a path belongs to the chosen layers. With None, all norms do."""
     return layers is None or (path.startswith("blocks.") and int(path.split(".")[1]) in layers)
 
 
 def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Return the output's record of LayerNorms that become RMSNorms. Raises SwapRefused if there are none."""
+    """Return the record of the swap for the output's manifest. Raises SwapRefused if the model has no LayerNorm."""
     paths = [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
     if not paths:
         raise SwapRefused("this model has no LayerNorm: all its norms are RMSNorm")
@@ -68,7 +70,7 @@ def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> d
 
 
 def why_not_exact(spec: ModelSpec) -> str | None:
-    """Return the reason why LayerNorm -> RMSNorm cannot be exact for this model, or None."""
+    """Return the reason why LayerNorm -> RMSNorm cannot be exact for this model, or None if it can."""
     _of_layer_norms(spec)
     tables(spec)  # raises SwapRefused for tables that cannot be centred
     if any(block.residual == "normed" for block in spec.blocks):
@@ -83,7 +85,7 @@ def why_not_exact(spec: ModelSpec) -> str | None:
 
 
 def _to_rms(norm: Norm) -> Norm:
-    """Return the RMSNorm that replaces a LayerNorm. An RMSNorm stays."""
+    """Return the RMSNorm that replaces a LayerNorm, or the norm itself if it is an RMSNorm."""
     return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
 
 
@@ -93,12 +95,15 @@ def _without_mean(values: Wide, axis: int) -> Wide:
 
 
 def _centred(name: str, axis: int = 0) -> Compute:
-    """Return a function that centres a writer's weight [out, in] or bias [out], or a table's rows (axis 1)."""
+    """Return a function that centres a tensor that writes into the residual stream: subtracts its mean along `axis`.
+
+    The axis is 0 for a weight [out, in] or bias [out], and 1 for an embedding.
+    """
     return lambda model: _without_mean(model.wide(name), axis)
 
 
 def _shifted(weight: str, bias: str | None, beta: str) -> Compute:
-    """Return a function that computes a reader's bias after β moved into it: bias + W·β."""
+    """Return a function that computes the bias of a linear after β of its norm was folded into it: bias + W·β."""
     if bias is None:
         return lambda model: model.wide(weight) @ model.wide(beta)
     return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
@@ -107,9 +112,10 @@ def _shifted(weight: str, bias: str | None, beta: str) -> Compute:
 def shifts_taken(
     spec: ModelSpec, layers: tuple[int, ...] | None, computed: dict[str, Compute], routers: bool = True
 ) -> tuple[dict[int, Block], Head]:
-    """Return the blocks of some layers, or all blocks and the head, with the norms' biases moved into their readers.
+    """Fold the biases of norms into the linears that read them, in some layers, or in all layers and the head.
 
-    The tensors are added to `computed`. Raises SwapRefused if a router would need a bias, unless `routers` is False.
+    Return the new blocks by layer, and the head. The new biases are added to `computed`. Raises SwapRefused if a router
+    would need a bias, which it cannot have, unless `routers` is False.
     """
     blocks, head = {}, spec.has_head()
     for layer in range(len(spec.blocks)) if layers is None else layers:
@@ -129,7 +135,10 @@ def shifts_taken(
 
 
 def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
-    """Return a block with biases for those of some norms, in their readers and in additions to their outputs."""
+    """Return a block whose linears have biases, into which those of the norms `shifting` (paths) can be folded.
+
+    If the residual is the output of a norm, the linears whose output is added to it also get a bias.
+    """
     if not shifting:  # a layer may have no attention
         return block
     attention, dense, out = block.attention, dense_of(block), block.residual == "normed"
@@ -153,7 +162,7 @@ def has_bias(norm: Norm) -> bool:
 
 
 def _inner_norm(block: Block, path: str) -> str:
-    """Return the path of the norm before the feed-forward."""
+    """Return the path of the norm that the feed-forward reads, which may be the one before attention."""
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
@@ -173,8 +182,9 @@ def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
 
 
 def _centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Return a model with RMSNorms and a residual stream of mean zero, unless the residual stream is a
-    norm's output.
+    """Return a model whose LayerNorms are RMSNorms, and whose residual stream has mean zero, and its tensors.
+
+    If the residual is the output of a norm, that output keeps its mean, and the model is only an approximation.
     """
     computed: dict[str, Compute] = {}
     blocks, head = shifts_taken(spec, layers, computed, routers=False)
@@ -210,7 +220,10 @@ def _centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Mode
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """Replace LayerNorms plainly: γ and eps stay, β and the centring are dropped. It is approximate at best."""
+    """Replace LayerNorms by RMSNorms without changing other weights. γ and eps stay, β is dropped.
+
+    The result is an approximation at best.
+    """
     record, old = _of_layer_norms(spec, layers), chosen_norms(spec, layers)
     if spec.embedding.norm is not None and layers is None:
         old["embedding.norm"] = spec.embedding.norm
@@ -219,20 +232,23 @@ def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) ->
 
 
 def _steered(model: Model, router: str, beta: str) -> bool:
-    """Return whether β changes a router's scores unequally. An equal shift is ignored by the softmax."""
+    """Return whether β of a router's norm shifts the scores of experts unequally. Softmax ignores an equal shift."""
     shift = _shifted(f"{router}.weight", None, beta)(model)
     return bool(np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())))
 
 
 def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
-    """Return the first router that LayerNorm's β would affect. It has no bias to compensate."""
+    """Return the path of the first router whose choice depends on β of its LayerNorm, or None.
+
+    β cannot be folded into a router, because routers have no bias.
+    """
     for layer in asked.those(spec, lambda block: isinstance(block.mixer("feed_forward"), MixtureOfExperts)):
         path, block = f"blocks.{layer}", spec.blocks[layer]
         norm, router = _inner_norm(block, path), f"{path}.feed_forward.router"
         if not has_bias(dict(norms(block, path))[norm]):
             continue
         question = partial(_steered, router=router, beta=f"{norm}.bias")
-        # Only a softmax ignores an equal shift of all scores.
+        # Only the softmax of a plain router ignores an equal shift of all scores.
         plain = isinstance(block.feed_forward, MixtureOfExperts) and not block.feed_forward.extras
         if asked.weights.ask(question, True, False) or not (plain or asked.weights.zero(f"{norm}.bias")):
             return router
@@ -240,7 +256,7 @@ def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
 
 
 def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Replace LayerNorms by RMSNorms, exactly or plainly as requested."""
+    """Replace LayerNorms by RMSNorms: exactly, or with --approximate without changing other weights."""
     reason = why_not_exact(spec)
     if asked.approximate:
         mixture = any(isinstance(block.mixer("feed_forward"), MixtureOfExperts) for block in spec.blocks)
@@ -264,7 +280,7 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def why_not_layernorm(spec: ModelSpec) -> str | None:
-    """Return the reason why RMSNorm -> LayerNorm cannot be exact for this model, or None."""
+    """Return the reason why RMSNorm -> LayerNorm cannot be exact for this model, or None if it can."""
     if all(norm.centred for _, norm in stream_norms(spec)):
         raise SwapRefused("this model has no RMSNorm on its residual stream: all these norms are LayerNorm")
     if any(block.residual == "normed" for block in spec.blocks):
@@ -276,15 +292,15 @@ def why_not_layernorm(spec: ModelSpec) -> str | None:
 
 
 def _to_layer_norm(norm: Norm) -> Norm:
-    """Return the LayerNorm that replaces an RMSNorm. A LayerNorm stays."""
+    """Return the LayerNorm that replaces an RMSNorm, or the norm itself if it is a LayerNorm."""
     return norm if norm.centred else LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
 
 
 def _off_the_mean(rows: Wide) -> Wide:
-    """Map rows [n, d] to vectors of d + 1 elements with mean zero, and preserve lengths and angles.
+    """Map rows [n, d] to vectors of d + 1 elements with mean zero. Lengths and angles are preserved.
 
-    A zero is appended. Then a Householder reflection maps the last unit vector to (1, …, 1)/√(d + 1): vectors
-    orthogonal to the former become orthogonal to the latter.
+    A zero is appended. Then a Householder reflection maps the last unit vector to (1, …, 1)/√(d + 1). The rows with the
+    appended zero are orthogonal to the former, so they become orthogonal to the latter: their mean is zero.
     """
     size = rows.shape[1] + 1
     v = np.full(size, -1 / math.sqrt(size))
@@ -294,10 +310,10 @@ def _off_the_mean(rows: Wide) -> Wide:
 
 
 def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Replace RMSNorms by LayerNorms, exactly or plainly as requested.
+    """Replace RMSNorms by LayerNorms: exactly, or with --approximate without changing other weights.
 
-    Exactly, the model gets one more dimension and an untied head, unless the residual stream has no mean. The plain
-    replacement keeps γ and eps and drops the mean.
+    For the exact form, the hidden size grows by 1 and a tied head is untied, unless the residual stream has mean zero
+    already.
     """
     reason, layers, old = why_not_layernorm(spec), asked.layers, spec.hidden_size
     record = {"from": "rmsnorm", "to": "layernorm", "norms": sum(not n.centred for _, n in stream_norms(spec))}
@@ -326,7 +342,7 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _stream_is_centred(model: Model) -> bool:
-    """Return whether nothing that writes into the residual stream has a mean."""
+    """Return whether all vectors in the residual stream have mean zero, because all tensors that write into it do."""
     tensors = ((model.wide(name), axis) for name, axis in written(model.spec))
     return all(bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max()) for values, axis in tensors)
 

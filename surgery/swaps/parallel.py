@@ -3,13 +3,13 @@
     serial:    a = x + attention(norm₁(x)),  y = a + feed_forward(norm₂(a))
     parallel:  y = x + attention(norm₁(x)) + feed_forward(norm₂(x))
 
-with the same weights. The two differ in the input of the feed-forward. They are the same function if the attention
-writes nothing (norm₂ reads x in both) or the feed-forward writes nothing; the weights tell. Otherwise one changed layer
-is a small change, and all layers together are too much for a model that was not trained so. (PaLM 2204.02311 and GPT-J
-were.)
+with the same weights. The two forms differ in the input of the feed-forward. They are the same function if attention
+or the feed-forward always adds zeros to the residual stream, which the weights show. Otherwise, changing one layer does
+little damage, but changing all layers does too much for a model that was not trained in the new form. (PaLM 2204.02311
+and GPT-J were trained with parallel blocks.)
 
-Both norms stay. The parallel blocks of Falcon 7b and GPT-J have one norm for both branches: "shared" removes the second
-if it equals the first, and the conversion to serial blocks copies a shared norm.
+Both norms stay. The parallel blocks of Falcon 7b and GPT-J have one norm for attention and feed-forward. The form
+"parallel:shared" removes the second norm if it equals the first. The conversion to serial blocks copies a shared norm.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,10 @@ from ..registry import Asked, Clears, Swap
 
 
 def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether a layer is the same function serial and parallel: all but one of its sub-layers write nothing."""
+    """Return whether a layer computes the same function as a serial and as a parallel block.
+
+    It does if at most one of its sub-layers adds anything other than zeros to the residual stream.
+    """
     written: dict[str, list[str]] = {}
     for writer in writers(spec.blocks[layer], f"blocks.{layer}"):
         written.setdefault(writer.slot, []).extend((writer.weight, writer.bias_name))
@@ -37,7 +40,7 @@ def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether the feed-forward's norm equals the attention's, in kind and values."""
+    """Return whether the norms before attention and before the feed-forward are equal, in kind and weights."""
     block, first, second = (
         spec.blocks[layer],
         *(f"blocks.{layer}.{slot}_norm" for slot in ("attention", "feed_forward")),
@@ -48,7 +51,10 @@ def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert serial into parallel blocks with the same weights. `shared` uses one norm if the two are equal."""
+    """Convert serial into parallel blocks with the same weights. With `shared`, both branches have one norm.
+
+    Raises SwapRefused if the two norms of a block cannot be shared because they differ.
+    """
     serial = asked.those(spec, lambda block: not block.parallel)
     two = asked.those(spec, lambda block: block.feed_forward_norm is not None)
     if not serial and not (shared and two):
@@ -104,7 +110,7 @@ def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _copied_norm(block: Block, path: str) -> dict[str, Tensor]:
-    """Copy the shared norm's values to the feed-forward's norm."""
+    """Return the tensors of a norm before the feed-forward, which are copies of the norm before attention."""
     names = block.attention_norm.shapes()
     return {f"{path}.feed_forward_norm.{name}": Moved(f"{path}.attention_norm.{name}") for name in names}
 
@@ -118,7 +124,10 @@ def _rearranged(
     to: str,
     note: str | None,
 ) -> Swapped:
-    """Return the model with these blocks. The layers `changed` get another order."""
+    """Return the model with new blocks, and its guarantee.
+
+    `changed` are the layers that become serial or parallel, and `blocks` has these and other new blocks by layer.
+    """
     lossy = [layer for layer in changed if not _same_either_way(spec, asked, layer)]
     why = f"{in_words(lossy)}: the feed-forward reads a different input, because both branches write" if lossy else None
     summary = {"to": to, "layers": changed, "exact_layers": [layer for layer in changed if layer not in lossy]}

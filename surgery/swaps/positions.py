@@ -1,12 +1,13 @@
 """The position encoding (rotary, ALiBi, a learned table or none), and the context length of a model.
 
-A change of the position encoding is a start for training, except between two forms without position information. The
-starts:
+After a change of the position encoding, the model has to be trained, unless there is no position information before or
+after it. gptkit sets the weights so that training has a good start:
 
-- a removed table: its mean joins the token embeddings, so that the residual stream keeps its mean (a tied head keeps
-  the old table, and is untied);
-- removed rotary positions: each pair of a head has its mean rotation instead, folded into q (`rope.mean_rotation`);
-- a new table is zero. Neutral rotary positions rotate nothing: they are the form in which llama-like families can
+- If a position table is removed, its mean row is added to the token embeddings, so that the residual stream keeps its
+  mean. (A tied head is untied, and keeps the old token embeddings.)
+- If rotary positions are removed, each rotary pair of the queries is rotated by the mean rotation instead, which is
+  folded into the weights of q (`rotation.mean_rotation`).
+- A new table is zero. Neutral rotary positions ("rope:neutral") rotate nothing. In this form, families like llama can
   express a model without positions.
 
 With a text, the projections after attention are also fitted on it. `--approximate` leaves out that fit and the means.
@@ -37,7 +38,10 @@ _TABLE = "positions.weight"
 
 
 def kind(spec: ModelSpec) -> str:
-    """Return the position encoding: learned, rope (not neutral), alibi, none, or "mixed" if layers differ."""
+    """Return the position encoding of a model: "learned", "rope", "alibi", "none", or "mixed" if layers differ.
+
+    RoPE that rotates nothing (neutral) counts as "none".
+    """
     kinds = {_kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
         if not isinstance(spec.positions, LearnedPositions):
@@ -47,7 +51,7 @@ def kind(spec: ModelSpec) -> str:
 
 
 def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
-    """Return the kind of one layer's positions."""
+    """Return the kind of the position encoding in one layer. RoPE that rotates nothing counts as "none"."""
     match position:
         case None:
             return "none"
@@ -63,9 +67,9 @@ def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
 
 
 def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert into rotary positions with the base 10,000 or the requested base, or into neutral ones.
+    """Give the chosen layers RoPE with the base 10,000 or the requested base, or neutral RoPE, which rotates nothing.
 
-    On rotary layers only the base changes.
+    In layers that have RoPE already, only the base changes, or whether it rotates.
     """
     neutral, base = asked.argument == "neutral", None
     if asked.argument is not None and not neutral:
@@ -99,14 +103,17 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert into ALiBi in the form of other layers, or else outside the scale of the scores, as in the paper."""
+    """Give the chosen layers ALiBi, in the form that other layers have.
+
+    Without such layers, its bias is not multiplied by the scale of the scores, as in the paper.
+    """
     present = (block.attention.position for block in spec.blocks)
     alibi = next((position for position in present if isinstance(position, ALiBi)), ALiBi())
     return _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
 
 
 def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert into a table of positions, all zero."""
+    """Give the model a position table of zeros, and remove other position encodings."""
     if asked.layers is not None:
         hint = "Leave --blocks out."
         raise SwapRefused("a position table is added to the token embeddings, so it affects every layer", hint)
@@ -130,7 +137,10 @@ def _repositioned(
     hint: str | None = None,
     table: LearnedPositions | None = None,
 ) -> Swapped:
-    """Return the model with the given positions of each layer, and with the given table or none."""
+    """Return the model with another position encoding in some layers (`positions`), and with the given table or none.
+
+    `to` names the new encoding, and `hint` is for the error that nothing would change.
+    """
     changed = {layer: new for layer, new in positions.items() if spec.blocks[layer].attention.position != new}
     if not changed and table is None and spec.positions is None:
         where = "these layers" if asked.layers is not None else "all layers"
@@ -151,7 +161,7 @@ def _repositioned(
     if table is not None:
         after = replace(after, positions=table, context_length=table.length)
         tensors["positions.weight"] = Filled((table.length, table.size), 0.0, "embedding.weight")
-    # Exact if there is no position information before or after.
+    # The change is exact if there is no position information before and after it.
     kinds = {_kind_of(p) for layer, new in changed.items() for p in (spec.blocks[layer].attention.position, new)}
     exact = kinds <= {"none"} and (
         spec.positions is None
@@ -166,10 +176,10 @@ def _repositioned(
 
 
 def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tuple[Any, dict[str, Tensor]]:
-    """Return a layer's attention with other positions, and its tensors that change.
+    """Return a layer's attention with another position encoding, and its tensors that change.
 
-    Rounding details that do not fit the new positions change too. If rotary positions are removed, queries get the mean
-    rotation, which favours short distances before ALiBi.
+    Details of rounding that do not fit the new encoding change too. If RoPE is removed, the mean rotation is folded
+    into the queries. If ALiBi replaces it, short distances count more in this mean.
     """
     attention, is_alibi = spec.blocks[layer].attention, isinstance(position, ALiBi)
     before, rounding = attention.position, dict[str, Any]()
@@ -203,11 +213,15 @@ def _mean_row(rows: Wide) -> Wide:
 
 
 def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
-    """Return the model without its table, whose mean joins the token embeddings."""
+    """Return the model without its position table, whose mean row is added to the token embeddings.
+
+    If a norm follows the embedding, the mean row is added to the norm's bias. New tensors are added to `tensors`, and
+    notes for the user to `notes`.
+    """
     after = replace(spec, positions=None)
 
     def joining(name: str, present: bool = True) -> Computed:
-        # Positions are added to multiplied rows, and a norm's bias is not multiplied.
+        # Positions are added after the embedding's multiplier, which does not apply to a norm's bias.
         factor = spec.embedding.multiplier if spec.embedding.norm is None else 1.0
         return Computed(lambda model: _mean_row(model.wide(_TABLE)) / factor + (model.wide(name) if present else 0))
 
@@ -236,7 +250,10 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
 
 
 def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
-    """Return a value to try: neutral RoPE without positions, or a table for models without a context length."""
+    """Return a value to try on a model in `gptkit swaps`.
+
+    This is neutral RoPE for a model without positions, or a table for a model without a context length.
+    """
     if form == "rope:neutral":
         bare = all(block.attention.position is None for block in spec.blocks)
         return (form,) if bare and spec.positions is None else ()
@@ -266,7 +283,7 @@ _TO_ROPE = tuple(
     for step in ("position=rope", "position=rope:neutral")
     for clears in (Clears("*.position", step, theirs=Rotary), Clears("positions", step))
 )
-"""RoPE that rotates comes first at equal cost."""
+"""If RoPE and neutral RoPE cost the same, RoPE comes first, because it is first in this list."""
 _TO_LEARNED = (
     *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
     Clears("positions", theirs=LearnedPositions),
@@ -277,27 +294,27 @@ _TO_LEARNED = (
 
 
 def _longer_table(table: Array, length: int) -> Array:
-    """Append rows to a table: its rows backwards, then forwards again, and so on.
+    """Extend a position table to `length` rows: its rows backwards, then forwards again, and so on.
 
-    The seam is smooth, and the model knows every row (derived for gptkit; Longformer, 2004.05150, repeats from the
-    first row).
+    So neighbouring rows stay similar, and the model knows every row. (This is derived for gptkit. Longformer,
+    2004.05150, starts again with the first row.)
     """
     period = np.concatenate((table, table[::-1]))
     return period[np.arange(length) % len(period)]
 
 
 def _first_rows(table: Array, length: int) -> Array:
-    """Return the first rows of a table."""
+    """Return the first `length` rows of a position table."""
     return table[:length]
 
 
 def _after_offset(table: Array, move: Callable[[Array], Array], offset: int) -> Array:
-    """Move only the rows of a table after the first `offset`."""
+    """Apply `move` to the rows of a position table after the first `offset` rows, which are unchanged."""
     return np.concatenate([table[:offset], move(table[offset:])])
 
 
 def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the context length, and the rows of a position table: exact up to the shorter length."""
+    """Change the context length, and the number of rows of a position table. This is exact up to the shorter length."""
     length = asked.number("a context length", most=10**9)
     table, now = spec.positions, spec.context_length
     if now == length and (table is None or table.length == length):
@@ -327,7 +344,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _lengths(spec: ModelSpec) -> tuple[str, ...]:
-    """Return twice and half of the present length."""
+    """Return twice and half of the present context length, to try on a model in `gptkit swaps`."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
     return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
 

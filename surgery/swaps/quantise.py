@@ -1,12 +1,12 @@
-"""Linear weights of the blocks rounded to few bits, and stored as the rounded numbers.
+"""Round the linear weights of blocks to few bits, and store the rounded numbers in the usual dtype.
 
-With a text, weights are rounded by GPTQ (`fits.rounding`). Without one, or with --approximate, they are rounded to
+With a text, weights are rounded by GPTQ (`fits.rounding`). Without a text, or with --approximate, they are rounded to
 nearest, on the same grids.
 
-int8: symmetric, one scale for each output row, the largest weight at 127 (torchao's Int8WeightOnly). intB:G:
-asymmetric, a scale and a zero point for every G inputs of a row, from their least to their largest (torchao's
-Int4WeightOnly). Norms, biases, tables and the head stay. This measures the damage of the rounding; the files are as
-large as before.
+int8 is symmetric: every output row has one scale, and its largest weight is at 127 (torchao's Int8WeightOnly). intB:G
+is asymmetric: every G inputs of a row have a scale and a zero point, so that the grid goes from their least to their
+largest weight (torchao's Int4WeightOnly). Norms, biases, embeddings and the head are not rounded. The swap shows the
+damage of quantisation; the files are as large as before.
 """
 
 import math
@@ -32,7 +32,7 @@ _ROLES: tuple[Role, ...] = (
 
 
 def by_row(weight: Wide, bits: int) -> Grid:
-    """Return the grid of a weight [out, in] whose rows are symmetric, of 2^bits - 1 values each."""
+    """Return the symmetric grid of a weight [out, in]. Every row has a scale of its own, and 2^bits - 1 values."""
     top = 2 ** (bits - 1) - 1
     scale = np.abs(weight).max(axis=1, keepdims=True) / top
     scale[scale == 0] = 1.0
@@ -40,7 +40,10 @@ def by_row(weight: Wide, bits: int) -> Grid:
 
 
 def by_group(weight: Wide, bits: int, size: int) -> Grid:
-    """Return the grid of a weight [out, in] with 2^bits values from least to largest for `size` inputs of a row."""
+    """Return the asymmetric grid of a weight [out, in].
+
+    Every group of `size` inputs in a row has 2^bits values, from its least to its largest weight.
+    """
     groups = weight.reshape(weight.shape[0], -1, size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     scale = (high - low) / (2**bits - 1)
@@ -49,7 +52,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Grid:
 
 
 def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Round the weights of the linear maps in the chosen layers. Routers and kernels stay."""
+    """Round the weights of the linear layers in the chosen layers, but not those of routers and convolutions."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
@@ -84,12 +87,12 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a tensor is a linear's weight, rather than numbers for elementwise products (Mamba's A_log)."""
+    """Return whether a tensor is the weight of a linear, unlike Mamba's A_log, which is used elementwise."""
     return name.endswith(".weight")
 
 
 def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
-    """Round a weight [out, in], or a stack of weights [n, in, out], to nearest."""
+    """Round a weight [out, in], or a stack of weights [n, in, out], to the nearest values on its grid."""
     weight = model.wide(name)
     if weight.ndim == 2:
         return grid(weight).nearest(weight)
@@ -99,7 +102,10 @@ def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
 
 
 def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]:
-    """Return the weights of a layer's linears in running order: for each mixer readers, inner ones, writers."""
+    """Return the weights of a layer in the order in which they run. Weights in one list read the same pass's inputs.
+
+    In each sub-layer, these are the linears that read its input, then inner ones, then those that write its output.
+    """
     slots = [sublayer.mixer.slot for sublayer in block.sublayers]
     by_role = [[(linear.slot, linear.weight) for linear in linears(block, f"blocks.{layer}", role)] for role in _ROLES]
     stages = [
@@ -109,8 +115,9 @@ def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]
 
 
 def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> None:
-    """Raise SwapRefused if a weight's inputs do not divide into groups of `size`. The hint names sizes that do for all
-    weights.
+    """Raise SwapRefused if the inputs of a weight cannot be divided into groups of `size`.
+
+    `widths` has the numbers of inputs by weight. The hint names group sizes that are possible for all weights.
     """
     refused = next((name for name, inputs in widths.items() if inputs % size), None)
     if refused is None:

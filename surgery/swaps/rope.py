@@ -1,6 +1,6 @@
 """Rotary positions: scaling for a longer context, the order of the pairs, and RoPE on part of a head.
 
-In the last, some pairs rotate as before and the others no longer rotate.
+With RoPE on part of a head, some pairs rotate as before, and the others no longer rotate.
 """
 
 import math
@@ -58,11 +58,11 @@ _KINDS = {
     "linear": ("positions divided by the factor", "Chen et al. 2306.15595; kaiokendev 2023"),
     "dynamic": ("dynamic NTK: the base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
 }
-"""The scaling methods: their titles and sources."""
+"""The titles and sources of the scaling methods."""
 
 
 def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
-    """Return positions that are scaled by a method."""
+    """Return RoPE with one of the scaling methods applied. `context` is the context length before the scaling."""
     fields: dict[str, Any] = {"factor": factor, "original_context": context}
     scaling: RopeScaling
     match name:
@@ -83,7 +83,7 @@ def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
 
 
 def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Scale rotary positions. With --approximate, positions are divided, the plain form of every method."""
+    """Scale rotary positions by a method. With --approximate, positions are only divided by the factor."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 after the colon, such as yarn:4")
@@ -116,14 +116,18 @@ def _rescaled(
     summary: dict[str, Any],
     notes: tuple[str, ...] = (),
 ) -> Swapped:
-    """Return the model with other angles in some layers, and another context."""
+    """Return the model with other rotary positions in some layers, and another context length."""
     guarantee, promise = _guarantee_of_angles(before, after)
     record = summary | {"context": [spec.context_length, context], "layers": list(before)}
     return Swapped(with_rotary(spec, after, context_length=context), guarantee, {}, record, notes, promise)
 
 
 def _guarantee_of_angles(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
-    """Return the guarantee and promise for a change of angles: exact if they are equal, perhaps up to a context."""
+    """Return the guarantee of a change of rotary positions, and the length up to which it holds.
+
+    The change is exact if all pairs rotate by the same angles. With dynamic scaling, this may be so only up to the
+    original context.
+    """
     lengths: list[int] = []
     for layer, rotary in before.items():
         scalings = [rotary.scaling, after[layer].scaling]
@@ -138,7 +142,7 @@ def _guarantee_of_angles(before: Mapping[int, Rotary], after: Mapping[int, Rotar
 
 
 def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
-    """Raise SwapRefused if a scaling cannot be combined with the present one."""
+    """Raise SwapRefused if the scaling method `name` cannot be combined with the scaling that RoPE has already."""
     if is_neutral(rotary):
         raise SwapRefused(f"RoPE of layer {layer} has only frequencies of 0, so scaling would change nothing")
     if rotary.scaling is not None and not (name == "linear" and isinstance(rotary.scaling, LinearScaling)):
@@ -153,7 +157,7 @@ def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
 
 
 def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Remove the scaling, and restore the context before it, if known."""
+    """Remove the scaling of RoPE, and restore the context length before the scaling, if known."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
         hint = "If it was scaled by a larger base (ntk), restore the base with --position rope:BASE."
@@ -165,7 +169,7 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
         )
 
     def shorter(rotary: Rotary, context: int) -> int:
-        """Return the context of a model before this scaling."""
+        """Return the context length that the model had before the scaling of this layer's RoPE."""
         if isinstance(rotary.scaling, LinearScaling):
             return max(math.floor(context / rotary.scaling.factor), 1)
         return min(original_context(rotary.scaling) or context, context)
@@ -182,14 +186,14 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _pair_order(dim: int, pairs: Pairs) -> Index:
-    """Return the old places of a head's elements after a change of the order of pairs to `pairs`."""
+    """Return for each element of a head its old place, if the order of rotary pairs changes to `pairs`."""
     if pairs == "adjacent":
         return np.stack(pair_elements(dim, "halves"), axis=1).ravel()
     return np.concatenate(pair_elements(dim, "adjacent"))
 
 
 def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Permute the rows of q and k within each head."""
+    """Change the order of rotary pairs ("halves" or "adjacent"), by permuting the rows of q and k within each head."""
     wanted: Pairs = "adjacent" if asked.value == "adjacent" else "halves"
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.pairs != wanted}
     if not layers:
@@ -203,7 +207,7 @@ def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Index]]:
-    """Yield each tensor with rotary rows, and the order of its rows within a head."""
+    """Yield each tensor of an attention whose rows are rotated, and the new order of its rows within a head."""
     order = _pair_order(rotary.dim, wanted)
     if isinstance(attention, Attention):
         whole = np.concatenate((order, np.arange(rotary.dim, attention.head_dim)))
@@ -220,10 +224,11 @@ def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -
 
 
 def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Restrict RoPE to part of each head. The mean rotation replaces dropped pairs, which move to the end.
+    """Restrict RoPE to part of each head.
 
-    With --approximate, the first elements of each head still rotate, at the frequencies of the new dimension, as with
-    partial_rotary_factor in a config.
+    The other pairs are moved to the end of the head, and the mean of their rotation is folded into the queries. With
+    --approximate, no weights change: the first elements of each head rotate at the frequencies of the new rotary
+    dimension, as with partial_rotary_factor in a config.
     """
     match = re.fullmatch(r"(\d{1,9})(?::(slowest|fastest))?", asked.value)
     if match is None:
@@ -258,7 +263,7 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
         "layers": list(layers),
     }
     dynamic = [rotary.scaling for rotary in layers.values() if isinstance(rotary.scaling, DynamicScaling)]
-    # Beyond the original context, the growth of a dynamic base depends on the dimension, which has changed.
+    # Beyond the original context, the growth of a dynamic base depends on the rotary dimension, which has changed.
     promise = Promise(length=min((scaling.original_context for scaling in dynamic), default=None) if exact else None)
     new = with_mixers(spec, after)
     swapped = Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
@@ -266,7 +271,7 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _require_part(layer: int, rotary: Rotary, size: int) -> None:
-    """Raise SwapRefused if a rotary cannot be reduced to this dimension."""
+    """Raise SwapRefused if RoPE cannot be restricted to `size` elements of a head."""
     widest, state = rotary.dim - 2, f"RoPE rotates {rotary.dim} dimensions of each head in layer {layer}"
     possible = (
         f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "No smaller number is possible."
@@ -282,15 +287,18 @@ def _require_part(layer: int, rotary: Rotary, size: int) -> None:
 
 
 def kept_pairs(dim: int, size: int, drop: str) -> Index:
-    """Return the pairs that stay; the first pairs are the fastest."""
+    """Return the numbers of the pairs that still rotate if RoPE is restricted from `dim` to `size` elements.
+
+    `drop` is "slowest" or "fastest". The first pairs are the fastest.
+    """
     return np.arange(size // 2) if drop == "slowest" else np.arange((dim - size) // 2, dim // 2)
 
 
 def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
-    """Return rotary positions of `size` elements with the frequencies of the remaining pairs.
+    """Return RoPE of `size` elements with the frequencies of the pairs in `kept_pairs`.
 
-    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so only the base changes. If a scaling depends on more than the
-    frequency, the divisor of every pair is listed.
+    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so another base gives the same frequencies. If a scaling does not
+    fit that, the frequency of every pair is listed as a divisor, as in longrope.
     """
     remaining = kept_pairs(rotary.dim, size, drop)
     original = original_context(rotary.scaling)
@@ -322,7 +330,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
 
 
 def _part_order(rotary: Rotary, pairs: Index, head_dim: int) -> Index:
-    """Return the elements of a head with those of the remaining pairs first, in their order, then the others."""
+    """Return the elements of a head in their new order: those of the pairs that still rotate, and then the others."""
     first, second = (elements[pairs] for elements in pair_elements(rotary.dim, rotary.pairs))
     together = np.concatenate((first, second)) if rotary.pairs == "halves" else np.stack((first, second), 1).ravel()
     rest = np.setdiff1d(np.arange(head_dim), together)
@@ -330,11 +338,17 @@ def _part_order(rotary: Rotary, pairs: Index, head_dim: int) -> Index:
 
 
 def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, pairs: Index) -> bool:
-    """Return whether dropped pairs affect a score, that is, whether a pair has queries and keys that are not zero."""
+    """Return whether pairs that no longer rotate affect a score: whether both their queries and keys are not zero.
+
+    `pairs` are the pairs that still rotate.
+    """
     first, second = pair_elements(rotary.dim, rotary.pairs)
 
     def sizes(side: Literal["q", "k"]) -> np.ndarray:
-        """Return the largest weights of the pairs, by key-value head. With a norm that subtracts a mean, all matter."""
+        """Return the largest weight of each pair, (kv_heads, pairs), for queries or keys.
+
+        If a norm subtracts the mean, no pair is zero.
+        """
         heads, norm = (attention.heads, attention.q_norm) if side == "q" else (attention.kv_heads, attention.k_norm)
         total = np.full((heads, rotary.dim // 2), float(norm is not None and norm.centred))
 
@@ -357,7 +371,10 @@ def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotar
 def _part_tensors(
     path: str, attention: Attention, rotary: Rotary, pairs: Index, context: int | None
 ) -> dict[str, Tensor]:
-    """Return the rows of q and k in their new order, with dropped pairs of q rotated by their mean."""
+    """Return q and k with their rows in the new order, and with the mean rotation of dropped pairs folded into q.
+
+    `pairs` are the pairs that still rotate.
+    """
     order = _part_order(rotary, pairs, attention.head_dim)
     names = row_tensors(path, attention, "q") + row_tensors(path, attention, "k")
     tensors: dict[str, Tensor] = {}
@@ -371,14 +388,14 @@ def _part_tensors(
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return half of the smallest rotary dimension."""
+    """Return half of the smallest rotary dimension, to try on a model in `gptkit swaps`."""
     dims = [rotary.dim for rotary in rotary_layers(spec, range(len(spec.blocks))).values()]
     half = min(dims, default=0) // 4 * 2
     return (f"{half}", f"{half}:fastest") if half else ()
 
 
 def _dims(spec: ModelSpec) -> set[int | None]:
-    """Return the rotary dimensions, and None for layers without rotary positions."""
+    """Return the different rotary dimensions of layers, with None for layers without RoPE."""
     positions = (block.attention.position for block in spec.blocks)
     return {position.dim if isinstance(position, Rotary) else None for position in positions}
 

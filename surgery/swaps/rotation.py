@@ -1,7 +1,7 @@
-"""The effect of rotary positions on the pairs of a head, and its transfer into weights.
+"""Formulas for rotary positions: the rotations of the pairs of a head, and how to fold rotations into weights.
 
-A pair of elements is read as a complex number z. It is rotated by e^(iθm) at position m, and the scores depend on Re(q
-· conj(k) · e^(iθ(m-n))). So
+A pair of elements is read as a complex number. At position m, it is multiplied by e^(iθm), and the scores depend on
+Re(q · conj(k) · e^(iθ(m-n))). So
 
 - any complex factor on a pair of q commutes with the rotation, and can be folded into the rows of W_q;
 - a pair without its rotation is best replaced by the mean rotation over the distances m - n, a complex factor on q;
@@ -25,23 +25,23 @@ from ..registry import Asked
 
 Pairs = Literal["halves", "adjacent"]
 NEUTRAL = LinearScaling(factor=1e30)
-"""Positions divided by 1e30, so that nothing rotates: cos is 1 in every dtype and sin at most 1e-21."""
+"""A scaling that divides positions by 1e30, so that nothing rotates: cos is 1 in every dtype, and sin at most 1e-21."""
 _DISTANCES = 4096  # distances in a mean rotation, at most
 
 
 def is_neutral(rotary: Rotary) -> bool:
-    """Return whether the positions rotate nothing."""
+    """Return whether this RoPE rotates nothing, because it has the `NEUTRAL` scaling."""
     return isinstance(rotary.scaling, LinearScaling) and rotary.scaling.factor >= NEUTRAL.factor
 
 
 def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
-    """Select the layers that have rotary positions."""
+    """Return the rotary positions of those of the given layers that have some."""
     positions = {layer: spec.blocks[layer].attention.position for layer in layers}
     return {layer: position for layer, position in positions.items() if isinstance(position, Rotary)}
 
 
 def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
-    """Return the chosen layers with rotary positions. Raises SwapRefused if there are none."""
+    """Return the rotary positions of the chosen layers. Raises SwapRefused if none of these layers has any."""
     layers = rotary_layers(spec, asked.chosen(spec))
     if not layers:
         where = "these layers have" if asked.layers is not None else "this model has"
@@ -52,7 +52,10 @@ def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
 
 
 def frequencies(rotary: Rotary, length: int = 1) -> Wide:
-    """Return the angle of each pair from one position to the next, (dim/2,), in sequences of `length` tokens."""
+    """Return the angle in radians by which each pair rotates from one position to the next, (dim/2,).
+
+    With some scalings, it depends on `length`, the number of tokens of the sequence.
+    """
     import torch
 
     from ...modules.positions import inverse_frequencies
@@ -61,12 +64,12 @@ def frequencies(rotary: Rotary, length: int = 1) -> Wide:
 
 
 def amplitude(rotary: Rotary) -> float:
-    """Return the factor of cos and sin."""
+    """Return the factor by which cos and sin are multiplied (attention_factor), which is 1 for most scalings."""
     return float(getattr(rotary.scaling, "attention_factor", 1.0))
 
 
 def turns_alike(a: Rotary, b: Rotary, length: int = 1) -> bool:
-    """Return whether two rotaries rotate every pair by the same angles, up to rounding."""
+    """Return whether two RoPEs rotate all pairs by the same angles, up to rounding, in sequences of `length` tokens."""
     same = a.dim == b.dim and math.isclose(amplitude(a), amplitude(b), rel_tol=1e-15)
     return same and bool(np.allclose(frequencies(a, length), frequencies(b, length), rtol=1e-14, atol=0))
 
@@ -77,7 +80,10 @@ def original_context(scaling: RopeScaling | None) -> int | None:
 
 
 def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
-    """Return a rotary's scaling for another dimension: the first divisors, the last one repeated."""
+    """Return the scaling for RoPE of another dimension.
+
+    If a scaling lists divisors by pair, the first ones are used, and the last one is repeated if there are too few.
+    """
     half = dim // 2
     if isinstance(scaling, LongRopeScaling):
         short, long = (
@@ -90,16 +96,16 @@ def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
 
 
 def pair_elements(dim: int, pairs: Pairs) -> tuple[Index, Index]:
-    """Return the first and the second element of each pair, the fastest pair first."""
+    """Return for each rotary pair the place of its first and of its second element in a head. Fast pairs come first."""
     index = np.arange(dim // 2)
     return (index, index + dim // 2) if pairs == "halves" else (2 * index, 2 * index + 1)
 
 
 def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None, near: float = 0.5) -> Array:
-    """Return each pair's mean rotation over the distances within a context, a complex factor (dim/2,).
+    """Return the mean rotation of each pair over all distances within a context, as complex factors (dim/2,).
 
-    It includes the squared amplitude of cos and sin. A distance d counts (context - d) / (1 + d)^near: by its
-    frequency, and more if it is short, as in attention.
+    A distance d has the weight (context - d) / (1 + d)^near. The numerator is how often it occurs, and with a larger
+    `near`, short distances count more, as in attention. The factors include the squared amplitude of cos and sin.
     """
     length = min(limit for limit in (context, window, _DISTANCES) if limit is not None)
     distances = np.arange(length)
@@ -109,7 +115,10 @@ def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None
 
 
 def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide:
-    """Multiply every head's pairs in rows (heads·head_dim, …) by complex factors (dim/2,). Other rows are unchanged."""
+    """Multiply the rotary pairs of every head by complex factors (dim/2,). Rows without rotation are unchanged.
+
+    `rows` are (heads · head_dim, …).
+    """
     first, second = pair_elements(rotary.dim, rotary.pairs)
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     column = factors.reshape(-1, *[1] * (rows.ndim - 1))
@@ -125,16 +134,17 @@ def reordered(array: Array, order: Index) -> Array:
 
 
 def row_tensors(path: str, attention: Attention, side: Literal["q", "k"]) -> list[str]:
-    """Return the tensors whose rows are elements of query or key heads, with a norm of each head last."""
+    """Return the tensors whose rows are elements of query or key heads: the projection, and then a norm of heads."""
     norm = attention.q_norm if side == "q" else attention.k_norm
     norm_tensors = [] if norm is None else tensors_of(f"{path}.{side}_norm", norm)
     return tensors_of(path, attention, f"{side}_proj") + norm_tensors
 
 
 def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Callable[..., Wide]]:
-    """Return functions that compute the query rows with each pair multiplied by a complex factor.
+    """Return functions that compute the tensors of the queries with each rotary pair multiplied by a complex factor.
 
-    With a norm of each query head before the rotation, only the modulus is used, in the norm's weight.
+    If query heads have a norm before the rotation, the norm's weight is multiplied by the absolute value of the factors
+    instead, and the phase is lost.
     """
     if np.allclose(factors, 1, rtol=0, atol=1e-15):
         return {}
@@ -159,6 +169,6 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:
-    """Return the model with other rotary positions in some layers, and other fields of its own."""
+    """Return the model with other rotary positions in some layers, and with other fields of the model."""
     changed = {layer: replace(spec.blocks[layer].attention, position=position) for layer, position in positions.items()}
     return with_mixers(spec, changed, **fields)

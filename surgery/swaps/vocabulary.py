@@ -1,15 +1,15 @@
-"""The vocabulary: padded with rows of zeros, cut to its first tokens, pruned to chosen ones; the head's matrix.
+"""Change the vocabulary: pad it with rows of zeros, cut it to its first tokens, or prune it; tie or untie the head.
 
 Rows of the embedding and of the head are moved unchanged, so every logit of a kept token stays the same. Comparisons
 use only the kept tokens (`Promise.tokens`). A new token has a row of zeros in the head, and so a logit of 0, which is
-not the least one.
+not the least logit.
 
-Fewer tokens need a smaller tokenizer; see `converter.vocabulary` for its files.
+Fewer tokens need a smaller tokenizer; `converter.vocabulary` changes its files.
 
-The head's matrix and the embedding's are tied or untied. Untying copies the table to the head. Tying is exact if both
-have the same values already. Otherwise one matrix T replaces an embedding E and a head H. T = (E + H) / 2 minimises
-|T - E|² + |T - H|². On a trained model with separate matrices (sample:llama) that costs a KL of 1.8 nats per token,
-while H for both costs 5.3 and E for both 7.3: the two matrices have little in common, and their sum preserves both.
+Untying gives the head a copy of the embedding. Tying is exact if embedding and head have the same values already.
+Otherwise one matrix T replaces an embedding E and a head H. T = (E + H) / 2 minimises |T - E|² + |T - H|². On a trained
+model with separate matrices (sample:llama) this costs a KL of 1.8 nats per token. H for both costs 5.3, and E for both
+7.3. The two matrices have little in common, and their sum preserves both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,18 +35,18 @@ _NAMED = 4  # the number of tokens that a message names
 
 
 def _tables(spec: ModelSpec) -> list[str]:
-    """Return the tensors with a row, or an element, for every token."""
+    """Return the names of the tensors with a row, or an element, for every token: the embedding, the head, its bias."""
     rows = {} if spec.head is None else spec.head.shapes()
     return ["embedding.weight", *(f"head.{name}" for name in rows if "." not in name)]
 
 
 def _picked(ids: Sequence[int]) -> Callable[[Array], Array]:
-    """Return a function that returns the rows of these tokens, in this order."""
+    """Return a function of a table that returns the rows of these tokens, in this order."""
     return lambda table: table[np.asarray(ids)]
 
 
 def _moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
-    """Return every table with the same change of its rows."""
+    """Return recipes that apply `move` to the rows of every tensor in `_tables`."""
     return {name: Moved(name, move) for name in _tables(spec)}
 
 
@@ -59,7 +59,11 @@ def _sized(
     files: Mapping[str, bytes | None] | None = None,
     **summary: Any,
 ) -> Swapped:
-    """Return the model with `size` tokens. `tokens` are the old ids of the kept tokens, and their new ids."""
+    """Return the model with a vocabulary of `size` tokens.
+
+    `move` changes the rows of a table. `tokens` are the old ids of the kept tokens, and their new ids. `files` are
+    changed tokenizer files.
+    """
     head = None if spec.head is None else replace(spec.head, vocab_size=size)
     table: Any = spec.positions
     if table is not None and table.padding is not None:
@@ -81,7 +85,7 @@ def _sized(
 
 
 def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Pad with rows of zeros or cut to a number of tokens, or pad to the next `multiple` of it."""
+    """Pad the vocabulary with rows of zeros, or cut it, to N tokens. With `multiple`, pad it to a multiple of N."""
     if asked.argument is not None and not multiple:
         raise UsageError(f"--vocab {asked.value!r} is unknown", "known: N, multiple:N, prune:FILE, prune-text:FILE")
     of, now = asked.number("a number of tokens"), spec.vocab_size
@@ -103,7 +107,7 @@ def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
-    """Keep only the first tokens."""
+    """Keep only the first `size` tokens."""
     vocabulary = _vocabulary_of(asked)
     files: Mapping[str, bytes | None] = {}
     if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
@@ -115,7 +119,10 @@ def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
 
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
-    """Raise SwapRefused if the first `size` tokens need a later one."""
+    """Raise SwapRefused if the first `size` tokens are not enough for the tokenizer, or are merged from later tokens.
+
+    `now` is the present number of tokens.
+    """
     hint = "--vocab prune:FILE keeps chosen tokens and the tokens that they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
     if needed:
@@ -136,7 +143,7 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
 
 
 def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Keep the tokens in a file, one per line, spelled as in the vocabulary or given as an id."""
+    """Keep the tokens that a file lists, one per line, spelled as in the tokenizer's vocabulary, or as a token id."""
     vocabulary = _vocabulary_of(asked, needed=True)
     lines = [line for line in _read_plain(asked.argument or "").split("\n") if line]
     ids, unknown = set(), []
@@ -160,7 +167,7 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Keep the tokens of a text."""
+    """Keep the tokens that occur in a text file."""
     vocabulary = _vocabulary_of(asked, needed=True)
     texts = asked.texts if asked.files is None or "tokenizer.json" in asked.texts else None
     tokenizer = load_tokenizer(asked.files or Path(), texts)
@@ -169,7 +176,7 @@ def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
-    """Keep these tokens and all tokens that they need, in their order, numbered from 0."""
+    """Keep these tokens and all tokens that they need. They keep their order, and are numbered from 0."""
     stay = sorted(vocabulary.closed(ids | set(vocabulary.required())))
     if stay[-1] >= spec.vocab_size:
         raise SwapRefused(
@@ -196,7 +203,7 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
 
 
 def _read_plain(name: str) -> str:
-    """Read a file as text."""
+    """Read a UTF-8 text file. Raises InvalidInput if that is not possible."""
     try:
         return Path(name).expanduser().read_bytes().decode()
     except OSError as error:
@@ -210,7 +217,10 @@ def _vocabulary_of(asked: Asked) -> Vocabulary | None: ...
 @overload
 def _vocabulary_of(asked: Asked, needed: bool) -> Vocabulary: ...
 def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
-    """Return the vocabulary with the ids in config.json. Without one, return None, or raise SwapRefused if `needed`."""
+    """Return the tokenizer's vocabulary, with the token ids that config.json uses.
+
+    If the model has no tokenizer, return None, or raise SwapRefused if `needed`.
+    """
     config = None if asked.origin is None else asked.origin.config_text
     if CONFIG in asked.texts:
         config = asked.texts[CONFIG].decode()
@@ -236,7 +246,7 @@ _BOTH = ("embedding.weight", "head.weight")
 
 
 def _without_blank(spec: ModelSpec) -> None:
-    """Raise SwapRefused if the row of a token counts as zeros, which a moved or copied row would not."""
+    """Raise SwapRefused if the embedding of a token is always read as zeros (padding_idx), whatever its row is."""
     if spec.embedding.blank is not None:
         raise SwapRefused(
             f"the embedding of token {spec.embedding.blank} is always read as zeros (padding_idx), which this "
@@ -247,7 +257,7 @@ def _without_blank(spec: ModelSpec) -> None:
 def _retied(
     spec: ModelSpec, guarantee: Guarantee, tensors: Mapping[str, Tensor], *notes: str, **summary: Any
 ) -> Swapped:
-    """Return the model with its head tied to the embedding if it was not, or untied."""
+    """Return the model with its head tied to the embedding if it was untied, or untied if it was tied."""
     _without_blank(spec)
     tied, words = spec.tied, {True: "tied", False: "untied"}
     new = replace(spec, head=replace(spec.has_head(), tied=not tied))
@@ -255,14 +265,17 @@ def _retied(
 
 
 def _untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
-    """Give the head a copy of the table."""
+    """Untie the head: give it a copy of the embedding."""
     if not spec.has_head().tied:
         raise SwapRefused("the head is not tied: it already has a matrix of its own", "--tie ties it to the embedding.")
     return _retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
 def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Tie the head: one matrix if both are equal, else the mean, or with `approximate` the embedding's."""
+    """Tie the head to the embedding.
+
+    If their matrices differ, both become the mean, or with --approximate the matrix of the embedding.
+    """
     if spec.has_head().tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
@@ -272,7 +285,7 @@ def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
             f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: they cannot be tied"
         )
     if asked.weights.same(*_BOTH):
-        # Stored in the wider of the two dtypes, which have the same values.
+        # The two have the same values, and the result is stored in the wider of the two dtypes.
         return _retied(spec, "exact", {_BOTH[0]: Moved(_BOTH, lambda table, head: table)})
     differ = asked.weights.ask(lambda model: sum(differing(model, *_BOTH)), table[0], 0)
     note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so tying them cannot be exact: "

@@ -1,13 +1,15 @@
 """The width of a feed-forward, or of each expert in a mixture.
 
-Wider, exact: the columns of new units in down_proj are zero, so the output is unchanged (Net2Net 1511.05641). Their
-rows in up_proj and gate_proj are copies of old units, so that training changes the zeros.
+A unit is one element of the intermediate dimension.
 
-Narrower, exact: units without any output are removed, because their column in down_proj or their input is zero.
+A wider feed-forward is exact: the columns of new units in down_proj are zero, so the output is unchanged (Net2Net
+1511.05641). Their rows in up_proj and gate_proj are copies of old units, so that training can change the zeros.
+
+A narrower one is exact if only units without output are removed, whose column in down_proj or whose input is zero.
 Otherwise the least important units are removed. With a text, these are the units that the others can best replace, and
-down_proj is fitted again (ridge regression on the text's activations; Hassibi & Stork 1993). Without one
-(--approximate), the product of the norms of a unit's weights decides. "N:active" keeps the most active units on the
-text unchanged, and records which (Minitron 2407.14679).
+down_proj is fitted again (ridge regression on the text's activations; Hassibi & Stork 1993). Without a text
+(--approximate), they are the units whose weights have the smallest product of norms. "N:active" keeps the units that
+are most active on the text, does not change their weights, and records their numbers (Minitron 2407.14679).
 """
 
 from collections.abc import Sequence
@@ -29,12 +31,12 @@ from .mlp import dense_of, with_dense
 
 
 def _widths(spec: ModelSpec) -> set[int | None]:
-    """Return the widths of the feed-forwards."""
+    """Return the different widths (intermediate sizes) of a model's feed-forwards."""
     return {block.feed_forward.intermediate_size for block in spec.blocks}
 
 
 def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
-    """Change the width of the feed-forwards in the chosen layers. `active` keeps the most active units."""
+    """Change the width of the feed-forwards in the chosen layers. With `active`, the most active units stay."""
     size = asked.number("a width")
     none = f"the width of these feed-forwards is {size} already"
     layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another width.")
@@ -60,7 +62,10 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) ->
 def _narrowed(
     mlps: Sequence[Inner], size: int, asked: Asked, active: bool
 ) -> tuple[Guarantee, dict[str, Tensor], dict[str, Any]]:
-    """Return the guarantee, the tensors and the record for fewer units. Dead units go first, and exactly."""
+    """Reduce feed-forwards to `size` units. Return the guarantee, the tensors and the record for the manifest.
+
+    Units whose output is always zero are removed first. If they are enough, the result is exact.
+    """
     silent = {}
     for mlp in mlps:
         all_units = np.ones(mlp.units, dtype=bool)
@@ -103,7 +108,7 @@ def _narrowed(
 
 
 def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
-    """Return the activity of each unit on the text, by the path of its feed-forward."""
+    """Return the activity of each unit on the text (`pruning.unit_activity`), by the path of its feed-forward."""
     calibration = asked.text("choosing the units to remove")
 
     def question(model: Model) -> dict[str, np.ndarray]:
@@ -115,7 +120,7 @@ def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
 
 
 def _dead(model: Model, inner: Inner) -> np.ndarray:
-    """Return which units have no output. The first input projection is the activated one."""
+    """Return for each unit whether its output is always zero, because its column of down_proj or its input is zero."""
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
     for name in inner.inputs if FACTS[inner.record.activation].zero else inner.inputs[1:]:
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
@@ -126,13 +131,13 @@ def _dead(model: Model, inner: Inner) -> np.ndarray:
 
 
 def _remaining_units(inner: Inner, index: Index) -> dict[str, Tensor]:
-    """Return the tensors with only some of the units."""
+    """Return the tensors of a feed-forward with only the units in `index`."""
     tensors: dict[str, Tensor] = {name: taken(name, index) for name in inner.up}
     return tensors | {inner.down: taken(inner.down, index, 1)}
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return widths to try in a listing."""
+    """Return widths to try on a model in `gptkit swaps`."""
     width = max(block.feed_forward.intermediate_size for block in spec.blocks)
     return (str(width + 16), *([str(width * 3 // 4)] if width >= 4 else []))
 

@@ -21,17 +21,17 @@ from ..registry import Asked, Clears, Swap
 
 
 def _has_window(block: Block) -> bool:
-    """Return whether the attention of a block can have a window."""
+    """Return whether a block has an attention that can have a window: not latent and not linear attention."""
     return isinstance(block.mixer("attention"), Attention)
 
 
 def _same_up_to(windows: list[int | None]) -> int:
-    """Return the length of text up to which these windows hide the same tokens. None is full attention."""
+    """Return the length in tokens up to which no window hides a token: the shortest window. None is full attention."""
     return min(window for window in windows if window is not None)
 
 
 def _to_window(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Give the chosen layers a window, or full attention."""
+    """Give the attention of the chosen layers a window, or full attention."""
     window = None if asked.value == "none" else asked.number("a window", most=10**9)
     layers = asked.those(spec, _has_window, "no layer has attention that can have a window")
     changed = dict[int, Attention]()
@@ -53,13 +53,13 @@ def _to_window(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _windows(spec: ModelSpec) -> set[int | None]:
-    """Return the windows of the layers that have one, or the context if no layer has one."""
+    """Return the different windows of a model's layers in tokens, or the context length if no layer has a window."""
     windows = {getattr(block.mixer("attention"), "window", None) for block in spec.blocks} - {None}
     return windows or {usual_context(spec)}
 
 
 def _examples(spec: ModelSpec) -> Iterator[str]:
-    """Yield half of the widest window."""
+    """Yield half of the widest window, to try on a model in `gptkit swaps`."""
     widest = max(_windows(spec), key=lambda width: width or 0)
     if widest is not None and widest > 1:
         yield str(widest // 2)
