@@ -38,15 +38,18 @@ _PANELS = {
     "Train and use": ("tokenize", "train", "eval", "ablate", "fit-scaling", "generate"),
     "More": ("demo", "draft"),
 }
-"""The commands in the groups and the order in which the help lists them."""
+"""The commands by group. Groups and commands are in the order in which the help lists them."""
 _ORDER = [name for names in _PANELS.values() for name in names]
 _HIDDEN = {"inspect"}  # another name of `load`
 _WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
-"""Commands that other tools have, and the call that does the same here."""
+"""Commands that gptkit does not have but other tools do, and the call of gptkit that does the same."""
 
 
 def _mistake(call: Any) -> str:
-    """Return one line on what is wrong with a call. The suggestion is gptkit's: click suggests almost any word."""
+    """Return one line on what is wrong with a call, from click's error.
+
+    For a mistyped command or option, gptkit suggests a similar one itself, because click suggests almost any word.
+    """
     message = re.sub(r" *(\(Did you mean .*\)|Did you mean .*\?)$", "", str(call.format_message()).strip())
     message = message[:1].lower() + message[1:].rstrip(".")
     unknown = re.fullmatch(r"no such (option|command):? '(-{0,2}(.+))'", message)
@@ -65,7 +68,7 @@ def _mistake(call: Any) -> str:
 
 
 def _refuse_repeated(command: Any, ctx: Any, args: Sequence[str]) -> None:
-    """Refuse an option that takes one value but is given twice, since either value may be the intended one.
+    """Raise an error if an option that takes one value is given twice, since either value may be the intended one.
 
     Options that click collects in a list (`multiple`) or counts may be repeated.
     """
@@ -102,14 +105,14 @@ class _Commands(typer.core.TyperGroup):
         return sorted(super().list_commands(ctx), key=_ORDER.index)
 
     def next_step(self, call: Any, given: Sequence[str]) -> str:
-        """Return the advice after a wrong call. `given` is the call's words."""
+        """Return the advice to print after a wrong call. `given` are the words of the command line."""
         first = next((word for word in given if not word.startswith("-")), "")
         if first in _WORDS:
             return f"Use {_WORDS[first]} instead."
         if call.ctx is not None:
             return f"Run {call.ctx.command_path} -h for help."
-        # The error has no context if the parser of options raised it. The group has no options with a value, so the
-        # first word is the command.
+        # click's error has no context if the parser of options raised it. gptkit itself has no options with a value
+        # before the command, so the first word is the command.
         return f"Run gptkit {first} -h for help." if first in self.commands else "Run gptkit -h for help."
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +179,16 @@ _Completion = Callable[[str], list[str]] | None
 def option(
     form: str, words: str, panel: str | None = None, *, default: Any = None, complete: _Completion = None, **more: Any
 ) -> Any:
-    """Return an option. `form` is its form in the help: "--kv TOKENS", or "TOKENS" if the parameter has its name."""
+    """Return an option of a command, as the default of a parameter.
+
+    Args:
+        form: The option as the help shows it, "--kv TOKENS", or only "TOKENS" if the parameter's name gives the rest.
+        words: The help text.
+        panel: The heading in the help.
+        default: The value if the option is not given.
+        complete: The function that completes values in the shell.
+        more: Other arguments of `typer.Option`.
+    """
     parts = form.split(" ")
     names = [part for part in parts if part.startswith("-")]
     metavar = " ".join(part for part in parts if part not in names) or None
@@ -219,26 +231,26 @@ WORKERS = option("N", "The number of threads, such as 4. The default is one per 
 
 @dataclass(frozen=True)
 class _OptionGroup:
-    """Options that a command receives as one value."""
+    """Several options that a command receives as one parameter."""
 
     options: Mapping[str, tuple[Any, Any]]
-    """By name: the type of the option, and the option."""
+    """The type of each option and the option itself, by name."""
     make: Callable[..., Any] = dict
-    """The function that makes the value from the options."""
+    """The function that makes the parameter's value from the options, which are its keyword arguments."""
 
 
 @dataclass(frozen=True)
 class _PictureFiles:
-    """The files of --html, --png and --svg, which a command draws. It is false if there are none.
+    """The files of --html, --png and --svg, to which a command writes its report. It is false if none is given.
 
-    Whether the files can be written is checked before the command's work.
+    When it is made, before the command does its work, it checks whether the files can be written.
     """
 
     html: Path | None
     png: Path | None
     svg: Path | None
     figure: str | None = None
-    """Words of the title of the figure that is drawn as PNG or SVG."""
+    """Words in the title of the figure that is written as PNG or SVG. None is the first figure."""
 
     def __post_init__(self) -> None:
         if self.figure is not None and self.png is None and self.svg is None:
@@ -252,7 +264,7 @@ class _PictureFiles:
         return any(path is not None for path in (self.html, self.png, self.svg))
 
     def write(self, page: Callable[[], Page], quiet: bool) -> None:
-        """Write the files, if there are any, and print their names below the output of the command."""
+        """Write the page or its figure to the files, if any are given, and print their names unless `quiet`."""
         if not self:
             return
         from ..report.pictures import write
@@ -308,7 +320,10 @@ ForWeights = Annotated[dict[str, Any], _OptionGroup({**_TREE, "allow_extra": (bo
 
 
 def _separate_options(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, _OptionGroup]]:
-    """Return a command's signature with all options of its groups as parameters, and the groups by parameter name."""
+    """Return a command's signature with every option of an `_OptionGroup` as a parameter of its own.
+
+    Also return the groups, by the names of the parameters that they replaced.
+    """
     signature, groups = inspect.signature(function, eval_str=True), {}
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
@@ -329,7 +344,7 @@ _PACKAGES = {"yaml": "pyyaml"}
 
 
 def _not_imported(error: ImportError) -> str | None:
-    """Return a message on a missing or broken package, or None if the module is one of gptkit's own."""
+    """Return a message about a package that is missing or cannot be imported, or None for gptkit's own modules."""
     module = (error.name or "").partition(".")[0]
     if module == __package__.partition(".")[0]:
         return None
@@ -346,13 +361,14 @@ def _not_imported(error: ImportError) -> str | None:
 
 
 def _guarded(function: _F) -> _F:
-    """Wrap a command: its errors become lines on stderr and exit codes, and groups of options become their values."""
+    """Wrap a command: print its errors on stderr and exit with their codes, and combine options to groups."""
     signature, groups = _separate_options(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("quiet"):
-            # The hub's library reads this when it is imported, which is later. Without a terminal it is always quiet.
+            # huggingface_hub reads this variable when it is imported, which is later. It shows no progress bars without
+            # a terminal.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             for name, group in groups.items():
@@ -364,7 +380,7 @@ def _guarded(function: _F) -> _F:
         except GptkitError as error:
             fail(str(error), error.exit_code)
         except KeyboardInterrupt as error:
-            # A note says which files are kept, if any.
+            # The error's notes say which files are kept, if any.
             lines = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
             fail(lines, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
         except OSError:
@@ -403,7 +419,14 @@ def _lacks_memory(error: BaseException | None) -> bool:
 
 
 def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[_F], _F]:
-    """Return a decorator that adds a command to the app, `_guarded` and with examples at the end of its help."""
+    """Return a decorator that adds a function as a command to the app, wrapped by `_guarded`.
+
+    Args:
+        calls: Examples for the end of the help.
+        name: The command's name. The default is the function's name.
+        words: The help text. The default is the function's docstring.
+        more: Other arguments of typer's `command`.
+    """
 
     def add(function: _F) -> _F:
         called = name or function.__name__.replace("_", "-")
@@ -437,7 +460,7 @@ def root(
 def reshaped(
     models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, opening: Mapping[str, Any]
 ) -> Iterator[tuple[ModelCount, Reshaped, str]]:
-    """Yield every model, its form after --swap and --recipe, and the family that can express that ("" for none)."""
+    """Yield every model, the result of --swap and --recipe, and the family that can express this ("" for none)."""
     from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
 
@@ -453,9 +476,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(option: str, text: str | None, of_a_card: bool = False) -> int | None:
-    """Return the number of bytes of "2GB", "500 MB", "1.5GiB" or "1000000".
+    """Return the number of bytes that a text such as "2GB", "500 MB", "1.5GiB" or "1000000" means, or None for None.
 
-    The memory `of_a_card` needs a unit, and is counted in powers of two: a GPU that is sold with 24 GB has 24 GiB.
+    With `of_a_card`, the text is the memory of a GPU. It then needs a unit, and "24GB" means 24 GiB, because a GPU that
+    is sold with 24 GB has 24 GiB.
 
     Raises:
         UsageError: the text is not a size.
@@ -509,7 +533,7 @@ _COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # powers of two, as in names of conte
 
 
 def tokens(option: str, text: str) -> int:
-    """Return the number of tokens of "8192", "8_192", "8k" (8,192), "1M" (1,048,576) or "1e3".
+    """Return the number of tokens that a text such as "8192", "8_192", "8k" (8,192), "1M" (1,048,576) or "1e3" means.
 
     Raises:
         UsageError: the text is not a number of tokens.

@@ -1,4 +1,4 @@
-"""Completion in the shell: presets, samples, paths and values of options, without network and slow imports."""
+"""Completion of presets, samples, paths and values of options in the shell, without network and slow imports."""
 
 import io
 import os
@@ -29,7 +29,7 @@ def complete_model(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Yield folders and model files whose path begins with the text. Hidden ones only match a name with a dot."""
+    """Yield folders and model files whose path begins with the text. Hidden ones match only if the text has the dot."""
     folder, _, begun = incomplete.rpartition("/")
     shown = f"{folder}/" if "/" in incomplete else ""
     try:
@@ -46,7 +46,10 @@ def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
 
 
 def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the completion of an option with a fixed set of values. If `values` is a function, it is called late."""
+    """Return the completion function of an option with a fixed set of values.
+
+    `values` may be a function that returns them, which is called only when they are needed.
+    """
 
     def complete(incomplete: str) -> list[str]:
         known = values() if callable(values) else values
@@ -56,7 +59,7 @@ def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str
 
 
 def forms(metavar: str) -> tuple[str, ...]:
-    """Return the complete values of a metavar such as "mha | mqa | gqa:N". Those with a placeholder are left out."""
+    """Return the values that a metavar such as "mha | mqa | gqa:N" lists, without those that have a placeholder."""
     return tuple(form for form in metavar.split(" | ") if re.fullmatch(r"[a-z][a-z0-9_:-]*", form))
 
 
@@ -71,10 +74,10 @@ def complete_target(incomplete: str) -> list[str]:
 
 @contextmanager
 def bash_words() -> Iterator[None]:
-    """Join the words that bash splits, and shorten the completions to the part that bash replaces.
+    """Join the words of the command line that bash splits, and shorten completions to the part that bash replaces.
 
-    For bash, a colon and an equals sign are separate words: sample:g arrives as sample, : and g, and bash puts the
-    completion in the place of g only.
+    bash splits words at colons and equals signs: sample:g arrives as sample, : and g, and bash replaces only the g by a
+    completion.
     """
     raw, place = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
     if os.environ.get("_GPTKIT_COMPLETE") != "complete_bash" or not place.isdecimal():

@@ -108,7 +108,7 @@ def _check_choice(
     length_penalty: float | None,
     early_stopping: bool,
 ) -> None:
-    """Raise UsageError if options of sampling and of beam search have no effect, or contradict each other."""
+    """Raise UsageError if options for sampling or beam search have no effect, or contradict each other."""
     if temperature == 0 and (top_k is not None or top_p is not None):
         name = "--top-k" if top_k is not None else "--top-p"
         raise UsageError(

@@ -198,7 +198,7 @@ def params(
 
 
 def _refuse_options_without_effect(models: list[str], asked: Scenario) -> None:
-    """Raise UsageError for options that change nothing in the figures that are asked for."""
+    """Raise UsageError if an option has no effect on any of the requested figures."""
     number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
     if number is not None and (asked.flops or asked.memory):
         raise UsageError(

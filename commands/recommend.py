@@ -11,7 +11,7 @@ from .completion import one_of
 
 
 def _known_goals() -> Iterable[str]:
-    """Return the goals, for completion in the shell."""
+    """Return the values of --goal, for completion in the shell."""
     from ..analysis.recommend import GOALS
 
     return GOALS

@@ -56,7 +56,7 @@ def show(
 
 
 def _source(model: ModelCount, quiet: bool) -> None:
-    """Print where the model comes from, and notes about it."""
+    """Print where the model's config comes from, and notes about it."""
     from ..report.checkpoints import source_lines
 
     if model.revision or model.notes:

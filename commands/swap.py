@@ -12,14 +12,15 @@ from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, comm
 from .completion import forms, one_of
 
 _HOW, _GENERAL = "How to swap", "General"
-"""Headings in the help of `swap`, before and after those of the swaps."""
+"""The first and the last heading in the help of `swap`. The headings of the swaps come between them."""
 
 
 class _SwapCommand(Command):
-    """The command `swap` with one more option for every option of a registered swap, also of plugins.
+    """The command `swap`, with an option for every option that a registered swap declares, including those of plugins.
 
-    The swaps are looked up only for `swap` and its help, so other commands do not wait for them. The values arrive in
-    `**asked`: a list in the order of the command line for an option, and a number of times for a flag.
+    The swaps are looked up only for `swap` and its help, so other commands do not wait for them. The function gets the
+    values in `**asked`: for an option, the list of its values in the order of the command line, and for a flag, how
+    often it was given.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:

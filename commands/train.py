@@ -16,7 +16,10 @@ _UNITS = {"s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _seconds(name: str, text: str) -> float:
-    """Return the number of seconds of "90", "90s", "10m" or "1.5h". Raises UsageError for other text."""
+    """Return the number of seconds that "90", "90s", "10m" or "1.5h" means. Raises UsageError for other text.
+
+    `name` is the option's name in the message.
+    """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([smhd]?)\s*", text, re.ASCII)
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if seconds <= 0:
@@ -27,7 +30,10 @@ def _seconds(name: str, text: str) -> float:
 def amounts(
     budget: str | None, time: str | None, batch: str | None, context: str | None, held_out: str
 ) -> dict[str, Any]:
-    """Parse the options that are numbers of tokens, times or shares. Raises UsageError if one is malformed."""
+    """Parse the options of `train` and `heal` that are numbers of tokens, times or shares.
+
+    Raises UsageError if one is malformed.
+    """
     counts = {"tokens": budget, "batch": batch, "context": context}
     values: dict[str, Any] = {
         name: None if text is None else tokens(f"--{name}", text) for name, text in counts.items()
@@ -39,7 +45,7 @@ def amounts(
 
 @contextmanager
 def reported_once() -> Iterator[None]:
-    """Report an error that all processes of a distributed run raise only once, by the first process."""
+    """Let only the first process report an error that all processes of a distributed run raise."""
     from ..converter.distributed import leads
 
     try:

@@ -102,7 +102,7 @@ def verify(
             )
 
     def measured_text(source: Checkpoint) -> tuple[int, ...] | None:
-        """Return the tokens at the end of --text, or for samples of the bundled play."""
+        """Return the tokens to measure on: the end of the file of --text, or for samples of the bundled play."""
         from ..surgery.fits.calibration import read_text
 
         if text is None and not (source.origin.reference or "").startswith("sample:"):
