@@ -1,7 +1,7 @@
 """The bytes that autograd saves in a forward pass for the backward pass, computed from shapes alone.
 
 Korthikanti et al. (2205.05198, section 4.1) count them for one kind of layer: s·b·h·(34 + 5·a·s/h) bytes of 16-bit
-numbers. This file follows a tree's operations and counts the tensors that torch's autograd saves for each of them in
+numbers. This file follows a model's operations and counts the tensors that torch's autograd saves for each of them in
 gptkit's modules. A matrix product saves its factors, softmax its result, an activation function its input. A tensor
 that several operations save is counted once, and so are views of it. Weights are not counted. Tests compare all figures
 with torch, byte for byte. With "eager", transformers' own models save the same bytes, except for BLOOM's gelu. With
@@ -87,7 +87,7 @@ def saved_for_backward(spec: ModelSpec, run: Pass) -> dict[str, int]:
     "loss" the fp32 log-probabilities of the whole vocabulary with the target ids.
 
     Raises:
-        MissingComponent: the tree has an encoder.
+        MissingComponent: the model has an encoder.
     """
     spec.one_stack("estimating the memory of training")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}

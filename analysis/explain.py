@@ -92,7 +92,7 @@ def explain(spec: ModelSpec) -> Explained:
     """Return the formula for a model's number of parameters. A tied head is not counted again.
 
     Raises:
-        MissingComponent: the tree has an encoder.
+        MissingComponent: the model has an encoder.
     """
     spec.one_stack("the formula for the parameter total")
     before: dict[str, _Sum] = {}  # by component

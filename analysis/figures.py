@@ -116,7 +116,7 @@ class CostFigures:
     inference_memory: Memory | None = None
     training_memory: TrainingMemory | None = None
     formats: Mapping[str, int | None] | None = None
-    """The bytes of the weights in bf16 and quantised formats; None for a format that cannot express the tree."""
+    """The bytes of the weights in bf16 and quantised formats; None for a format that cannot store the model."""
     explained: Explained | None = None
     """The total as a formula."""
     fits: Fits | None = None

@@ -94,7 +94,8 @@ class ModelCount(Shown):
     folder: Path | None = None
     """The local folder, if the user gave one."""
     named: Named | None = None
-    """The tensors by name, if the family is unknown. Attributes that need the tree then raise UsageError."""
+    """The names and shapes of the tensors, if the family is unknown. Attributes that need `tree` then raise UsageError.
+    """
 
     @property
     def spec(self) -> ModelSpec:

@@ -28,7 +28,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     them.
 
     Raises:
-        MissingComponent: the tree has an encoder.
+        MissingComponent: the model has an encoder.
     """
     spec.one_stack("estimating the memory of a prefill")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}

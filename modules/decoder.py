@@ -353,7 +353,7 @@ class HeadModule(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model, built from a tree: a decoder, an encoder, or a decoder with an encoder.
+    """A language model, built from a `ModelSpec`: a decoder, an encoder, or a decoder with an encoder.
 
     The parameters have no values until `modules.load.build` or `load_state_dict` sets them.
 

@@ -113,7 +113,10 @@ def _wide(
 
 
 def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output y (B, 1, H, value_dim) for one token, and the new state."""
+    """Return the output y (B, 1, H, value_dim) for one token, and the new state.
+
+    `inputs` are the arguments of `_wide`, and the earlier state.
+    """
     *given, state = inputs
     q, k, v, beta, g = (tensor[:, :, 0] for tensor in _wide(*given))
     q = q / q.shape[-1] ** 0.5
@@ -128,7 +131,8 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the output y (B, T, H, value_dim) for many tokens, and the new state.
 
     A token's update of the state depends on the updates before it. Within a chunk of tokens, all updates are the
-    solution of one triangular system (Yang et al. 2406.06484).
+    solution of one triangular system (Yang et al. 2406.06484). `inputs` are the arguments of `_wide`, and the earlier
+    state or None.
     """
     *given, state = inputs
     q, k, v, beta, g = _wide(*given)

@@ -260,7 +260,7 @@ class _Limits:
         return f"the text is longer than the model's context of {self.context:,} tokens, so the rest may be nonsense"
 
     def renewed(self, read: int) -> bool:
-        """Return whether the cache is invalid from a text of `read` tokens on.
+        """Return whether the cache must be built again when the text has `read` tokens.
 
         Some RoPE scalings (LongRoPE) rotate all keys by other angles once a text exceeds the original context.
         """

@@ -113,7 +113,10 @@ def _read_state(q: Tensor, state: Tensor) -> Tensor:
 
 
 def _token(scale: float, *given: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the heads for one token, (B, 1, H, d), and the new state."""
+    """Return the outputs of the heads for one token, (B, 1, H, d), and the new state.
+
+    `given` are the results of `projected`, and the earlier state.
+    """
     *projected, state = given
     q, k, v, g = widened(scale, *projected)
     state = state * g.exp()[..., None] + _features(k).transpose(-1, -2) @ v
@@ -123,7 +126,8 @@ def _token(scale: float, *given: Tensor) -> tuple[Tensor, Tensor]:
 def _chunks(scale: float, *given: Any) -> tuple[Tensor, Tensor]:
     """Return the outputs of the heads for many tokens, (B, T, H, d), and the new state.
 
-    Within a chunk of tokens, the weights of all pairs are computed. The state stands for all earlier chunks.
+    Within a chunk of tokens, the weights of all pairs are computed. The state stands for all earlier chunks. `given`
+    are the results of `projected`, and the earlier state or None.
     """
     *projected, state = given
     q, k, v, g = widened(scale, *projected)

@@ -63,7 +63,10 @@ class _MambaModule(nn.Module):
 
 
 def _tokens(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output y (B, inner, T) for many tokens, in fp32 or wider, and the new state."""
+    """Return the output y (B, inner, T) for many tokens, in fp32 or wider, and the new state.
+
+    `inputs` are x, Δ, B, C, the parameters A_log, D and the bias of Δ, and the earlier state or None.
+    """
     x, dt, b, c, rates, passed, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = F.softplus(dt + shift.to(wide).to(dt.dtype)[..., None])
@@ -78,7 +81,7 @@ def _tokens(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output y (B, inner, 1) for one token, and the new state."""
+    """Return the output y (B, inner, 1) for one token, and the new state. `inputs` are those of `_tokens`."""
     x, dt, b, c, rates, passed, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, b, c = x[..., 0], dt[..., 0], b[:, 0], c[:, 0]

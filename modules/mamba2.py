@@ -78,7 +78,10 @@ class _Mamba2Module(nn.Module):
         return normed
 
     def _chunks(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the output y (B, T, heads, head_dim) for many tokens, in fp32 or wider, and the new state."""
+        """Return the output y (B, T, heads, head_dim) for many tokens, in fp32 or wider, and the new state.
+
+        `inputs` are x, B, C, Δ, the parameters A_log, D and the bias of Δ, and the earlier state or None.
+        """
         spec = self.spec
         x, b, c, dt, rates, skip, shift, state = inputs
         batch, steps, heads, _ = x.shape
@@ -125,7 +128,7 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output y (B, 1, heads, head_dim) for one token, and the new state."""
+    """Return the output y (B, 1, heads, head_dim) for one token, and the new state. `inputs` are those of `_chunks`."""
     x, b, c, dt, rates, skip, shift, state = inputs
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x[:, 0]

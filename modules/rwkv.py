@@ -76,7 +76,8 @@ class _TimeMixingModule(nn.Module):
 def _mean(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Run the recurrence. Return the weighted mean of all values so far for every token, (B, T, inner).
 
-    The second result is the new state (B, inner, 3), in fp32 or wider.
+    The second result is the new state (B, inner, 3), in fp32 or wider. `inputs` are keys, values, the parameters decay
+    and bonus, and the earlier state or None.
     """
     keys, values, decay, bonus, state = inputs
     wide = torch.promote_types(keys.dtype, torch.float32)

@@ -98,7 +98,7 @@ def explanation(ablation: Ablation) -> list[str]:
 
 @drawing
 def ablation_report(terminal: Terminal, ablation: Ablation) -> RenderResult:
-    """Yield the report for the terminal."""
+    """Yield the report on the ablation for the terminal."""
     yield Text(terminal.clean(ablation.name), style="bold")
     yield from terminal.wrapped(" ".join(ablation.description.split()), 0, further=0)
     yield ""

@@ -22,7 +22,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 @drawing
 def audit_report(terminal: Terminal, audit: Audit, everything: bool = False) -> RenderResult:
-    """Yield the report for the terminal. `everything` lists every tensor of every finding."""
+    """Yield the report of an audit for the terminal. With `everything`, it lists every tensor of every finding."""
     size = f"{counted(audit.tensors, 'tensor')}, {rounded_bytes(audit.nbytes)}"
     yield Text(terminal.clean(audit.reference), style="bold")
     yield from terminal.wrapped(f"{size}; compared with {some(audit.looked, 8)}", 0, "dim")

@@ -93,7 +93,7 @@ class RandomModel:
         return {**data, "seed": self.seed, "finite_logits": self.finite, **more}
 
     def summary(self) -> RenderableType:
-        """Return the report for the terminal."""
+        """Return the report on this model for the terminal."""
         spec = self.tree.spec
         logits = {True: "logits are finite", False: "logits are NaN or infinite", None: "none"}[self.finite]
         facts = [

@@ -34,7 +34,7 @@ def _damage_or_change(damage: Damage) -> str:
 
 
 def damage_lines(damage: Damage) -> list[str]:
-    """Return the report for the terminal.
+    """Return the damage report for the terminal.
 
     It gives the total change, the positions and layers that change most, and the first components that differ.
     """

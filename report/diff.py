@@ -250,7 +250,10 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 @drawing
 def diff_report(terminal: Terminal, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
-    """Yield the report for the terminal. With `everything`, it lists all tensors, fields and files that differ."""
+    """Yield the report of a comparison for the terminal.
+
+    With `everything`, it lists all tensors, config fields and lines of files that differ.
+    """
     for line in sides(diff):
         yield from _wrapped(terminal, line, 0, "dim")
     yield from _wrapped(terminal, verdict(diff), 0, "bold")

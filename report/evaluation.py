@@ -105,7 +105,7 @@ def _positions(first: int, last: int) -> str:
 
 @drawing
 def evaluation_report(terminal: Terminal, evaluation: Evaluation) -> RenderResult:
-    """Yield the report for the terminal."""
+    """Yield the report on the evaluation for the terminal."""
     yield terminal.text(f"{evaluation.score.reference} on {', '.join(evaluation.data)}")
     yield terminal.note(_data_words(evaluation))
     yield ""
@@ -163,7 +163,7 @@ def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> R
 
 
 def evaluation_page(evaluation: Evaluation) -> Page:
-    """Return the HTML page."""
+    """Return the HTML page of an evaluation."""
     score = evaluation.score
     lines = [
         f"{_data_words(evaluation)}. Standard errors are over windows, because neighbouring tokens are not independent."

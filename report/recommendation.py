@@ -15,7 +15,7 @@ _GAP = 2
 
 @drawing
 def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderResult:
-    """Yield the report for the terminal."""
+    """Yield the report on recommended components for the terminal."""
     spec, shape = advice.spec, advice.shape
     excess = 100 * (advice.parameters / advice.budget - 1)
     contrary = any(finding.against for finding in advice.findings)

@@ -67,7 +67,7 @@ def _explanation(scaling: Scaling) -> list[str]:
 
 @drawing
 def scaling_report(terminal: Terminal, scaling: Scaling) -> RenderResult:
-    """Yield the report for the terminal."""
+    """Yield the report on a scaling law for the terminal."""
     yield _law_sheet(scaling)
     if (optima := _optima_sheet(scaling)) is not None:
         yield ""

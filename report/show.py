@@ -25,7 +25,7 @@ _MOST_KINDS = 8  # the most kinds of layers that a page draws and that the termi
 def model_drawing(
     terminal: Terminal, model: ModelCount, graph: Structure, kind: Kind, layer: int | None
 ) -> RenderResult:
-    """Yield the report for the terminal.
+    """Yield the report on a model for the terminal.
 
     It has the model's name and facts, the tree of its modules, a drawing of the operations of one kind of layer, and
     how other kinds of layers differ from it.

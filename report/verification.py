@@ -66,7 +66,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def verification_report(result: Verification) -> RenderableType:
-    """Return the report for the terminal.
+    """Return the report of a verified checkpoint for the terminal.
 
     It has a table of prompts, the verdicts, and the components before and after the first one that differs.
     """
@@ -101,7 +101,7 @@ def _prompt_table(prompts: Sequence[LogitDifference]) -> Grid:
 
 
 def verdict_lines(result: Verification) -> list[str]:
-    """Return the lines of the verdicts, with their reasons."""
+    """Return lines with the verdicts on bytes, logits and mistakes, and with their reasons."""
     lines = [*_bytes_lines(result), *_function_lines(result)]
     score, divergence = result.score, result.divergence
     if result.verdict != "different":

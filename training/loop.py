@@ -589,7 +589,7 @@ def adamw(
 
     Args:
         model: the model. Parameters that are not trained are frozen.
-        declared: the parameters that the tree declares. Others, such as those of an adapter, have no weight decay.
+        declared: the parameters that the architecture declares. Others, such as an adapter's, have no weight decay.
         rate: the learning rate.
         decay: the weight decay.
         trained: the names of the parameters to train; by default all.

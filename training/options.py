@@ -92,11 +92,12 @@ class TrainOptions(RunOptions):
     """The options of `train`."""
 
     tokenizer: str | Path | None = None
-    """The tokenizer for texts, as in `tokenize`; by default the checkpoint's own, or a new one of the tree's size."""
+    """The tokenizer for texts, as in `tokenize`. The default is the checkpoint's own, or for random weights a new one
+    with at most as many tokens as the model's vocabulary."""
     documents_apart: bool = True
     """Whether a token neither attends to another document's tokens nor is predicted from them."""
     random: bool = False
-    """Draw random weights for a checkpoint's tree, too."""
+    """Also replace the weights of a checkpoint by random ones."""
     sample: str | None = None
     """A prompt that the model continues at every evaluation."""
 

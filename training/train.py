@@ -399,10 +399,10 @@ def recurrent_operation(spec: ModelSpec) -> str:
 
 
 def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
-    """Raise an error if a tree cannot be trained.
+    """Raise an error if a model cannot be trained.
 
     Args:
-        spec: the tree.
+        spec: the model's architecture.
         apart: whether documents must be separated. No mask can do this for recurrent layers, which carry a state from
             token to token.
         several: whether several processes train the model. FSDP2 then supports neither layers that share weights nor
@@ -410,7 +410,7 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
 
     Raises:
         MissingComponent: the model does not predict a next token.
-        UsageError: the tree has a layer that these conditions exclude.
+        UsageError: the model has a layer that cannot be trained under these conditions.
     """
     spec.predicts("training on texts")
     spec.one_stack("gptkit train")
