@@ -83,8 +83,8 @@ class Pass:
 def saved_for_backward(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """Return the bytes that autograd saves for the backward pass of a model and its loss, by component.
 
-    "attention" includes the rotary tables, and "scores" the attention masks. "embedding" is the token ids, and
-    "loss" the fp32 log-probabilities of the whole vocabulary with the target ids.
+    "attention" includes the rotary tables, and "scores" the attention masks. "embedding" is the ids with which
+    rows of tables were read, and "loss" the fp32 log-probabilities of the whole vocabulary with the target ids.
 
     Raises:
         MissingComponent: the model has an encoder.
