@@ -83,7 +83,7 @@ def unnormed(path: str, mixer: Component) -> None:
 
 
 def unclipped(path: str, attention: Attention) -> None:
-    """Raise SwapRefused if an attention clips queries, keys and values. Scaled values would be clipped elsewhere."""
+    """Raise SwapRefused if an attention clips queries, keys and values. Changed values would be clipped differently."""
     if attention.clip is not None:
         raise SwapRefused(
             f"{path} clips queries, keys and values at {attention.clip:g}, which this swap does not support"
@@ -131,13 +131,13 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
-    """Return the model with some blocks replaced, by layer number, and other fields of the model."""
+    """Return the model with new blocks in some layers (`changed`), and with new values of other `fields`."""
     blocks = tuple(changed.get(layer, block) for layer, block in enumerate(spec.blocks))
     return replace(spec, blocks=blocks, **fields)
 
 
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
-    """Return the model with the attention or feed-forward of some layers replaced, and other fields of the model."""
+    """Return the model with a new attention or feed-forward in some layers, and with new values of other `fields`."""
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
 

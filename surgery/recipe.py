@@ -198,7 +198,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """Build a recipe from the values of a TOML or JSON file. Raises InvalidInput, which names the wrong step."""
+    """Build a recipe from the values of a TOML or JSON file. Raises InvalidInput, which names the invalid step."""
     written = "sources" in data  # by gptkit
     known = (*_HEAD_KEYS, "dtype", "calibration", "sources") if written else _HEAD_KEYS
     for key in data:
@@ -256,7 +256,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         raise InvalidInput(f"{where}: a heal step cannot have the keys blocks, approximate or tokens")
     if type(values["tokens"]) is bool or (values["tokens"] or 1) < 1:
         raise InvalidInput(f"{where}: tokens must be a whole number from 1, not {shown(values['tokens'], 40)}")
-    # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
+    # The registry needs the value as text. In the file, a whole number may be without quotes, and a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:
         value = str(value)

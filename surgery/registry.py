@@ -52,9 +52,9 @@ class Step:
     blocks: str | None = None
     """The layers to change ("0-5,8"); None for all."""
     approximate: bool = False
-    """Whether to use the plain replacement, for comparison, instead of the best known form."""
+    """Whether to use the simplest form of the swap instead of the best known one, for comparison (--approximate)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Additional settings of this swap."""
+    """Additional settings of the swap, by name; see `Option.settings`."""
     tokens: int | None = None
     """The number of tokens of the text to fit on. With None, gptkit chooses the number."""
     written: str = field(default="", compare=False)
@@ -84,9 +84,9 @@ class Asked:
     value: str
     argument: str | None = None  # the part of the value after the colon
     layers: tuple[int, ...] | None = None  # the layers to change; None for all
-    approximate: bool = False
+    approximate: bool = False  # whether to use the simplest form instead of the best known one
     settings: Mapping[str, Any] = field(default_factory=dict)
-    weights: WeightFacts = field(default_factory=Assumed)
+    weights: WeightFacts = field(default_factory=Assumed)  # answers questions about the weights
     calibration: Callable[[], Calibration] | None = None  # returns the text; raises UsageError without one
     has_text: Callable[[], bool] = lambda: False  # whether there is a text, for swaps that work without one too
     origin: Origin | None = None  # where the model comes from
@@ -187,7 +187,7 @@ class Swap:
     examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
     """A function that returns values of the option that are worth trying on a model, for `gptkit swaps MODEL`."""
     by_layer: bool = False
-    """Whether the swap can change only some of the layers."""
+    """Whether the user can choose the layers that the swap changes (--blocks)."""
     calibrated: bool = False
     """Whether the swap is fitted on a text."""
     exact_where: str = ""
@@ -356,7 +356,7 @@ def steps_named(option: str, value: str, blocks: str | None = None, approximate:
 
 
 def in_order(steps: Iterable[Step]) -> list[Step]:
-    """Return the steps in the order of execution."""
+    """Return the steps in the order in which they should run."""
     return sorted(steps, key=lambda step: list(options()).index(step.option))
 
 
@@ -381,7 +381,7 @@ def steps_of(
 
 
 def layers_in(text: str, layers: int) -> tuple[int, ...]:
-    """Return the layers in a list such as "0-11,14,20-", in the order of the list. `layers` is the model's number.
+    """Return the layers in a list such as "0-11,14,20-", in its order. `layers` is the model's number of layers.
 
     Raises UsageError for other text, and SwapRefused for a layer that the model does not have.
     """

@@ -117,8 +117,8 @@ class Reshaped:
 def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:
     """Return what is known about the contents of the tensors after a swap.
 
-    The contents of filled tensors are known, and those of copied tensors are as known as their source. Computed tensors
-    are unknown.
+    The content of a filled tensor is known, a copied tensor has the content of its source, and that of a computed
+    tensor is unknown.
     """
     contents: dict[str, Value] = {}
     for parameter in swapped.spec.parameters():
@@ -235,7 +235,7 @@ def swapped(
         with in_messages(called(steps, number)):
             chain.carry_out(step)
     usual = weakest(guarantee for guarantee, _ in chain.promised)
-    # An uncertain guarantee does not matter if another step is certain to be as weak.
+    # If one step has the weakest guarantee with certainty, it does not matter that those of others are uncertain.
     certain = weakest(guarantee for guarantee, known in chain.promised if known)
     surely = usual == "exact" or certain == usual
     notes = tuple(dict.fromkeys(chain.notes))

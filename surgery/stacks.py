@@ -56,7 +56,7 @@ class _Encoder:
 
 @dataclass(frozen=True)
 class _Facts(WeightFacts):
-    """The facts about the encoder's weights."""
+    """Answers to questions about the encoder's weights, from the answers about the whole model."""
 
     whole: WeightFacts
     spec: ModelSpec

@@ -151,16 +151,17 @@ def swap(
     progress: Callable[[int], None] | None = None,
     **asked: str | Sequence[str] | None,
 ) -> SwapResult:
-    """Exchange components and write the result in gptkit's own format.
+    """Replace components of a checkpoint, and write the result in gptkit's own format or as Hugging Face files.
 
     Args:
         model: A folder, a file or a Hugging Face id; see `converter.resolve`.
         out: The folder to write.
         steps: The swaps to run, in this order; see `registry.Step`.
-        asked: Swaps by name, such as `norm="rmsnorm", attention="gqa:4"`. They run in the registry's order. A list of
-            values runs in the order of the list: `merge_lora=["first", "second"]`.
+        asked: Swaps by name, such as `norm="rmsnorm", attention="gqa:4"`. They run in a fixed order, that of
+            `surgery.registry`. A list of values runs in the order of the list: `merge_lora=["first", "second"]`.
         blocks: The layers that `asked` changes ("3-7"). The default is all layers.
-        approximate: Use the plain replacement instead of the best known form, and report its cost.
+        approximate: Use the simplest form of each swap in `asked` instead of the best known one, and report how much
+            the logits change.
         to: The output format. The default "local" is gptkit's own format. For Hugging Face files, use "hf" (the family
             of the original), "hf:FAMILY", or "auto" (any family that can express the model, the original's first).
             gptkit also verifies Hugging Face files against transformers.
@@ -174,21 +175,22 @@ def swap(
             which have one dtype. The default is float64 for an exact swap into gptkit's own format, so that exactness
             can be measured from the files. Otherwise, and for merged adapters, it is the checkpoint's dtype. If a dtype
             rounds, gptkit measures the rounding from the files, and exactness before it.
-        resume: Continue the interrupted healing of a recipe. Repeat the same call.
+        resume: Continue the interrupted training (healing) of a recipe. Repeat the same call with this argument.
         force: Replace an existing checkpoint folder, in one step.
         dry_run: Describe the result. Nothing is computed or written.
         measured: Compare logits before and after, in fp32 and fp64, from the written files.
-        each_step: Also measure the cost of every step alone. The default is True for several steps on a model of up to
-            50 million parameters.
+        each_step: Also measure how much every step alone changes the logits. The default is True for several steps on a
+            model of up to 50 million parameters.
         offline: Use only local files and the cache of the hub.
         allow_pickle: Also read .bin files (weights only), of the model and of adapters.
-        allow_extra: Leave out tensors that have no place in the model. Otherwise they are refused.
+        allow_extra: Leave out tensors that the model does not use. Without it, such tensors are an error.
         progress: A function that is called with the number of bytes of every tensor written.
 
     Raises:
         SwapRefused: A precondition does not hold. Nothing was written.
-        CannotExpress: No requested family can express the model. The message names the obstacles and their remedies.
-        GptkitError: An exact swap exceeded its bound, or transformers computes different logits. Nothing was written.
+        CannotExpress: No requested family can express the model. The message says why, and names swaps that would help.
+        GptkitError: An exact swap changed the logits by more than rounding, or transformers computes different logits.
+            Nothing was written.
         InvalidInput, Offline, UsageError: As for `convert`, and for weights or logits that are not finite.
     """
     if resume:  # `training.healed` handles it for recipes that heal

@@ -1,1 +1,1 @@
-"""Fits on a text, in closed form: keys and values, heads, latents."""
+"""Fits of weights on a text, without gradients: keys and values, heads, latent attention, feed-forwards, rounding."""

@@ -50,7 +50,7 @@ class CalibrationText:
     choosing: tuple[int, ...] = ()  # the part to choose between fits on
 
     def renamed(self, promise: Promise) -> CalibrationText:
-        """Return the text in the token ids after a swap that renumbers the tokens. Dropped tokens are left out."""
+        """Return the text with the token ids that it has after a swap that renumbers tokens, without dropped tokens."""
         if promise.tokens is None:
             return self
         table = dict(zip(*promise.tokens, strict=True))
@@ -64,7 +64,7 @@ class CalibrationText:
 
 
 class NoText(UsageError):
-    """The error that no text was given. Only for checkpoints that come from a sample, gptkit has a text itself."""
+    """The error that no text was given. gptkit has a text of its own only for checkpoints that come from a sample."""
 
 
 def read_text(

@@ -91,7 +91,7 @@ def _whole(model: Model, text: Calibration) -> tuple[Tensor, list[float]]:
 
 
 class _Judge:
-    """Measures the KL divergence of a model with fewer layers from the whole model.
+    """The whole model, with which models with fewer layers are compared by the KL divergence on a text.
 
     `whole` is the output of the whole model's last layer, (rows, tokens, hidden).
     """

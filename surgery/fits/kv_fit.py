@@ -3,12 +3,12 @@
 The original and the new model run together, so that the fit of a layer sees the errors of the fitted layers before it.
 In each layer, for every group of old key-value heads that becomes one, these are fitted:
 
-1. keys and queries in closed form (`regression.fit_keys`) on the layer's inputs in the new model,
-2. both again, to the original's scores (`scores.refit_scores`), on at most `SCORED` tokens,
-3. values in closed form (`regression.fit_values`) on the inputs that the new attention pattern mixes,
-4. the output projection, by ridge regression to the original's attention output plus the difference of the hidden
-   states,
-5. the feed-forward's down projection, likewise to the original's hidden states after the layer.
+1. keys and queries, by a formula (`regression.fit_keys`), on the layer's inputs in the new model,
+2. keys and queries again, to match the original's scores (`scores.refit_scores`), on at most `SCORED` tokens,
+3. values, by a formula (`regression.fit_values`), on the layer's inputs mixed by the new attention weights,
+4. the output projection, by ridge regression to the original's attention output plus the difference between the hidden
+   states of the two models before the layer,
+5. the feed-forward's down projection, by ridge regression to the original's hidden states after the layer.
 
 The strength of each ridge is the one that is best on tokens left out of the regression.
 

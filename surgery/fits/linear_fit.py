@@ -5,9 +5,9 @@ Three things are fitted:
 
 1. the forgetting rate of each key-value head and a factor of each query head's scores, by a search for the values with
    which the output of the head is nearest to the original's,
-2. the output projection, by ridge regression to the original's attention output plus the difference of the hidden
-   states,
-3. the feed-forward's down projection, likewise to the original's hidden states after the layer.
+2. the output projection, by ridge regression to the original's attention output plus the difference between the hidden
+   states of the two models before the layer,
+3. the feed-forward's down projection, by ridge regression to the original's hidden states after the layer.
 """
 
 from __future__ import annotations

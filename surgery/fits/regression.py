@@ -221,7 +221,7 @@ def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Ten
 def score_error(
     queries: Tensor, keys: Tensor, new_queries: Tensor, key: Tensor, covariance: Tensor, rotary_dim: int = 0
 ) -> float:
-    """Return the relative squared error of scores after `fit_keys`: of their change, divided by that of the old scores.
+    """Return the mean square of the change of scores by `fit_keys`, divided by the mean square of the old scores.
 
     A score is the product of a query with the key of an independent token. Squares are summed over query heads. Each
     rotary pair counts separately, averaged over all distances.

@@ -209,8 +209,10 @@ def _shift_of_scores(spec: ModelSpec, name: str) -> bool:
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Drop biases. If a component says by one flag that it has several biases and some of them stay, dropped biases
-    become zeros. Otherwise the flag is cleared.
+    """Drop biases.
+
+    A component may have one flag for several biases, such as those of q, k and v. If some of these stay, the dropped
+    ones become zeros. Otherwise the flag is cleared.
     """
     what = asked.value
     if what not in NAMES:

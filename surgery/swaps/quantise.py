@@ -102,7 +102,7 @@ def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
 
 
 def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]:
-    """Return the weights of a layer in the order in which they run. Weights in one list read the same pass's inputs.
+    """Return the weights of a layer in the order in which they run. Weights in one list are rounded together.
 
     In each sub-layer, these are the linears that read its input, then inner ones, then those that write its output.
     """

@@ -169,6 +169,6 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:
-    """Return the model with other rotary positions in some layers, and with other fields of the model."""
+    """Return the model with other rotary positions in some layers, and with new values of other `fields`."""
     changed = {layer: replace(spec.blocks[layer].attention, position=position) for layer, position in positions.items()}
     return with_mixers(spec, changed, **fields)
