@@ -1,6 +1,6 @@
 """The doubts about a draft: properties that tensor names, shapes and config fields do not determine.
 
-The options of a doubt are the values that the property has in other families. This file needs no torch.
+A doubt has options: the values that the property has in other families. This file needs no torch.
 """
 
 import math
@@ -17,10 +17,10 @@ from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, missing_parameters
 from .vocabulary import Donor, KnownNames, Names, fits, id_or_value
 
 _PLAIN = DecoderFamily({})
-"""A family table whose arguments all have their defaults."""
+"""A family definition without arguments, from which the defaults are read."""
 
 BY_LAYER = "what differs by layer"
-"""The name of the doubt about how the family reads config fields that differ by layer."""
+"""The name of the doubt about how the family reads differences between layers from the config."""
 
 UNDETERMINED = "what no name tells"
 """The name of the doubt about all arguments that neither tensor names nor config fields determine.
@@ -34,7 +34,10 @@ _READINGS = 8  # the number of options for a tensor whose name no family has
 def doubts_of(
     draft: Draft, config: Mapping[str, Any], names: Names, rivals: Sequence[Donor], words: KnownNames
 ) -> Iterator[Doubt]:
-    """Yield the doubts about a draft, the likeliest first. `rivals` are the other families, the nearest first."""
+    """Yield the uncertain properties of a draft, each with other values to try. The likeliest to be wrong come first.
+
+    `rivals` are the other supported families, the one most similar to the checkpoint first.
+    """
     roles = {role for field in draft.fields.values() for role in field.role.split()}
     spec = tree_of(draft, config)
     missing = set() if spec is None else missing_parameters(spec, draft)
@@ -51,7 +54,10 @@ def doubts_of(
 
 
 def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> Doubt:
-    """Return the doubt that copies all undetermined arguments at once, an option for each family with the same norm."""
+    """Return the doubt about all undetermined arguments together.
+
+    Each of its options copies these arguments from one other family with the same norm.
+    """
     options = []
     for donor in [rival for rival in rivals if rival.decoder.norm is draft.arguments["norm"]]:
         patch: dict[str, Any] = {f"fixed.{role}": ABSENT for role in draft.arguments["fixed"] if role not in BIASES}
@@ -83,7 +89,7 @@ def _rotary(draft: Draft, words: KnownNames) -> Iterator[Doubt]:
 
 
 def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], words: KnownNames) -> Iterator[Doubt]:
-    """Yield a doubt for each config field. Its options are the meanings of the field in other families."""
+    """Yield a doubt about the meaning of each config field. Its options are the field's meanings in other families."""
     for name, field in draft.fields.items():
         options = [
             one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (field.role, field.read)
@@ -98,7 +104,10 @@ def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], wo
 
 
 def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], words: KnownNames) -> Doubt:
-    """Return the doubt about how config fields that differ by layer are read. Its options copy other families."""
+    """Return the doubt about how differences between layers are read from the config.
+
+    Its options do this as other families do, or read no differences.
+    """
     donors = [
         donor for donor in (draft.skeleton, *rivals) if donor.decoder.layers not in (None, draft.arguments["layers"])
     ]
@@ -136,13 +145,16 @@ def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
 
 
 def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
-    """Return the patch that copies from a family the arguments that read config fields that differ by layer."""
+    """Return the patch that copies from a family how it reads differences between layers from the config."""
     patch: dict[str, Any] = {f"arguments.{name}": getattr(donor.decoder, name) for name in ("layers", "written")}
     return patch | {"arguments.rotary": None if donor.decoder.rotary is None else rotary}
 
 
 def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
-    """Return the draft with a TODO for every doubt whose options compute different functions of the same tensors."""
+    """Return the draft with a TODO for every doubt that matters but cannot be decided without transformers' class.
+
+    A doubt matters if some of its options compute another function of the same tensors.
+    """
     todo, now = dict(draft.todo), tree_of(draft, config)
     for doubt in draft.doubts:
         if now is None or doubt.what in (UNDETERMINED, BY_LAYER):
@@ -156,7 +168,7 @@ def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
 
 
 def _differs(tree: ModelSpec, now: ModelSpec) -> bool:
-    """Return whether two trees compute different functions of the same tensors."""
+    """Return whether two models have the same tensors, but compute different functions of them."""
     tensors, tensors_now = ({leaf.name: leaf.shape for leaf in cut(spec).parameters()} for spec in (tree, now))
     return tensors == tensors_now and without_rounding(tree) != without_rounding(now)
 
@@ -173,10 +185,10 @@ def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt
 
 
 def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
-    """Return whether a tensor of this shape can store the parameters of a leaf.
+    """Return whether a tensor of this shape can store all parameters that `leaf` names.
 
-    It must have the same number of elements as the parameters together (`counts`, by name). If a count is unknown, the
-    answer is True.
+    It must have the same number of elements as these parameters together. `counts` has their numbers of elements by
+    name. If one is unknown, the answer is True.
     """
     sizes = [counts.get(name.format(layer=0, expert=0)) for name in leaf.names]
     known = [count for count in sizes if count is not None]

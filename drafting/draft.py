@@ -15,7 +15,7 @@ from ..display import Record
 from ..errors import GptkitError, InvalidInput, UsageError, shown
 
 _SECONDS = 600
-"""The most seconds that one draft may take. A usual draft takes twenty."""
+"""The largest number of seconds that one draft may take. Most take about twenty."""
 
 
 class Proof(NamedTuple):
@@ -34,7 +34,7 @@ class Drafted(Record):
 
     path: Path
     model_type: str
-    skeleton: str  # the registered family that it is based on
+    skeleton: str  # the supported family that it is based on
     proofs: tuple[Proof, ...]  # the results of the four tests of `gptkit.testing`
     place: tuple[str, ...]  # the component where logits start to differ, and the cause, as `gptkit verify` prints them
     tried: int  # the number of drafts that were compared with transformers' class

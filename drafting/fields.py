@@ -130,9 +130,9 @@ class _FieldTable:
             self.refused[name] = self.words.refused[name][0].value
 
     def add_sizes(self) -> None:
-        """Add the fields of sizes that no field gives yet, such as the hidden size.
+        """Add config fields for sizes, such as the hidden size, that none of the fields so far gives.
 
-        The tensors' shapes give the size. A field is added only if no other field has the same number.
+        If the tensors' shapes show the size, and exactly one other config field has this value, that field is added.
         """
         roles = self._roles()
         for role in [role for role in _SIZES if role not in roles and role in self.facts]:
@@ -195,7 +195,10 @@ def _facts(names: Names, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, str
 
 
 def with_default(meaning: Field, name: str, config: Mapping[str, Any], known: Known | None) -> Field:
-    """Return a config field with its default in transformers' config class. Without a class, it has no default."""
+    """Return the meaning of a config field with the default that transformers' config class has for it.
+
+    If there is no such class, a number has no default, so configs without the field are refused.
+    """
     kind, inner = type(meaning.default), name.partition(".")[2]
     if known is None or inner:
         if kind in (int, float) and meaning.read is None and name in config:

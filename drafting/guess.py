@@ -62,9 +62,9 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
 
 
 def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Return the draft with all options of its doubts that make more names, shapes and config fields agree with it.
+    """Try the options of a draft's doubts one by one. Keep those with which the draft explains more of the checkpoint.
 
-    The options are tried one by one.
+    That is, those with which more tensor names, shapes and config fields agree.
     """
     best = _strangeness(draft, config, names)
     for doubt in [doubt for doubt in draft.doubts if doubt.what != UNDETERMINED] * 2:
@@ -135,7 +135,7 @@ def _fit(donor: Donor, config: Mapping[str, Any], names: Names) -> float:
 
 
 def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
-    """Return the share of tensor names, of those in either checkpoint, that are in both with equal shapes."""
+    """Return the share of all tensor names of two checkpoints that both have, with equal shapes, from 0 to 1."""
     return len(ours.items() & theirs.items()) / max(len(ours.keys() | theirs.keys()), 1)
 
 
@@ -257,10 +257,10 @@ def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
 
 
 def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Draft:
-    """Return the draft with everything that it does not explain written down.
+    """Return the draft with a TODO for everything in the checkpoint that it does not explain.
 
-    A config field that nothing reads gets a TODO, and the draft refuses all values of it but the checkpoint's. Tensors
-    that do not fit get a TODO too.
+    These are config fields that nothing reads, and tensors that do not fit. The draft also refuses all values of such a
+    field but the checkpoint's.
     """
     todo = {place: question for place, question in draft.todo.items() if not place.startswith(_ACCOUNTS)}
     known, names, before = draft.known, names_of(shapes), draft.more["refused"]

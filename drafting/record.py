@@ -126,7 +126,7 @@ def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
 
 
 def missing_parameters(spec: ModelSpec, draft: Draft) -> set[str]:
-    """Return the parameters of a tree that no tensor of the checkpoint stores, according to the draft."""
+    """Return the parameters of a model that no tensor of the checkpoint stores, according to the draft."""
     parameters = cut(spec).parameters()
     return {_NUMBERED.sub(_templated, parameter.name) for parameter in parameters} - shared_names(draft.leaves)
 

@@ -212,7 +212,10 @@ def _places() -> dict[int, str]:
 
 
 def _references() -> Iterator[tuple[int, str]]:
-    """Yield the `id` and the place, "module:path", of all values in families' definitions that are not plain data."""
+    """Yield all values in families' definitions that are not plain data, such as functions.
+
+    A value is given by its `id` and its place, "module:path", by which a definition file can refer to it.
+    """
     for name, module in list(sys.modules.items()):
         if not name.startswith(f"{families.__name__}."):
             continue
@@ -227,7 +230,7 @@ def _references() -> Iterator[tuple[int, str]]:
 
 
 def _references_in(table: DecoderFamily, place: str) -> Iterator[tuple[int, str]]:
-    """Yield the `id` and the place of every such value in the table of one family."""
+    """Yield the `id` and the place of every value in the definition of one family that is not plain data."""
     plain = (str, int, float, bool, tuple, list, type(None), type)
     for part in ("layers", "recurrent", "mixtures", "written", "norms"):
         yield id(getattr(table, part)), f"{place}.{part}"

@@ -85,7 +85,10 @@ def known_of(config: Mapping[str, Any]) -> Known | None:
 
 
 class Case:
-    """A config, and transformers' model of it with random weights. The constructor raises any error of that class."""
+    """A config, and transformers' model of it with random weights.
+
+    The constructor raises any error that transformers' class raises for the config.
+    """
 
     def __init__(self, config: Config, name: str) -> None:
         import transformers
@@ -338,7 +341,7 @@ def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
 
 
 def _by_layer(draft: Draft) -> Iterator[Draft]:
-    """Yield drafts that read config fields that differ by layer as other families do."""
+    """Yield drafts that read differences between layers from the config as other families do."""
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
@@ -498,7 +501,7 @@ def place_and_cause(case: Case) -> list[str]:
 
 
 _MOST_LAYERS = 1000
-"""A config may have this number of layers even if the checkpoint has fewer tensors."""
+"""A config is only refused for its number of layers if it has more layers than this, and more than tensors."""
 _LABELS = ("num_labels", "id2label", "label2id")
 """Config fields of classifiers. transformers builds a table with one row per label from them, so they are removed."""
 

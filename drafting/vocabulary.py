@@ -70,7 +70,7 @@ class KnownNames:
 
     @cached_property
     def leaves(self) -> dict[str, list[Meaning]]:
-        """Return the leaves that a tensor name has in the families.
+        """Return which parameters tensors of a name store in the supported families (their leaves), by name.
 
         The keys are name templates from the layer number on ("{layer}.mlp.up.weight"), or the whole name without prefix
         for tensors outside of layers.
@@ -95,7 +95,7 @@ class KnownNames:
 
     @cached_property
     def tails(self) -> dict[str, list[Meaning]]:
-        """Return the leaves that a tensor name has in the families if only its last two parts are compared.
+        """Return the same as `leaves`, but by only the last two parts of the tensor names.
 
         These are the name of a module and "weight" or "bias".
         """
@@ -159,7 +159,7 @@ def id_or_value(value: Any) -> Any:
 
 
 def _voted(pairs: Sequence[tuple[Any, str]], by: Callable[[Any], Any]) -> list[Meaning]:
-    """Count the families by value. Return the different values, the most frequent first.
+    """Count how many families have each value, and return the different values, the most frequent first.
 
     `pairs` are values and family names. Values with the same key `by(value)` count as the same.
     """
@@ -200,7 +200,7 @@ _VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")
 
 
 def fits(leaf: Leaf, shape: Shape) -> bool:
-    """Return whether a tensor of this shape has as many dimensions as the leaf."""
+    """Return whether a tensor of this shape has the number of dimensions that tensors of a leaf have."""
     if not leaf.layout.is_identity:
         return len(parse(leaf.layout.checkpoint)) == len(shape)
     return all(name.endswith(_VECTORS) == (len(shape) == 1) for name in leaf.names)
