@@ -89,7 +89,7 @@ class GgufArchitecture:
     """Whether the model has latent attention. Then separate fields state the widths of heads, and a key states the
     factor by which YaRN scales the attention scores."""
     also: tuple[str, ...] = ()
-    """Further families whose models are written for this architecture."""
+    """Further families whose models are saved in GGUF files of this architecture."""
 
     @property
     def reads(self) -> str:
@@ -98,7 +98,7 @@ class GgufArchitecture:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The names of the families whose models are written for this architecture."""
+        """The names of the families whose models are saved in GGUF files of this architecture."""
         return (self.reads, *self.also)
 
     @property

@@ -212,7 +212,13 @@ _BASES = "layer_rope_theta"
 
 
 def rope_by_base(windows: Lens) -> Lens:
-    """Return the lens of windows and of a RoPE base per layer. In `layer_rope_theta`, 0 means no RoPE."""
+    """Return a lens that reads and writes windows and a RoPE base per layer.
+
+    Args:
+        windows: the lens of the windows.
+
+    The bases are in the config field `layer_rope_theta`, where 0 means no RoPE.
+    """
 
     def get(config: ConfigReader, values: Values) -> Sequence[Mapping[str, Any]]:
         own, bases, count = windows.get(config, values), config.raw(_BASES), values["layers"]

@@ -395,7 +395,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def _program(block: Block, width: int) -> Program:
-    """Return a block's program. The results are cached, because other code asks for the same blocks many times."""
+    """Return the operations of a block, in the order in which they are computed. The results are cached."""
     return block.operations("", "x", ("B", "T", width))
 
 

@@ -165,7 +165,7 @@ def _as_composite(
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
-    """Return the dtype that most values in the matrices of layers have. `dtypes` maps shared names to dtypes.
+    """Return the dtype of most numbers in the matrices of layers. `dtypes` maps the names of parameters to dtypes.
 
     transformers computes in the one dtype that config.json names, even if some tensors have another.
     """

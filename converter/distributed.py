@@ -161,7 +161,10 @@ class _Verdict:
 
     @classmethod
     def on(cls, rank: int, error: BaseException | None) -> _Verdict:
-        """Return the verdict on an error that a rank raised; None means that the connection to it is closed."""
+        """Return the exit code and the message for an error that a rank raised.
+
+        An `error` of None means that the connection to the rank is closed, so that its error is not known.
+        """
         if error is None:
             reason = f"the process of rank {rank} ended without reporting an error"
             return cls(rank, 1, reason, "lost")

@@ -151,7 +151,7 @@ class _TransferJob:
 
 @dataclass
 class Transferred:
-    """The result of a transfer."""
+    """The result of writing the tensors of a checkpoint: hashes of the files, and the effects of rounding."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     """The hashes by file."""

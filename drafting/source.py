@@ -109,7 +109,7 @@ def _nested(name: str, entries: Sequence[str]) -> list[str]:
 
 
 def _has_entry(place: str, draft: Draft) -> bool:
-    """Return whether the file has an entry for the key of a TODO, such as "fields.NAME". Then the TODO is put there."""
+    """Return whether the drafted file has the entry that a TODO is about, such as "fields.NAME"."""
     part, _, name = place.partition(".")
     return name in {"fields": draft.fields, "refused": draft.more["refused"], "leaves": draft.leaves}.get(part, ())
 

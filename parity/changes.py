@@ -35,7 +35,7 @@ _CONCENTRATED = 0.5  # a change has low rank if its factors have at most this sh
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """The comparison of one shared tensor, which one or both checkpoints have."""
+    """The comparison of one tensor, by its shared name, between two checkpoints. One of them may not have it."""
 
     name: str  # the shared name
     component: str  # the label of its component in tables of parameters

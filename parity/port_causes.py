@@ -66,8 +66,8 @@ class Differing:
 def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
     """Return the mistake, or the two mistakes, with which the reference computes the port's logits.
 
-    If there is none, return the mistakes that explain the first component that differs. Reasons for mistakes that were
-    not tried are added to `notes`.
+    If there is none, return the mistakes that explain the first component that differs. If some mistakes cannot be
+    tried, `notes` gets the reason.
     """
     bare = [batch.attention_mask is None for batch in port.batches]
     differ = [not largest_gap([a], [logits]) <= port.allowed for a, logits in zip(port.exact, port.port, strict=True)]
@@ -103,7 +103,10 @@ _Mistake = tuple[str, Apply]
 
 
 class _CauseJudge:
-    """Compares the logits of changed trees with the port's, on some of the inputs."""
+    """Judges whether a mistake explains a port (the user's own implementation of a model).
+
+    It compares the logits of the reference with that mistake to those of the port, on some of the test inputs.
+    """
 
     def __init__(self, port: Differing, places: Sequence[int], masked: bool) -> None:
         self.inputs, self.wanted = [port.batches[index] for index in places], [port.port[index] for index in places]

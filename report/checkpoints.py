@@ -53,7 +53,7 @@ def load_summary(checkpoint: Checkpoint) -> RenderableType:
 
 
 def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of `load_summary` as plain JSON values."""
+    """Return the family, components, dtypes, files and notes of a checkpoint as plain JSON values."""
     return {
         "schema_version": 1,
         "model": checkpoint.reference,

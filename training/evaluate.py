@@ -278,7 +278,7 @@ def _windows(documents: Sequence[_Document], width: int, stride: int) -> list[_W
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The predictions of a model that count, in the order of the text."""
+    """The predictions of a model that enter the measured figures, in the order of the text."""
 
     name: str
     spec: ModelSpec

@@ -154,9 +154,12 @@ def _tree(
 ) -> tuple[ModelSpec, Origin, list[str]] | None:
     """Return the tree of the config in the folder, or None if there is no config that describes the model.
 
-    `stack` is the training program that wrote the weights; None considers the configs of all programs. `rows` is the
-    number of rows of the embedding, `tied` says whether the weights have a tied head, and `inside` is a config that is
-    stored in the weight file. All three are for programs whose own config does not say this.
+    Args:
+        folder: the folder of the weights.
+        stack: the training program that wrote the weights; None considers the configs of all programs.
+        rows: the number of rows of the embedding, for programs whose config does not state it.
+        tied: whether the head is tied to the embedding, for programs whose config does not state it.
+        inside: a config that is stored in the weight file and takes precedence over files.
     """
     if inside is not None and stack is not None:
         return _with_head(*_described(stack.config(inside, rows)), bool(tied))

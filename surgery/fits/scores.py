@@ -101,7 +101,10 @@ class _Scores:
         return weighted - p * weighted.sum(dim=-1, keepdim=True)
 
     def error(self, queries: Tensor, key: Tensor) -> float:
-        """Return the error, summed over sequences, query heads and tokens."""
+        """Return the squared error of the attention scores, weighted by the original's probabilities.
+
+        It is the sum over sequences, query heads and tokens. `queries` and `key` are the projections of the fit.
+        """
         total = 0.0
         for b in range(len(self.inputs)):
             missing = self.residual(queries, key, b)

@@ -29,9 +29,9 @@ class Scratch:
 
     @classmethod
     def by(cls, name: str, *given: Any) -> Scratch:
-        """Return the results of a function in `surgery/fits`, such as "feed_forward.downs", with the arguments `given`.
+        """Return the future results of a function in `surgery/fits`, such as "feed_forward.downs".
 
-        The module is imported when the fit runs.
+        The function is imported and called, with the model and the arguments `given`, when a result is first requested.
         """
         module, _, function = name.partition(".")
         return cls(lambda model: getattr(import_module(f".{module}", __package__), function)(model, *given))
