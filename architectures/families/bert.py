@@ -1,10 +1,8 @@
 """BERT (Devlin et al. 1810.04805): an encoder with post-norm and a table of token types. MiniLM (2002.10957) and most
 sentence encoders use the same model_type.
 
-In BertForPreTraining checkpoints, gptkit reads the head for masked tokens. Conversions keep the head that
-predicts the next sentence.
-
-Source: transformers models/bert/{configuration,modeling}_bert.py.
+Source: transformers models/bert/{configuration,modeling}_bert.py. In BertForPreTraining checkpoints, gptkit reads the
+head for masked tokens. Conversions keep the head that predicts the next sentence.
 """
 
 from ..base import Leaf, leaves_of

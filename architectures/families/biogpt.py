@@ -1,9 +1,7 @@
 """BioGPT (Luo et al. 2210.10341): GPT-2 with ordinary linear layers, a scaled embedding, and a position table that
 starts at its third row.
 
-transformers ignores an eps in the config.
-
-Source: transformers models/biogpt/{configuration,modeling}_biogpt.py.
+Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which ignores an eps in the config.
 """
 
 from ...components import FeedForward, LayerNorm
