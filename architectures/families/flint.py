@@ -1,5 +1,4 @@
-"""Flint (Recursive 2026): qwen3-moe with attention sinks, a sigmoid router, a shared expert and sliding windows in most
-layers.
+"""Flint (Recursive 2026): qwen3-moe with attention sinks, a sigmoid router, a shared expert and windows in most layers.
 
 Source: transformers models/flint/{configuration,modeling}_flint.py. Only layers with a window have RoPE. Routers, sinks
 and scores stay in fp32 whatever the dtype of the model.
