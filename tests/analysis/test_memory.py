@@ -85,7 +85,7 @@ def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyP
     spec = ALL[name]
     sizes = (
         *((torch.bfloat16, 2, 24), (torch.float64, 3, 5)),
-        *((torch.float32, 2, 24), (torch.bfloat16, 1, 10), (torch.float32, 1, 2)),
+        *((torch.float32, 2, 24), (torch.bfloat16, 1, 10), (torch.float32, 2, 2)),
     )
     for dtype, batch, tokens in sizes[:2] if covering.quick else sizes:
         measured = kept_bytes(model_of(spec, kernel, dtype), drawn_ids(spec, batch, tokens), monkeypatch)
@@ -99,7 +99,9 @@ def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
     def choose(values: Any) -> Any:
         return data.draw(st.sampled_from(list(values)))
 
-    spec = of_chosen(spec_of(drawn_config(choose([name for name in CONFIGS if name in ALL]), choose)))
+    spec = of_chosen(
+        spec_of(drawn_config(choose([name for name in CONFIGS if name in ALL and ALL[name].head is not None]), choose))
+    )
     kernel, dtype = choose(("sdpa", "eager")), choose(SIZES)
     batch, tokens = choose((1, 2, 3)), choose((2, 7, 17, 30))
     with pytest.MonkeyPatch.context() as monkeypatch:
