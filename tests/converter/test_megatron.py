@@ -268,7 +268,7 @@ def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 _QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError], str]] = {
     "another step": ("01_000", lambda c: c.update(iteration=8), CheckpointError, "has iteration 7, but .* has 8"),
-    "other arguments": ("01_000", lambda c: vars(c["args"]).update(num_layers=8), CheckpointError, "different training"),
+    "other arguments": ("01_000", lambda c: vars(c["args"]).update(num_layers=8), CheckpointError, "different train"),
     "no arguments": ("00_000", lambda c: c.pop("args"), CheckpointError, "does not contain the training arguments"),
     "an old version": ("00_000", lambda c: c.update(checkpoint_version=1.0), CheckpointError, "checkpoint_version 1.0"),
     "a tensor lost": ("01_000", lambda c: c["model"].pop(_QKV), CheckpointError, "missing in some of the 2"),
