@@ -172,4 +172,5 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
         y[:, :, chunk] = q[:, :, chunk] @ state + within[:, :, chunk] @ new
         state = state * remaining[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
     y = y.reshape(batch, heads, -1, y.shape[-1])[:, :, :steps].transpose(1, 2)
-    return y.to(given[0].dtype, memory_format=torch.contiguous_format), state
+    # Always a copy: a view would keep the padding in memory.
+    return y.to(given[0].dtype, memory_format=torch.contiguous_format, copy=True), state
