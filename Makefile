@@ -20,7 +20,7 @@ help:
 	@echo "make pictures      draw the pictures in README.md and docs/ again; needs Chromium"
 	@echo "make test          lint, types and tests, with a subset of the exhaustive tests"
 	@echo "make test-all      lint, types and all tests, except those that take minutes"
-	@echo "make test-slow     the tests that take minutes"
+	@echo "make test-slow     the tests that take minutes, and variants that show nothing new"
 	@echo "make cases         tests of faults that users reported, if the folder ../shared/cases exists"
 	@echo "make test-browser  tests of the HTML pages in headless Chromium"
 	@echo "make soak          hours: thousands of killed conversions, failing I/O calls, millions of damaged files (KILLS=, FUZZ=, CONFIGS=)"
@@ -73,7 +73,7 @@ test: $(STAMP)
 pytest: $(STAMP)
 	$(PYTEST) -m "not exhaustive and not slow and not soak"
 
-# All cases of all tests that are not slow: about 40 minutes.
+# All cases of all tests, except those marked `slow`: about 40 minutes.
 test-all: $(STAMP)
 	@$(MAKE) --no-print-directory -j 3 lint types pytest-all
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from helpers.covering import covered, few, functions
+from helpers.covering import covered, few, functions, others_slow
 from helpers.families import CONFIGS, DECODERS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.processes import imported
@@ -229,7 +229,7 @@ def counted_passes(spec: ModelSpec, kernel: str, batch: int, tokens: int) -> tup
 
 
 @covered("name", "kernel", by=lambda name, kernel: {kernel, *functions(ALL[name])})
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("name", others_slow(ALL))
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_flops_are_torchs_count_of_the_built_module(name: str, kernel: str) -> None:
     spec, batch, tokens = ALL[name], 2, 24  # past the windows of 16

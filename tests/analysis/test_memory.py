@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from helpers import covering
-from helpers.covering import covered, examples, facts, few, functions
+from helpers.covering import covered, examples, facts, few, functions, others_slow
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.random_trees import drawn_config
@@ -79,7 +79,7 @@ def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:
 
 
 @covered("name", "kernel", by=lambda name, kernel: {kernel, *facts(ALL[name])})
-@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].head is not None])
+@pytest.mark.parametrize("name", others_slow(name for name in ALL if ALL[name].head is not None))
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ALL[name]
@@ -234,7 +234,7 @@ def test_what_two_stacks_keep_is_not_known() -> None:
 
 
 @covered("name", "last_only", by=lambda name, last_only: {last_only, *facts(ALL[name])})
-@pytest.mark.parametrize("name", [name for name in ALL if name not in MIXTURES])
+@pytest.mark.parametrize("name", others_slow(name for name in ALL if name not in MIXTURES))
 @pytest.mark.parametrize("last_only", [True, False])
 def test_the_worst_moment_of_reading_a_context(name: str, last_only: bool) -> None:
     spec, batch, tokens = ALL[name], 2, 128

@@ -26,7 +26,7 @@ from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, MAX_C
 from gptkit.components import from_json, to_json
 from gptkit.errors import CannotExpress, ConfigError, UnknownFamily
 
-EXAMPLES = 100
+EXAMPLES = 60
 ROPES = (
     "default",
     "linear",

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from helpers import covering
-from helpers.covering import covered, examples, few, kinds, spread
+from helpers.covering import covered, examples, few, kinds, slow_unless_new, spread
 from helpers.families import (
     CONFIGS,
     REPRESENTATIVES,
@@ -215,7 +215,11 @@ NO_CACHE = {
 }
 
 LOGIT_CASES = [
-    pytest.param(variant, dtype, attention, id=f"{variant}-{str(dtype).removeprefix('torch.')}-{attention}")
+    pytest.param(
+        *(variant, dtype, attention),
+        id=f"{variant}-{str(dtype).removeprefix('torch.')}-{attention}",
+        marks=() if dtype is torch.float32 else slow_unless_new(variant.name),
+    )
     for variant in VARIANTS
     for dtype in (torch.float32, torch.bfloat16)
     for attention in attention_paths(variant)
@@ -243,7 +247,7 @@ def greedy_decode_agrees(reference, decoder, variant):
         theirs = continued(reference, ids, None)
         ours = decoder(ids, cache=cache)
         whole = variant.representative and variant.family in WHOLE
-        for _ in range(48 if whole else 12 if covering.quick else 24):
+        for _ in range(48 if whole else 12):
             worst.append(largest_difference(ours, theirs.logits))
             ids = theirs.logits[:, -1:].argmax(-1)
             theirs = continued(reference, ids, theirs.past_key_values)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import covered, few, layouts, others_slow
+from helpers.covering import covered, few, layouts, others_slow, slow_unless_new
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from helpers.unknown import composite
@@ -37,7 +37,9 @@ SHARDED = 20_000  # bytes a file: some ten shards for these models
 OLD_FORMS = [variant for variant in VARIANTS if "RefinedWeb" in variant.name]
 GRID = [
     pytest.param(
-        variant, dtype, size, id=f"{variant}-{str(dtype).removeprefix('torch.')}-{'shards' if size else 'one'}"
+        *(variant, dtype, size),
+        id=f"{variant}-{str(dtype).removeprefix('torch.')}-{'shards' if size else 'one'}",
+        marks=slow_unless_new(variant.name) if size else (),
     )
     for variant in VARIANTS
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), (0, SHARDED))

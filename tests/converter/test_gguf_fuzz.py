@@ -129,7 +129,7 @@ def check(folder: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mutations_raise_typed_errors_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(tmp_path, examples(20_000), capsys)
+    check(tmp_path, examples(10_000), capsys)
 
 
 @pytest.mark.soak

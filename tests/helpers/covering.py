@@ -6,6 +6,9 @@ whatever family it is of), the ones that bring most first; the rest bear the mar
 "dtype")` looks at these arguments alone, `covered(…, by=…)` at whatever a function of them gives. Nothing is drawn by
 lot: the cover of a list of cases is always the same.
 
+Some tests are too slow for all variants even in `make test-all`: it runs the first variant of each family and those
+that show something new (`slow_unless_new`), and `make test-slow` the others.
+
 A test whose cases go over all families is covered without being told to: a family more makes `make test` no longer
 unless there is something in its trees that was in none before.
 """
@@ -51,12 +54,24 @@ def few(count: int) -> pytest.MarkDecorator:
 
 
 def others_slow(cases: Iterable[Any]) -> list[Any]:
-    """Return the cases as parameters. A case is slow if it is, or names, a variant that is not its family's first."""
+    """Return the cases as parameters, with the marks of `slow_unless_new` for cases that are, or name, a variant."""
+    return [pytest.param(case, id=str(case), marks=slow_unless_new(model_of(case))) for case in cases]
+
+
+def slow_unless_new(variant: str | None) -> list[pytest.MarkDecorator]:
+    """Return the mark `slow` for a variant that shows nothing new: it is not its family's first, and every fact of its
+    tree and every layout of its tensors also occurs in a variant without the mark.
+    """
+    return [] if variant in {None, *_not_slow()} else [pytest.mark.slow]
+
+
+@cache
+def _not_slow() -> frozenset[str]:
+    """Return the first variant of every family, and a few others that together show what these do not."""
     first = {variant.name for variant in REPRESENTATIVES.values()}
-    return [
-        pytest.param(case, id=str(case), marks=[] if model_of(case) in {None, *first} else [pytest.mark.slow])
-        for case in cases
-    ]
+    shown = frozenset().union(*map(contents, first))
+    others = [variant.name for variant in VARIANTS if variant.name not in first]
+    return frozenset(first | {others[place] for place in chosen([contents(name) - shown for name in others])})
 
 
 def rest_slow(families: Iterable[str], by: Callable[[str], AbstractSet[Hashable]]) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.covering import examples, few
+from helpers.covering import examples, few, slow_unless_new
 from helpers.families import (
     BLOOM,
     DECODERS,
@@ -76,12 +76,9 @@ PROMPT = [5, 90, 17, 3, 44, 44, 61, 8, 23, 72, 1, 35, 50]
 
 
 def sampled_cases() -> list[Any]:
-    """Return the cases as parameters. Those of variants that are not their family's first are slow."""
-    first = {variant.name for variant in DECODERS if variant.representative}
+    """Return the cases as parameters, with the marks of `slow_unless_new`."""
     return [
-        pytest.param(
-            *case, id="-".join(map(str, case)), marks=[] if case[0] in {*CASES, *first} else [pytest.mark.slow]
-        )
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case[0] in CASES else slow_unless_new(case[0]))
         for case in dict.fromkeys(CASES_BY_DTYPE)
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered, few, functions
+from helpers.covering import covered, few, functions, slow_unless_new
 from helpers.families import (
     CONFIGS,
     VARIANTS,
@@ -55,7 +55,11 @@ def in_fp64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 CASES = [
-    pytest.param(variant, attention, padding, id=f"{variant}-{attention}-{padding or 'whole'}")
+    pytest.param(
+        *(variant, attention, padding),
+        id=f"{variant}-{attention}-{padding or 'whole'}",
+        marks=slow_unless_new(variant.name) if padding else (),
+    )
     for variant in VARIANTS
     if variant.family != "marian"  # whose sines transformers rounds to fp32 in a model of any dtype
     if variant.name != "rwkv-rescaled"  # of which transformers trains another function than it computes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import few
+from helpers.covering import few, others_slow
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf, spec_of
 from helpers.generation import generate_ids
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def test_attention_paths_compute_the_same_function() -> None:
 
 
 @few(5)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", others_slow(VARIANTS))
 def test_local_and_hf_are_one(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")
     gptkit.convert(tmp_path / "hf", tmp_path / "local")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import exhaustive, few
+from helpers.covering import contents, exhaustive, few, rest_slow, slow_unless_new
 from helpers.families import (
     CONFIGS,
     DISTINCT,
@@ -254,6 +254,12 @@ def place_of(mutation: Mutation, spec: ModelSpec, weights: dict[str, Tensor], mu
     return f"layer {min(moved)} {label}"
 
 
+def variant_pairs() -> Iterator[Any]:
+    """Return `pairs` as parameters."""
+    for variant, mistake in pairs():
+        yield pytest.param(variant, mistake, marks=slow_unless_new(variant))
+
+
 def sample_pairs() -> Iterator[Any]:
     """The same for the trained samples, which take longer; one of them every time."""
     for sample in SAMPLES:
@@ -265,7 +271,7 @@ def sample_pairs() -> Iterator[Any]:
 
 
 @few(2)
-@pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
+@pytest.mark.parametrize(("checkpoint", "name"), [*variant_pairs(), *sample_pairs()])
 def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
     reference, right = converted(checkpoint)
     spec, weights = read_local(right)
@@ -394,9 +400,10 @@ def test_a_repair_undoes_the_mistake(name):
 
 
 @few(3)
-@pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
-def test_the_probe_catches_every_mistake_on_random_weights(variant):
-    decoder = decoder_from(randomised_reference(variant.config, torch.float64, "eager"), variant.config)
+@pytest.mark.parametrize("family", rest_slow(REPRESENTATIVES, contents))
+def test_the_probe_catches_every_mistake_on_random_weights(family):
+    config = REPRESENTATIVES[family].config
+    decoder = decoder_from(randomised_reference(config, torch.float64, "eager"), config)
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     marks = score(decoder.spec, weights, probe(decoder.spec))
     assert marks.missed == ()

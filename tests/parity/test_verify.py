@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import few, slow_unless_new
 from helpers.edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 
@@ -60,16 +60,25 @@ def test_samples_are_identical(sample: str, dtype: str) -> None:
     assert any(prompt.name.startswith("KING") for prompt in result.prompts)
 
 
-@few(2)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_every_variant_is_identical(variant: Variant, tmp_path: Path) -> None:
+IN_BOTH = [
+    pytest.param(
+        *(variant, dtype), id=f"{variant}-{dtype}", marks=slow_unless_new(variant.name) if dtype == "bfloat16" else ()
+    )
+    for variant in VARIANTS
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@few(4)
+@pytest.mark.parametrize(("variant", "dtype"), IN_BOTH)
+def test_every_variant_is_identical(variant: Variant, dtype: str, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")
-    scored = verify if variant.representative else unscored  # in fp64, whatever the dtype
-    for dtype, check in (("float32", scored), ("bfloat16", unscored)):
-        result = check(tmp_path / "hf", dtype=dtype)
-        assert (result.verdict, result.passed, result.dtype) == ("identical", True, dtype)
-        assert any("no tokenizer" in note for note in result.notes)
-        assert len(result.prompts) >= 6
+    # Mistakes are tried in fp64, whatever the dtype.
+    check = verify if variant.representative and dtype == "float32" else unscored
+    result = check(tmp_path / "hf", dtype=dtype)
+    assert (result.verdict, result.passed, result.dtype) == ("identical", True, dtype)
+    assert any("no tokenizer" in note for note in result.notes)
+    assert len(result.prompts) >= 6
 
 
 @few(1)
