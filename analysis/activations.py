@@ -27,13 +27,13 @@ from ..components import operations as ops
 Kernel = Literal["sdpa", "eager"]
 
 FLOAT = 4
-"""Bytes of an fp32 number. Norms, softmax and the loss are computed in fp32 or wider."""
+"""The size of an fp32 number in bytes. Norms, softmax and the loss are computed in fp32 or wider."""
 _LONG = 8
-"""Bytes of a token id or a row number."""
+"""The size in bytes of an int64 number, such as a token id or a row index."""
 
 
 class _ActivationCost(msgspec.Struct, frozen=True):
-    """The number of tensors that an activation function needs. They all have the size of its input."""
+    """The memory that an activation function needs, as a number of tensors of the size of its input."""
 
     saved: int = 1  # tensors saved for the backward pass, with the input (if `input`) and without the result
     alive: int = 2  # tensors that exist at once while it is computed: input, result and intermediate tensors
@@ -118,14 +118,20 @@ _COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "rou
 
 
 def _in_order(by_row: Counter[str]) -> dict[str, int]:
-    """Return the components whose bytes are not zero, in the order of `_COMPONENTS`."""
+    """Return a copy of `by_row` (component -> bytes) in the order of `_COMPONENTS`.
+
+    Components without bytes are left out.
+    """
     return {row: by_row[row] for row in dict.fromkeys((*_COMPONENTS, *by_row)) if by_row[row]}
 
 
 def _ends(spec: ModelSpec, run: Pass, counted: bool) -> dict[str, int]:
-    """Return the bytes that autograd saves outside of the layers, by component.
+    """Return the bytes that autograd saves for the embedding, the final norm, the head and the loss, by component.
 
-    If `counted`, the first layer's input is already counted with the layers, and is left out here.
+    Args:
+        spec: the model.
+        run: the forward pass.
+        counted: whether the caller counts the first layer's input itself, so that the result leaves it out.
     """
     program = spec.before_blocks()
     before = SavedForBackward(program, run)
@@ -178,9 +184,10 @@ class MixingActivations(msgspec.Struct, frozen=True):
         return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"
 
     def sizes(self, run: Pass) -> tuple[int, int, int]:
-        """Return the sizes in bytes of one number in attention that is not fused.
+        """Return the sizes in bytes of one element of three groups of tensors, for attention without a fused kernel.
 
-        The three sizes are those of queries, keys and scores; of the softmax; and of the weights and values.
+        The first group has queries, keys and scores. The second has the result of the softmax. The third has the
+        attention weights, after their conversion to the dtype of the values, and the values.
         """
         if self.way(run.kernel) == "unfused":
             return run.wide, run.wide, run.wide
@@ -203,7 +210,9 @@ class MixingActivations(msgspec.Struct, frozen=True):
     def key_heads(self, heads: int, run: Pass) -> int:
         """Return the number of key or value heads that autograd saves.
 
-        It is `heads`, or the number of query heads if keys and values are copied for every one of them.
+        Args:
+            heads: the number of key-value heads. It is returned unless keys and values are copied for every query head.
+            run: the forward pass.
         """
         fused = self.way(run.kernel) == "fused"
         if heads == 1 and (fused or run.batch == 1):
@@ -245,7 +254,7 @@ class _SavedStorage(msgspec.Struct, eq=False):
 
 
 class _View(msgspec.Struct, eq=False):
-    """The result of an operation, as a view of its storage."""
+    """A tensor that an operation computes: its size, its layout and the block of memory that it is a view of."""
 
     id: str
     storage: _SavedStorage
@@ -294,10 +303,10 @@ class SavedForBackward:
         return self._numbers(operation) * (self.run.wide if operation.kept_wide else self.run.size)
 
     def _input(self, operation: ops.AnyOperation, index: int = 0) -> _View:
-        """Return an input of an operation.
+        """Return the input of an operation that has the position `index` among its inputs.
 
-        The size of an input that the program does not compute is not known. It is taken to be that of the
-        operation's result, or for a linear follows from its input width.
+        If the input comes from outside of the program, it is assumed to have the size of the operation's result. The
+        input of a linear has the size that follows from the linear's input width.
         """
         name = operation.inputs[index]
         if name not in self.views:
@@ -348,7 +357,7 @@ class SavedForBackward:
             result.storage = self._joint_storage(operation)
 
     def _joint_storage(self, operation: ops.Linear | ops.ScaleOperation) -> _SavedStorage:
-        """Return the storage of a fused product, in which several operations have their results."""
+        """Return the memory of a fused matrix product, which also contains the result of `operation`."""
         whole = sum(map(self._bytes, operation.computed_together(self.program)))
         return self.products.setdefault(operation.together, _SavedStorage(whole, operation.row))
 
@@ -547,9 +556,15 @@ class SavedForBackward:
         return contiguous if q.heads_first and heads > 1 else output
 
     def _operand(self, operation: ops.Mix, view: _View, heads: int, itemsize: int, copied: bool = False) -> None:
-        """Count queries, keys or values in the form that attention reads.
+        """Count queries, keys or values as attention saves them.
 
-        This is `view` itself, or a copy of it if the number of heads or the size of one number differs.
+        Args:
+            operation: the operation of the attention, whose component the bytes count for.
+            view: queries, keys or values before attention.
+            heads: the number of heads that attention reads.
+            itemsize: the size in bytes of one number that attention reads.
+            copied: whether attention reads a copy of `view`. It also reads a copy if `heads` or `itemsize` differs from
+                that of `view`.
         """
         if copied or heads != view.heads or itemsize != self.run.size:
             self.by_row[operation.row] += view.size // view.heads * heads // self.run.size * itemsize
@@ -610,4 +625,4 @@ _RULES: dict[type, _Rule] = {
     ops.Stream: SavedForBackward._stream,
     ops.Temper: SavedForBackward._temper,
 }
-"""The method that counts each kind of operation."""
+"""For every kind of operation, the method that counts the tensors that autograd saves for it."""

@@ -21,14 +21,15 @@ from .costs import CacheSize, work_of
 from .sizes import itemsize
 
 _BLOCK = 16
-"""Tokens of a block in vLLM, unless a backend needs another size (config/cache.py)."""
+"""The number of tokens in a block of vLLM, unless a backend needs another size (config/cache.py)."""
 _PADDED = 256
 """llama.cpp pads contexts to a multiple of this number of tokens."""
 _BATCH = 512
-"""Tokens that llama.cpp computes at once (n_ubatch)."""
+"""The number of tokens that llama.cpp computes at once (n_ubatch)."""
 _FP16 = 2
 _MUCH = 1.5
-"""If the most frequent kind of layer exceeds the rarest by this factor, vLLM's groups have the rarest one's size."""
+"""Decides how many layers a group of vLLM has. Call the most frequent kind of layer A and the rarest B. If A has at
+least 1.5 times as many layers as B, a group has the number of layers of B, and otherwise that of A."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class CachedLayer:
 
 
 Layers = Mapping[CachedLayer, int]
-"""The number of layers by kind of cache."""
+"""The number of layers for every kind of cache."""
 
 
 def layers_of(spec: ModelSpec) -> Layers:
-    """Return the number of a model's layers by kind of cache, without layers that have no cache."""
+    """Return how many of a model's layers have a cache of each size. Layers without a cache are left out."""
     layers: Counter[CachedLayer] = Counter()
     for block, number in Counter(spec.blocks).items():
         works = [work_of(operation) for operation in spec.block_operations(block)]
@@ -62,8 +63,14 @@ def layers_of(spec: ModelSpec) -> Layers:
 def in_vllm(layers: Layers, context: int, itemsize: int, batch: int = 1) -> int | None:
     """Return the bytes of the blocks that vLLM allocates for `batch` sequences of `context` tokens.
 
-    The cache has `itemsize` bytes per number. The result is None if a layer has a recurrent state, or if the sizes of
-    the layers' blocks do not divide the largest one.
+    The result is None if a layer has a recurrent state, or if the block size of one layer does not divide the largest
+    block size.
+
+    Args:
+        layers: the number of layers for every kind of cache.
+        context: tokens per sequence.
+        itemsize: the size in bytes of one cached number.
+        batch: the number of sequences.
     """
     if any(layer.state for layer in layers):
         return None
@@ -83,12 +90,9 @@ def in_vllm(layers: Layers, context: int, itemsize: int, batch: int = 1) -> int 
 
 
 def _blocks(layer: CachedLayer, context: int, block: int) -> int:
-    """Return the number of blocks in use after `context` tokens. Blocks that have left the window are freed.
+    """Return the number of blocks that a layer uses after `context` tokens, without freed blocks outside of its window.
 
-    Args:
-        layer: the layer's cache.
-        context: the number of tokens.
-        block: tokens per block.
+    `block` is the number of tokens per block.
     """
     skipped = 0
     if layer.window is not None:

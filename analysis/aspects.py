@@ -69,7 +69,7 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
 
 
 def _head(spec: ModelSpec) -> Words:
-    """Return the words for the head, or for its absence: such a model returns hidden states."""
+    """Return the description of a model's head. A model without a head returns hidden states."""
     return Words("none", None, "none: it gives hidden states") if spec.head is None else spec.head.named()
 
 
@@ -106,9 +106,9 @@ def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
 
 
 def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Words]]:
-    """Return, by aspect, a list with the words of every layer.
+    """Return the descriptions of a model's components, by aspect: a list with one description per layer.
 
-    An aspect of an unusual component outside of the layers, such as a pooler, has a list of one.
+    Unusual components outside of the layers, such as a pooler, are included with a list of one description.
     """
     by_block = {block: block.aspects() for block in dict.fromkeys(blocks)}
     names = dict.fromkeys(name for described in by_block.values() for name in described)
@@ -121,7 +121,7 @@ def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Word
 
 
 def _encoder(spec: ModelSpec) -> Words:
-    """Return the words for the encoder of an encoder-decoder model. Their data are the encoder's aspects."""
+    """Return the description of an encoder-decoder model's encoder. Its `data` are the aspects of the encoder."""
     described, encoder_aspects = describe(spec), aspects(spec)
     words = {aspect.name: aspect.words for aspect in encoder_aspects}
     short = f"{words['layers']} layers, {words['attention']}, {words['feed-forward']}"
@@ -171,9 +171,9 @@ def _which(layers: Sequence[int]) -> str:
 
 
 def _positions(spec: ModelSpec, words: str, data: Any) -> tuple[str, Any]:
-    """Return words and data for a model's positions: its position embedding, and RoPE or ALiBi in the attention.
+    """Return words and data for how a model encodes positions: a position embedding, or RoPE or ALiBi in the attention.
 
-    `words` and `data` describe the attention's positions.
+    `words` and `data` describe the attention. The result adds the position embedding, if the model has one.
     """
     if spec.positions is None:
         return words, {"learned": None, "in_attention": data}
@@ -183,9 +183,11 @@ def _positions(spec: ModelSpec, words: str, data: Any) -> tuple[str, Any]:
 
 
 def _end_norm(norm: Norm | None, first: Norm | None) -> tuple[str, Any]:
-    """Return words and data for a norm outside of the layers.
+    """Return words and data for a norm outside of the layers, such as the final norm.
 
-    They include its eps if this differs from that of `first`, the first norm in the layers.
+    Args:
+        norm: the norm, or None.
+        first: the first norm in the layers. If its eps is different, the result includes the eps of `norm`.
     """
     if norm is None:
         return "none", None

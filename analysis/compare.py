@@ -190,9 +190,9 @@ def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
 
 
 def _row(cells: Sequence[Aspect]) -> AspectRow:
-    """Return the row for one aspect, from the aspects of all models.
+    """Return the row for one aspect, from the cells of all models.
 
-    If models have the same words for different data, their words get numbers, so that the row shows a difference.
+    If two models have equal words but different data, the words get numbers, so that the row shows the difference.
     """
     data = [json.dumps(cell.data, sort_keys=True) for cell in cells]
     words = []

@@ -40,7 +40,7 @@ _PROJECTION = re.compile(r"(?!.*(?:vision|visual|audio)).*layers\.(?P<layer>\d{1
 
 
 def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shape]] = ()) -> Layers:
-    """Return the number of layers by kind of cache.
+    """Return the number of layers for every kind of cache, according to a config.json.
 
     Args:
         config: the content of config.json.
@@ -85,9 +85,9 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
 
 
 def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
-    """Return the size of the KV cache after `context` tokens. Recurrent states count in `dtype`, too.
+    """Return the size of the KV cache after `context` tokens. Recurrent states are counted in `dtype`, too.
 
-    It is computed like that of `costs.cache_bytes`, which needs a model of a known family.
+    For models of known families, `costs.cache_bytes` computes the size from the architecture instead.
     """
     check_number("tokens", context)
     size = itemsize(dtype)
@@ -144,7 +144,7 @@ def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bo
 
 
 def _linear(config: Mapping[str, Any]) -> CachedLayer:
-    """Return the cache of a linear-attention layer: one matrix per head, and the last inputs of its convolutions."""
+    """Return the cache of a linear-attention layer: a matrix per head, and the last inputs of its convolutions."""
     names = next((names for names in _LINEAR if all(config.get(name) is not None for name in names)), None)
     if names is None:
         raise _refusal(
@@ -169,7 +169,9 @@ _LINEAR: Mapping[tuple[str, ...], Callable[..., int]] = {
     ),
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"): mamba,
 }
-"""Fields that determine a state's size, and the size: for Qwen3-Next's gated delta rule, Kimi's, and Mamba-2."""
+"""The config fields that determine the size of a recurrent state -> the function that computes the number of elements.
+
+The entries are for Qwen3-Next's gated delta rule, Kimi's linear attention, and Mamba-2 under two sets of names."""
 
 _KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
     "full_attention": _attention,
@@ -183,4 +185,5 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any]], CachedLayer]] = {
 }
 _OF_STATES = re.compile(r"(linear|mamba|ssm)_|conv_kernel|expand$|use_conv_bias|use_mamba_kernels")
 _FIELDS = {"linear_attention": _OF_STATES, "mamba": _OF_STATES, "chunked_attention": re.compile("attention_chunk_size")}
-"""Patterns of the fields that a kind of layer explains."""
+"""For some kinds of layers, the pattern of their own config fields. A model with such layers may have these fields,
+although they look unusual (`_STRANGE`)."""

@@ -57,7 +57,10 @@ class Work(msgspec.Struct, frozen=True):
     again: bool = False  # whether the backward pass computes it again
 
     def numbers_after(self, context: int) -> int:
-        """Return the number of cached elements after `context` tokens, of which a window w keeps at most w - 1."""
+        """Return the number of cached elements after `context` tokens.
+
+        A layer with a window w keeps w - 1 tokens at most.
+        """
         return self.cached_per_token * (context if self.window is None else min(context, self.window - 1)) + self.state
 
     def bytes_after(self, context: int, size: int) -> int:
@@ -120,7 +123,8 @@ _Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, with their work
 def works(spec: ModelSpec) -> _Works:
     """Return all operations of a model without its encoder, as (operation, its work, number of equal operations).
 
-    Equal layers are listed once, because there may be thousands. Before the first layer, only linears are listed.
+    The operations of equal layers are listed once, since there may be thousands of layers. Of the operations before the
+    first layer, only linears are listed.
     """
     before = tuple(operation for operation in spec.before_blocks() if isinstance(operation, ops.Linear))
     programs = [
@@ -135,7 +139,7 @@ def works(spec: ModelSpec) -> _Works:
 
 
 def _works_of_both(spec: ModelSpec) -> _Works:
-    """Return the same list as `works`, with the encoder's operations, whose component names start with "encoder"."""
+    """Return the same list as `works`, and the encoder's operations. Their component names start with "encoder"."""
     if spec.encoder is None:
         return works(spec)
     encoder = works(spec.encoder)
@@ -144,7 +148,7 @@ def _works_of_both(spec: ModelSpec) -> _Works:
 
 
 def _products(all_works: _Works) -> Counter[str]:
-    """Return the FLOPs of one token in products with weights, by component."""
+    """Return the FLOPs of one token in matrix products with weights, by component."""
     flops: Counter[str] = Counter()
     for operation, work, number in all_works:
         flops[operation.row] += 0 if work.once else 2 * number * work.per_token
@@ -171,9 +175,13 @@ def windows(spec: ModelSpec) -> set[int]:
 
 
 def _in_sight(context: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
-    """Return the number of tokens that the last of `context` tokens attends to.
+    """Return the number of tokens to which a query at the last of `context` positions attends.
 
-    Without a causal mask, it is that of a token in the middle.
+    Args:
+        context: the number of tokens.
+        window: the window, or None.
+        chunked: whether the tokens are divided into chunks of `window` tokens instead of a sliding window.
+        causal: whether there is a causal mask. Without one, the result is for a query in the middle of the text.
     """
     if window is not None and not causal:
         return min(context, 2 * window - 1)
@@ -183,7 +191,7 @@ def _in_sight(context: int, window: int | None, chunked: bool = False, causal: b
 
 
 def _in_order(flops: Mapping[str, int]) -> dict[str, int]:
-    """Return the components whose FLOPs are not zero, in the order of `_COMPONENTS`."""
+    """Return a copy of `flops` in the order of `_COMPONENTS`, without components that need no FLOPs."""
     return {name: flops[name] for name in dict.fromkeys((*_COMPONENTS, *flops)) if flops.get(name)}
 
 
@@ -256,7 +264,7 @@ class Costs(Record):
 
 
 _COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
-"""The order of rows. Components with other labels follow."""
+"""The components in the order in which tables list them. Other components follow."""
 
 
 def usual_context(spec: ModelSpec) -> int:
@@ -319,11 +327,13 @@ class Flops(Record):
     products: Mapping[str, int]
     """The FLOPs of products with weights, by component. "head" computes the logits of all tokens."""
     scores: int
-    """The FLOPs of attention for all pairs of tokens, also masked ones, as torch's FlopCounterMode counts them."""
+    """The FLOPs of attention for all pairs of tokens. As in torch's FlopCounterMode, pairs that are masked count
+    too."""
     needed_scores: int
     """The FLOPs of attention for the pairs that the causal mask and windows need."""
     recomputed: int = 0
-    """The FLOPs of those recurrences, computed in chunks of tokens, that the backward pass computes again."""
+    """The FLOPs that the backward pass computes a second time. These are the FLOPs of recurrences that run in chunks of
+    tokens, and of recurrences that are recomputed to save memory."""
 
     @property
     def dense(self) -> int:
@@ -364,7 +374,7 @@ class TrainingFlops(Record):
     def flash_extra(self) -> int:
         """Return the extra FLOPs of fused attention kernels, which compute all scores again in the backward pass.
 
-        This is one product of queries and keys more than the four products of the usual backward pass. torch's
+        The usual backward pass of attention has four matrix products. The fifth one recomputes q·kᵀ. torch's
         FlopCounterMode counts it in the same way.
         """
         return self.forward.scores // 2
@@ -412,7 +422,8 @@ def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlop
 def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
     """Return the number of pairs of a query and a key that the causal mask and the window allow, of `tokens` tokens.
 
-    It is Σ min(t, window) for t = 1 … tokens. Without a causal mask, two different tokens count as two pairs.
+    With a sliding window, this is Σ min(t, window) for t = 1 … tokens. Without a causal mask, the pairs (query i, key
+    j) and (query j, key i) both count.
     """
     if not causal:
         return 2 * pairs_in_sight(tokens, window) - tokens

@@ -25,9 +25,10 @@ _AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 _EPS = 1e-5
 TRAINED = 8_192  # training context of a model for long contexts, before YaRN extends it
 _LOW_BASE, _HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
-"""The rotary base of LLaMA-2, the least base beyond LOW_UP_TO tokens (Llama 3's), and this limit."""
+"""`_LOW_BASE` is the rotary base of LLaMA-2, used up to `LOW_UP_TO` tokens. `_HIGH_BASE` is that of Llama 3, and the
+smallest base for longer contexts."""
 _BOUND = (0.0424, 1.628)
-"""The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
+"""The factor a and the exponent b of the smallest rotary base for T tokens, a·T^b (Men et al. 2405.14591, figure 1)."""
 _KV_HEADS = 8  # the key-value heads of GQA in LLaMA-2 70B and all Llama 3 models
 TOLERANCE, _WORST = 0.03, 0.10  # the preferred and the largest distance from the budget
 _CLOSENESS = 4.0  # the weight of the distance from the budget, relative to the aspect ratio
@@ -75,13 +76,13 @@ class Shape:
         """Return the number of key-value heads for GQA.
 
         It is the largest divisor of the number of query heads that is at most eight and leaves three or more query
-        heads per key-value head.
+        heads per key-value head, or else 1.
         """
         return next(n for n in range(_KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
 
     @property
     def gated_width(self) -> int:
-        """Return the width of a gated feed-forward: 8/3 of the hidden size, rounded up to a multiple as in LLaMA.
+        """Return the intermediate size of a gated feed-forward: 8/3 of the hidden size, rounded up as in LLaMA.
 
         Its three matrices then have as many parameters as the two of a plain feed-forward with four times the hidden
         size (Shazeer 2002.05202, section 2).
@@ -116,7 +117,7 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Baseline:
-    """GPT-2 in a given shape. Its methods take changes of its design, such as `norm="rmsnorm"`."""
+    """A model with GPT-2's components, for comparisons. The methods can exchange some: `costs(norm="rmsnorm")`."""
 
     shape: Shape
     vocab: int
@@ -153,7 +154,8 @@ def _attention(design: Design, shape: Shape, context: int) -> parts.Attention | 
 def _position(design: Design, dim: int, context: int) -> parts.Rotary | parts.ALiBi | None:
     """Return RoPE or ALiBi for the attention of a design, or None for learned positions.
 
-    The ALiBi bias is multiplied by the scale of the scores, as in Falcon, so that a transformers family has the design.
+    The ALiBi bias is multiplied by the same scale as the scores, as in Falcon. This way, a transformers family has the
+    design.
     """
     if design.positions == "learned":
         return None
@@ -189,7 +191,7 @@ def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.Gat
 
 
 def aspect_ratio(budget: int) -> float:
-    """Return the hidden size divided by the number of layers that the rule gives for `budget` parameters."""
+    """Return the hidden size divided by the number of layers, by the module's rule for `budget` parameters."""
     small, large = 125e6, 6.7e9
     along = math.log(budget / small) / math.log(large / small)
     return float(64 * 2 ** min(max(along, 0.0), 1.0))
@@ -205,7 +207,7 @@ def usual_vocabulary(budget: int) -> int:
 
 
 def _widths(budget: int) -> Iterator[int]:
-    """Yield the hidden sizes to try for `budget` parameters. Their numbers of heads have many divisors."""
+    """Yield the hidden sizes to try for a model of `budget` parameters. Their numbers of heads have many divisors."""
     if budget < SMALL:
         yield from (32, 48, 96, 160)
     yield from (64 * heads for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24))
@@ -213,10 +215,10 @@ def _widths(budget: int) -> Iterator[int]:
 
 
 def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
-    """Return a shape with about `budget` parameters.
+    """Return the hidden size and the number of layers of a model with about `budget` parameters.
 
-    Of the shapes within 3 % of the budget, it is the one whose hidden size divided by layers is nearest to the rule.
-    If there are none, it is the shape nearest to the budget.
+    Among shapes within 3 % of the budget, `fit` prefers the one whose ratio of hidden size to layers is nearest to
+    `aspect_ratio`. If there is none, it returns the shape nearest to the budget.
 
     Raises:
         UsageError: no shape is within 10 % of the budget, because the vocabulary is too large.

@@ -139,9 +139,10 @@ def explain(spec: ModelSpec) -> Explained:
 
 
 def _layer(spec: ModelSpec, block: Block) -> dict[str, _Sum]:
-    """Return the products of letters that are the sizes of one layer's parameters, by component.
+    """Return the sizes of one layer's parameters as products of letters, such as d·f, by component.
 
-    Experts have equal sizes, so only the first one is read, and its products have the factor E.
+    All experts have equal sizes, so only the parameters of the first one are read. Their products have the factor E,
+    the number of experts.
     """
     by_component: dict[str, _Sum] = {}
     nodes = {path: node for path, node in walk(block, "blocks.0") if node.label is not None}
@@ -157,13 +158,13 @@ def _layer(spec: ModelSpec, block: Block) -> dict[str, _Sum]:
 def _shapes(
     path: str, node: Component, spec: ModelSpec, above: Component | None = None, experts: int | None = None
 ) -> _Sum:
-    """Return the products of letters that are the sizes of a component's parameters.
+    """Return the sizes of a component's parameters as products of letters, such as d·f.
 
     Args:
         path: the component's name in the model.
         node: the component.
         spec: the model.
-        above: the component that contains `node`. Its letters for `node` take precedence.
+        above: the component that contains `node`, if any. If it assigns letters to the sizes of `node`, these are used.
         experts: the number of equal experts, if the component is part of one.
     """
     products = _Sum()
@@ -186,7 +187,7 @@ def _shapes(
 
 
 def _letters(parts: Iterable[Mapping[str, _Sum]]) -> dict[_Letter, str]:
-    """Return names for the letters, in a fixed order. A letter with several sizes gets numbered names: f1, f2."""
+    """Return the text of every letter in the formula. A letter with several values gets numbered texts: f1, f2."""
     used = dict.fromkeys(letter for part in parts for sums in part.values() for product in sums for letter in product)
     sizes: dict[str, list[_Letter]] = {}
     for letter in used:

@@ -39,17 +39,18 @@ class Scenario:
     context: int | None = None
     """Tokens per sequence; by default the shortest context that one of the models has."""
     batch: int = 1
-    """Sequences."""
+    """The number of sequences."""
     explain: bool = False
-    """Derive the total as a formula."""
+    """Whether to explain the number of parameters by a formula."""
     gpu: int | None = None
-    """The bytes of a GPU's memory."""
+    """The memory of a GPU in bytes, for the contexts and batches that fit. None: do not compute them."""
     tp: int = 1
-    """The number of GPUs that share every layer."""
+    """The number of GPUs that share every layer (tensor parallelism)."""
     pp: int = 1
-    """The number of stages of layers, on different GPUs."""
+    """The number of pipeline stages. Every stage has some of the layers, on GPUs of its own."""
     fsdp: int = 1
-    """The number of processes that shard weights, gradients and moments in training; each has `batch` sequences."""
+    """The number of processes that shard weights, gradients and moments in training. Every process has `batch`
+    sequences."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -88,7 +89,7 @@ class Scenario:
 
     @property
     def more(self) -> bool:
-        """Return whether the user wants a figure that is not a column of the table of components."""
+        """Return whether the user wants a figure that is printed outside of the table of components."""
         return bool(self.kv) or self.at_context or self.explain
 
 
@@ -118,7 +119,7 @@ class CostFigures:
     formats: Mapping[str, int | None] | None = None
     """The bytes of the weights in bf16 and quantised formats; None for a format that cannot store the model."""
     explained: Explained | None = None
-    """The total as a formula."""
+    """The number of parameters as a formula."""
     fits: Fits | None = None
     """The contexts and batches that fit on a GPU."""
     split: Split | None = None
@@ -153,7 +154,7 @@ class CostFigures:
 
 
 def _json_of(figure: Record | None, context: int) -> Any:
-    """Return a figure's JSON values. If it is None, they say that the position table is too short for the context."""
+    """Return a figure as JSON values. None means that the position table is too short, and the result says so."""
     impossible = {"context": context, "impossible": "the context is longer than the model's table of positions"}
     return impossible if figure is None else figure.as_json()
 

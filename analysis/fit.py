@@ -18,7 +18,8 @@ from .parallel import split
 from .sizes import MOST
 
 _SPREAD = ("bfloat16", "int8", "int4")
-"""The dtypes of weights that can be split over several GPUs. GGUF files cannot be split."""
+"""The dtypes of weights for models on several GPUs. GGUF formats are not among them, since GGUF files cannot be
+split."""
 
 
 @dataclass(frozen=True)

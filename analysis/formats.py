@@ -24,7 +24,8 @@ NAMES = {"float8": "float8_e4m3fn", "int4": "int4", "i4": "int4", "4bit": "int4"
 _NF4 = "nf4"
 GGUF = ("q8_0", "q4_k_m", "q4_0")
 FORMATS = ("q8_0", _NF4, "q4_k_m", "q4_0")
-"""Formats whose scales are counted, the widest first. Of GGUF, only those in `gguf_types`."""
+"""Quantised formats whose size includes the scales, the largest first. The GGUF formats are those that `gguf_types`
+knows."""
 
 _BLOCK, _OUTER = 64, 256  # nf4 has one scale for 64 weights, and one outer scale for 256 scales
 

@@ -35,7 +35,7 @@ _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth)\Z")  # the endings of Hugging
 
 @dataclass(frozen=True)
 class StoredTensor(Record):
-    """A tensor as its file stores it. The dtype has safetensors' name, or the quantised format's."""
+    """A tensor as its file stores it. `dtype` is the name that safetensors uses, or the name of a quantised format."""
 
     JSON = "name dtype shape bytes=nbytes"
 
@@ -79,7 +79,7 @@ class ModelCount(Shown):
     name: str
     """The name that the user gave."""
     family: str
-    """The model family, such as "llama", or "" if the model is of none."""
+    """The model family, such as "llama". It is "" if gptkit does not know the family."""
     tree: ModelSpec | None
     """The architecture; None if the family is unknown."""
     revision: str | None = None
@@ -90,7 +90,7 @@ class ModelCount(Shown):
     figures: CostFigures | None = None
     """The costs, if the user asked for them."""
     swap: Mapping[str, Any] | None = None
-    """The swaps of components that gave this architecture, as JSON values, if the user asked for swaps."""
+    """The component swaps that turned the named model into this architecture, as JSON values. None without swaps."""
     folder: Path | None = None
     """The local folder, if the user gave one."""
     named: Named | None = None

@@ -283,11 +283,14 @@ _RULES: dict[type, _Rule] = {
     ops.Scan: PrefillMemory._scan,
     ops.Stream: PrefillMemory._stream,
 }
-"""The method that computes the bytes of an operation, by its kind."""
+"""For every kind of operation, the method that computes its memory."""
 
 
 def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
-    """Return the operations in the order in which they run: linears of one fused product all run with its first."""
+    """Return the operations in the order in which they run.
+
+    Linears that are fused into one matrix product all run together with the first of them.
+    """
     ordered: dict[str, ops.AnyOperation] = {}
     for operation in program:
         together = operation.computed_together(program) if isinstance(operation, ops.Linear) else [operation]
@@ -296,10 +299,10 @@ def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
 
 
 def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
-    """Return, for the id of every result, the index of the last operation during which the result exists.
+    """Return how long the result of every operation exists: its id -> the index of the last operation until then.
 
-    This is the last operation that reads the result, or a later one if a variable of the module still refers to the
-    result. The first result of a fused product exists as long as any other result of that product.
+    This is the last operation that reads the result, or a later one if a Python variable of the module still refers to
+    it. The first result of a fused product exists as long as any other result of that product.
     """
     places = {operation.id: index for index, operation in enumerate(program)}
     until = dict(places)

@@ -89,17 +89,19 @@ GOALS: Mapping[str, Goal] = {
 }
 
 _ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block", "bias", "tied", "window")
-"""The kinds of components in the order of the output. The first four have the order of the usual advice."""
+"""The kinds of components in the order of the output. The usual advice lists the first four in this order."""
 
 _ASPECTS = {"placement": "norm", "positions": "position", "feed_forward": "feed-forward", "tied": "head"}
-"""The aspects of a tree that show a component, if their names differ from the kind's."""
+"""For some kinds of components, the name of the aspect (see `aspects`) that describes them. Others have equal names."""
 
 _EXCHANGES: tuple[tuple[str, Any], ...] = (
     *(("feed_forward", "geglu"), ("feed_forward", "swiglu")),  # the first is llama's class with hidden_act "gelu"
     *(("positions", "rope"), ("attention", "gqa"), ("norm", "rmsnorm")),
     *(("block", "serial"), ("bias", False), ("window", None)),
 )
-"""Exchanges that may lead to a design that a family has, in the order of trial, the least change first."""
+"""Changes of one component of a design, as (kind, new component), in the order in which they are tried.
+
+If no transformers family has all components of a design, the first change after which a family has them is used."""
 
 _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("placement", "pre"): ("norms before attention and feed-forward: trains without a warm-up", "pre-norm"),
@@ -128,7 +130,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class _Delta:
-    """The change of costs when one component is exchanged in the baseline."""
+    """How costs change if one component of the baseline (GPT-2) is replaced."""
 
     parameters: int
     cache: int  # bytes of a bf16 cache at the context
@@ -167,7 +169,7 @@ class Recommendation(Record, Shown):
     context: int
     shape: Shape
     spec: ModelSpec
-    """The recommended model, which rounds as the code of `family` does."""
+    """The recommended model. Its rounding is that of transformers' code for `family`."""
     family: str | None
     """The transformers family that can load this model, or None if only gptkit's own format can store it."""
     costs: Costs
@@ -188,7 +190,7 @@ class Recommendation(Record, Shown):
 
     @property
     def way(self) -> str:
-        """Return whose design it is, such as "Falcon's design", or the idea of the design in words."""
+        """Return the idea of the design in words, such as "Falcon's design"."""
         return GOALS[self.goal].what
 
     def as_json(self) -> dict[str, Any]:
@@ -207,11 +209,12 @@ def recommend(
         params: the number of parameters, from 100 thousand to a trillion: 7_000_000_000, "7B", "1.5e9".
         vocab: the size of the vocabulary; by default 32,000, and less for models below ten million parameters.
         context: the context in tokens; by default 4,096, and 131,072 for the goal "context".
-        loadable: if no transformers family has all components, exchange one so that a family has them.
+        loadable: whether transformers must be able to load the model. If no transformers family has all components, one
+            of them is replaced.
 
     Raises:
-        UsageError: the goal is unknown, the size is invalid, or no shape has this size. With `loadable`, also if no
-            family has the components after the exchange of any one of them.
+        UsageError: the goal is unknown, the size is invalid, or no shape has this size. With `loadable`, also if
+            replacing one component is not enough.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"Choose one of {', '.join(GOALS)}.")
@@ -301,7 +304,7 @@ def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
 
 @dataclass(frozen=True)
 class _Near:
-    """A design with one component exchanged, so that a transformers family has it."""
+    """A design in which one component was replaced, so that a transformers family has all components."""
 
     kind: str  # the kind of component that was exchanged
     design: Design
@@ -310,7 +313,10 @@ class _Near:
 
 
 def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | None:
-    """Return the design with the first exchange of `_EXCHANGES` that makes a transformers family have it, or None."""
+    """Replace one component of a design so that a transformers family has all components.
+
+    The result is for the first change in `_EXCHANGES` that achieves this, or None if there is no such change.
+    """
     for kind, value in _EXCHANGES:
         other = replace(design, **{kind: value})
         family, spec = expressed(build(other, shape, vocab, context))
@@ -320,11 +326,11 @@ def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | 
 
 
 def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None = None) -> ComponentChoice:
-    """Return the component of the first change, with the costs of exchanging it in the baseline.
+    """Return a component, with the difference in costs between the baseline with it and the baseline without it.
 
     Args:
-        changes: changed fields of the baseline's design. The first is the component. The others are made on both sides
-            of the comparison.
+        changes: changed fields of the baseline's design. The first field is the component. Other fields are changed in
+            both models that are compared.
         base: the baseline.
         spec: the recommended model, if it has the component; None for an alternative.
     """
@@ -394,9 +400,9 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, ow
 
 
 def _only_here(design: Design, near: _Near | None, spec: ModelSpec, own_costs: Costs) -> str:
-    """Return the note on a model that no transformers family has.
+    """Return the note for a model that no transformers family can load.
 
-    It names the exchange of one component that would make a family have it (`near`), and what this costs.
+    If one replaced component is enough to make it loadable (`near`), the note names this component and the costs.
     """
     note = (
         "No transformers family has this combination of components. gptkit can store it in its own format, load it and"

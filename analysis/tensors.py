@@ -14,7 +14,8 @@ from ..components import Block, ModelSpec, Parameter, Shape
 from ..components.ranges import number_runs, range_label
 
 _MOST_RANGES = 4
-"""The most ranges of layers in a group's name. Of more, it has the first two, an ellipsis and the last."""
+"""The largest number of ranges in the name of a group. If there are more, the name has the first two, an ellipsis and
+the last."""
 
 
 @dataclass(frozen=True)
