@@ -39,10 +39,10 @@ class ActivationFacts(NamedTuple):
     gated: str = "gated"
     """The name of a gated feed-forward with this activation (Shazeer 2002.05202)."""
     function: Activation | None = None
-    """The activation that represents all activations with the same function, if it is not this one. They compute the
-    function in different ways."""
+    """The name of the standard implementation, if this activation computes the same function with other rounding.
+    Example: "gelu" for gelu_python. None if this activation is itself the standard one."""
     zero: bool = True
-    """Whether the activation of 0 is 0."""
+    """Whether the activation maps 0 to 0."""
 
 
 FACTS: dict[Activation, ActivationFacts] = {
@@ -77,5 +77,5 @@ feed-forwards store them in the module `activation` (Apertus)."""
 
 
 def function_of(activation: Activation) -> Activation:
-    """Return the activation that represents all activations with the same function as this one."""
+    """Return the standard implementation of an activation's function, such as gelu for gelu_python."""
     return FACTS[activation].function or activation

@@ -95,7 +95,7 @@ class Attention(Mixer, Component, frozen=True):
     """Whether a token attends only to itself and to earlier tokens. Otherwise it attends to all tokens (BERT), and
     there is no KV cache."""
     position: Position | None = None
-    """The position encoding inside attention."""
+    """The position encoding inside attention, such as RoPE or ALiBi."""
     window: Size | None = None
     """The sliding window. With w, position t attends to t-w+1 … t; without `causal`, to t-w+1 … t+w-1 (ModernBERT)."""
     chunked: bool = False
@@ -169,9 +169,9 @@ class Attention(Mixer, Component, frozen=True):
     """With "eager", scores are computed as a tensor whichever kernel is requested, because the family has no fused
     attention."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the attention sink acts. It is one of the scores of the softmax, in the scores' dtype ("in softmax") or in
-    fp32 ("in float32"). Or it multiplies the heads' output by the share of the weights that it leaves to the other
-    scores ("behind it", Granite)."""
+    """How the learnt score of `sinks` acts. "in softmax": it is one more score of the softmax, in the scores' dtype.
+    "in float32": the same, in fp32. "behind it": the heads' output is multiplied by 1 minus the weight that the sink
+    would have in the softmax (Granite)."""
     gate: Literal["apart", "with queries"] = "apart"
     """Whether the gate has a projection of its own ("apart"), or one product with the queries, in which the gate of a
     head comes after its query ("with queries", Qwen3-Next)."""
@@ -191,7 +191,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_positions(self) -> None:
-        """Raise ConfigError if the heads, the position encoding and the window contradict each other."""
+        """Raise ConfigError if the heads, the position encoding and the window cannot be combined."""
         if self.chunked and self.window is None:
             raise ConfigError(
                 "chunked attention (chunked: true) needs a window, which is the number of tokens in a chunk"
@@ -308,15 +308,18 @@ class Attention(Mixer, Component, frozen=True):
 
     @property
     def kv_signature(self) -> tuple[int | None, int, int]:
-        """The window, and the number and width of key-value heads.
+        """The window, the number of key-value heads, and their width.
 
-        A layer can use the keys and values of an earlier layer if these are equal in both.
+        A layer can use the keys and values of an earlier layer if all three are the same in both layers.
         """
         return self.window, self.kv_heads, self.head_dim
 
     @property
     def groups(self) -> int:
-        """The number of groups in the rows of a fused product of q, k and v."""
+        """The number of groups into which the rows of the fused weight of q, k and v are divided (see `fused_rows`).
+
+        It is the number of key-value heads if rows are ordered by head, and otherwise 1.
+        """
         return 1 if self.arithmetic == "conv1d" or self.fused_rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
@@ -404,7 +407,10 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads, **norms)
 
     def _norms_of(self, heads: int, kv_heads: int) -> dict[str, Norm | None]:
-        """Return the norms for other numbers of heads. A norm over all heads together gets the new width."""
+        """Return the norms of a copy of this attention with other numbers of heads, by field name.
+
+        A norm over all heads together gets the new width. A norm of single heads stays as it is.
+        """
         numbers = {"q_norm": heads, "k_norm": kv_heads, "mixed_norm": heads}
         norms: dict[str, Norm | None] = {}
         for name, number in numbers.items():
@@ -428,7 +434,10 @@ class Attention(Mixer, Component, frozen=True):
         orders: dict[str, dict[str, list[int]]] = {}
 
         def rows(order: Iterable[int], inside: Sequence[int] = width) -> list[int]:
-            """Return a projection's row numbers: the heads in this order, and their elements in the order `inside`."""
+            """Return row numbers of a projection, with its heads in the order `order`.
+
+            `inside` is the order of the elements in every head.
+            """
             return [head * self.head_dim + at for head in order for at in inside]
 
         if isinstance(self.position, Rotary):
@@ -492,16 +501,21 @@ class Attention(Mixer, Component, frozen=True):
     def _product(self, path: str, part: str) -> dict[str, Any]:
         """Return the fields of `Linear` that say which projections are computed in the same matrix product.
 
-        `part` is "q", "k", "v" or "gate".
+        Args:
+            path: The name of the attention module in the block.
+            part: The projection: "q", "k", "v" or "gate".
         """
         if self.gated and self.gate == "with queries" and part in ("q", "gate"):
             return {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
         return {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
 
     def _part(self, part: str, path: str, source: str) -> list[AnyOperation]:
-        """Return the operations from the residual stream to the queries, keys or values, ready for attention.
+        """Return the operations that compute the queries, keys or values from the input, up to the KV cache.
 
-        `part` is "q", "k" or "v".
+        Args:
+            part: What to compute: "q", "k" or "v".
+            path: The name of the attention module in the block.
+            source: The id of the operation that computes the input.
         """
         row, end = "attention", f"{path}.o_proj"
         inner: Sizes = ("B", "T", self.heads if part == "q" else self.kv_heads, self.head_dim)
@@ -528,7 +542,10 @@ class Attention(Mixer, Component, frozen=True):
         return [*program, CacheOperation(f"{path}.{part}_cached", (last,), seen, row, live_until=end, **fields)]
 
     def _normed_and_rotated(self, part: str, path: str, last: str, shape: Sizes) -> Iterator[AnyOperation]:
-        """Yield the clipping, norm and rotation of q, k or v, in the order that `norm_order` and `clip_normed` give."""
+        """Yield the clipping, norm and rotation of q, k or v, in the order that `norm_order` and `clip_normed` give.
+
+        `last` is the id of the operation whose result is clipped, normalised and rotated.
+        """
         row, end = "attention", f"{path}.o_proj"
         norm = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}[part]
         steps = ("clip", "norm", "rotate") if self.norm_order == "before" else ("clip", "rotate", "norm")
@@ -554,22 +571,23 @@ class Attention(Mixer, Component, frozen=True):
 
 
 def few_biased(heads: int) -> int:
-    """Return the number of query heads in a small copy of an attention with ALiBi.
+    """Return the number of query heads for a small test copy of an ALiBi attention that has `heads` query heads.
 
-    ALiBi's slopes differ if the number of heads is not a power of two. The result is a power of two only if `heads` is.
+    ALiBi computes its slopes in another way if the number of heads is not a power of two. So the result is a power of
+    two exactly if `heads` is one.
     """
     return min(heads, 6 if heads & (heads - 1) else 4)
 
 
 def plain_scale(scale: float) -> float:
-    """Return a scale without its last digits, which depend on how a family's code computes 1/√d."""
+    """Return a scale rounded to 14 digits. The digits after them depend on how a family's code computes 1/√d."""
     return float(f"{scale:.14g}")
 
 
 def scale_words(scale: float, dim: int) -> Words:
-    """Return the description of the scale of the scores, without its last digits (see `plain_scale`).
+    """Describe the scale of attention scores, for tables and sentences.
 
-    The long words are appended to the description of the attention. They are empty for the usual scale, 1/√dim.
+    The words for a sentence (`Words.whole`) are empty for the usual scale, 1/√dim.
     """
     whole = "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
     if plain_scale(scale) == plain_scale(dim**-0.5):
@@ -580,14 +598,14 @@ def scale_words(scale: float, dim: int) -> Words:
 def shared_words(
     window: int | None, position: Position | None, on: Words, chunked: bool = False, causal: bool = True
 ) -> dict[str, Words]:
-    """Return the descriptions of the window and of the position encoding, which all kinds of attention have.
+    """Describe the window and the position encoding of an attention of any kind, by aspect.
 
     Args:
-        window: as in `Attention`.
-        position: as in `Attention`.
-        on: the words that say to which elements of a head the position encoding applies.
-        chunked: as in `Attention`.
-        causal: as in `Attention`.
+        window: See `Attention`.
+        position: See `Attention`.
+        on: Words such as "on the first 32 elements", which say to what part of a head the encoding applies.
+        chunked: See `Attention`.
+        causal: See `Attention`.
     """
     no_position = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)

@@ -112,23 +112,25 @@ class Component(
     rounds: ClassVar[tuple[str, ...]] = ()
     """The fields that change only the rounding, not the function."""
     notes: ClassVar[tuple[str, ...]] = ()
-    """The fields that are information, and change nothing that is computed."""
+    """The fields that are only information, such as `context_length`. They change nothing that is computed."""
     forgotten: ClassVar[Mapping[str, str]] = {}
-    """Fields with defaults -> the name of the mistake that a port leaves the field at its default."""
+    """Names for a common mistake of ports: a port ignores a field, which then has its default. Field -> name."""
     rows: ClassVar[str] = ""
-    """The letter for the number of rows of the component's tables, if it has tables (see `letters`)."""
+    """The letter for the number of rows of the component's tables in formulas, such as "V" (see `letters`). It is empty
+    if the component has no tables."""
     described: ClassVar[tuple[str, ...]] = ()
-    """The fields that `words` already describes under other names."""
+    """The fields that the texts of `words` already mention in other words, such as "eps"."""
     given: ClassVar[tuple[str, ...]] = ()
-    """The fields that need no description, such as the width of the stream."""
+    """The fields that descriptions leave out because they say nothing new, such as the width of the stream."""
     by_length: ClassVar[Mapping[str, Any]] = {}
-    """The fields whose effect depends only on the length of a sequence. Comparisons of trees for short sequences set
-    them to these values."""
+    """The fields that matter only for some sequence lengths, such as `window`, and a neutral value for each of them.
+    A comparison that ignores these fields sets them to the neutral values in both trees."""
     usual: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
-    """Fields -> the name of the mistake that a port uses the value of another model, and such values. {} in the name
-    stands for the value."""
+    """Wrong values that ports often use because other models have them. Field -> (name of the mistake, wrong values).
+    The name contains {}, which is replaced by the wrong value."""
     computed_in: ClassVar[str] = ""
-    """The full name of the module that has the torch code, which gptkit imports. Kinds of plugins must set it."""
+    """The full name of the Python module with the torch code of this kind. Only kinds that plugins define must set
+    it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -148,7 +150,10 @@ class Component(
         return {name: weight.shape for name, weight in self.weights().items()}
 
     def entries(self) -> dict[str, Any]:
-        """Return the parts of the node, by their names in paths. By default, these are its fields."""
+        """Return the fields and child components of the node, by their names in paths such as "blocks.3.attention".
+
+        By default, the names are those of the fields.
+        """
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     def children(self) -> Iterator[tuple[str, Component]]:
@@ -160,7 +165,10 @@ class Component(
                 yield from ((f"{name}.{i}", part) for i, part in enumerate(value) if isinstance(part, Component))
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """Return the node with `change(component, path)` applied to all components inside it, and then to itself."""
+        """Return a copy in which every component x is replaced by `change(x, path of x)`, inner components first.
+
+        `path` is the path of this node in the tree.
+        """
         return change(
             self._mapped(change, {name: f"{path}.{name}" if path else name for name in self.__struct_fields__}), path
         )
@@ -180,47 +188,50 @@ class Component(
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the fields with defaults, and the defaults."""
+        """Return the default of every field that has one, by field name."""
         pairs = zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False)
         return {name: value for name, value in pairs if value is not msgspec.NODEFAULT}
 
     @classmethod
     def choices(cls) -> dict[str, Any]:
-        """Return the fields with defaults that change the function, and the defaults."""
+        """Return the defaults of the fields that change the computed function, by field name.
+
+        Rounding fields (`rounds`) and fields that are only information (`notes`) are left out.
+        """
         return {name: value for name, value in cls.defaults().items() if name not in (*cls.rounds, *cls.notes)}
 
     def alike(self) -> Self:
-        """Return the component that represents all components with the same function.
+        """Return the component with all rounding fields (`rounds`) set to their defaults.
 
-        Its rounding fields have their defaults.
+        Components that differ only in rounding therefore give equal results.
         """
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
 
     @property
     def aspect(self) -> str:
-        """The aspect of a model that the component describes, such as "norm" or "attention"."""
+        """The row of a table of models in which the component is described, such as "norm" or "attention"."""
         return type(self).__name__
 
     def words(self) -> dict[str, Words]:
-        """Return descriptions of the component by aspect.
+        """Return descriptions of the component by `aspect`, such as {"attention": …, "window": …, "position": …}.
 
-        The first describes the whole component, by default by its kind.
+        The first one describes the component in general. By default, it is the name of the component's class.
         """
         return {self.aspect: _kind(self)}
 
     def aspects(self) -> dict[str, Words]:
-        """Return the descriptions of `words`. Fields that they do not mention are appended to the first one."""
+        """Return the descriptions of `words`, with all other fields appended to the first description."""
         return self.whole(self.words())
 
     def named(self) -> Words:
-        """Return the first of `aspects`, the description of the whole component."""
+        """Return the first description of `aspects`, which describes the component in general."""
         return next(iter(self.aspects().values()))
 
     def whole(self, words: dict[str, Words]) -> dict[str, Words]:
-        """Return these descriptions, with the fields that they do not mention appended to the first one.
+        """Return the descriptions `words`, with the fields of `undescribed` appended to the first description.
 
-        These are the fields of `undescribed`, except fields that the data of the first description already has.
+        A field is not appended if the `data` of the first description already contains it.
         """
         if "words" not in vars(type(self)):  # inherited words describe another kind
             words = {next(iter(words)): _kind(self)}
@@ -230,7 +241,7 @@ class Component(
         return words | {aspect: first.also(missing)}
 
     def undescribed(self) -> dict[str, tuple[str, Any]]:
-        """Return the fields that differ from their defaults. The values are the field in words, and its value as JSON.
+        """Return the fields that differ from their defaults, by name, as (description in words, value as JSON).
 
         Fields in `described`, `given` or `rounds` are left out.
         """
@@ -257,20 +268,20 @@ class Component(
         )
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002 - most have no parts
-        """Return the letters for the component's sizes in a formula for its parameter count (`analysis.explain`).
+        """Return the component's sizes by the letter that stands for them in formulas of parameter counts.
 
-        The width of the residual stream always has the letter d. If two sizes are equal, the first letter stands for
-        both.
+        The letter of the residual stream's width is always d. If two sizes are equal, formulas use the first letter for
+        both (see `analysis.explain`).
 
         Args:
-            part: The name of a child component. If not empty, the result has the letters of the child's sizes instead.
+            part: The name of a child component. If it is not empty, the result has the sizes of this child instead.
         """
         return {}
 
     def share(self, devices: int) -> Self:
-        """Return the part of the component that one GPU computes under N-way tensor parallelism, with N = `devices`.
+        """Return the part of the component that one GPU computes under tensor parallelism over `devices` GPUs.
 
-        The layout is that of Megatron-LM (1909.08053). Components without matrices are computed on all GPUs.
+        Matrices are divided as in Megatron-LM (1909.08053). Every GPU computes components without matrices completely.
 
         Raises:
             UsageError: The component cannot be divided evenly.
@@ -286,7 +297,7 @@ class Component(
     def small(self, hidden: int) -> Self:
         """Return a small copy for a residual stream of width `hidden`, with few heads, hidden units and experts.
 
-        The same mistakes are possible in the copy, so that tests of the mistakes need no large model.
+        A port can make the same mistakes with the copy as with the component, so tests need no large model.
         """
         widths = {name: hidden for name in ("hidden_size", "size") if name in self.__struct_fields__}
         return self._with_parts(lambda part: part.small(hidden), **widths)
@@ -302,21 +313,22 @@ class Component(
         return msgspec.structs.replace(self, **{n: changed(getattr(self, n)) for n in self.__struct_fields__} | fields)
 
     def slips(self) -> dict[str, Self]:
-        """Return copies with a typical mistake in a field, by the mistake's name (see `parity.mutations`).
+        """Return copies of the component with one wrong field, as in a faulty port, by the name of the mistake.
 
-        If a mistake does not undo itself, the opposite mistake has the same name plus ", the other way round".
+        Some mistakes have an opposite, such as a RoPE base that is too large or too small. The name of the opposite
+        ends in ", the other way round". See `parity.mutations`.
         """
         return {}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        """Return typical wrong orders of the rows of weights: mistake -> module -> the row numbers in the wrong order.
+        """Return typical wrong orders of weight rows, as mistake -> name of the linear layer -> row numbers.
 
-        For modules that write to the residual stream, these are orders of columns.
+        For layers that write to the residual stream, the numbers are those of columns.
         """
         return {}
 
     def misread(self) -> dict[str, Misread]:
-        """Return typical mistakes in reading the parameters, by the mistake's name."""
+        """Return functions that make typical mistakes in reading the parameters, by the name of the mistake."""
         return {}
 
 
@@ -375,9 +387,9 @@ class Mixer(Open, frozen=True):
     slot: ClassVar[str]
     """The mixer's name in a block, and in the names of its parameters."""
     axes: ClassVar[tuple[str, ...]] = ()
-    """The properties, besides the fields, whose values the layouts of checkpoint tensors may use as sizes of axes."""
+    """The names of properties that a family may use, like fields, as sizes of the axes of checkpoint tensors."""
     borrows_weights: ClassVar[bool] = False
-    """Whether the mixer may use the weights of another layer."""
+    """Whether the mixer may use weights that another layer stores."""
     hidden_size: int
     """The width of the residual stream."""
 
@@ -386,15 +398,15 @@ class Mixer(Open, frozen=True):
         return self.slot.replace("_", "-")
 
     def biases(self) -> dict[str, Words]:
-        """Return descriptions of the linear layers that may have a bias, by name.
+        """Return a description of every linear layer that may have a bias, by the layer's name.
 
-        `Words.data` says whether there is a bias.
+        The `data` of a description is true if the layer has a bias.
         """
         return {}
 
 
 def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
-    """Return a component of another kind: with the values of all fields that both kinds have, and with `fields`.
+    """Convert a component to another kind. Fields that both kinds have keep their values, unless `fields` sets them.
 
     Raises:
         ConfigError: A field of `node` differs from its default, but is neither a field of `kind` nor in `fields`.

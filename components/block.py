@@ -106,9 +106,9 @@ class Block(Component, frozen=True):
                 )
 
     def _check_order(self) -> None:
-        """Raise ConfigError unless the block supports its `wide`, `beside` and `onto: next`.
+        """Raise ConfigError if `wide`, `SubLayer.beside` or `onto: next` is used in a block that does not support it.
 
-        These need sub-layers in series, whose outputs are simply added.
+        All three need sub-layers that run in series and whose outputs are added to the stream without further steps.
         """
         pre_norms = all(sublayer.pre_norm for sublayer in self.sublayers)
         parallel_pairs = any(sublayer.beside for sublayer in self.sublayers)
@@ -137,7 +137,7 @@ class Block(Component, frozen=True):
                 )
 
     def _check_streams(self) -> None:
-        """Raise ConfigError if `altup` and the sub-layers that write to the other streams contradict each other."""
+        """Raise ConfigError if `altup`, or a sub-layer with `onto: others`, is used in a way that is not supported."""
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError(
@@ -163,7 +163,7 @@ class Block(Component, frozen=True):
         return {"parallel block run in series": msgspec.structs.replace(self, parallel=False)} if alone else {}
 
     def groups(self) -> Iterator[tuple[SubLayer, ...]]:
-        """Yield the sub-layers in groups. The sub-layers of a group read the same input (`SubLayer.beside`)."""
+        """Yield groups of sub-layers that read the same input (`SubLayer.beside`). Most groups have one sub-layer."""
         starts = [index for index, sublayer in enumerate(self.sublayers) if not sublayer.beside]
         for start, end in pairwise((*starts, len(self.sublayers))):
             yield self.sublayers[start:end]
@@ -186,7 +186,7 @@ class Block(Component, frozen=True):
         return parts | {name: getattr(self, name) for name in _OWN}
 
     def replaced(self, **parts: Any) -> Block:
-        """Return the block with other parts, by their names in `entries`, such as attention or feed_forward_norm.
+        """Return a copy of the block with some parts replaced. Parts have names like attention or feed_forward_norm.
 
         Raises:
             MissingComponent: the block has no part of this name.
@@ -240,7 +240,10 @@ class Block(Component, frozen=True):
         return {n.removesuffix("_norm"): part for n, part in self.entries().items() if isinstance(part, Norm)}
 
     def _norms(self) -> Words:
-        """Return the description of the norms. In its data, a sub-layer without a norm has that of the first norm."""
+        """Return the description of the norms.
+
+        Its `data` describes the norm of every sub-layer. A sub-layer without a norm gets the entry of the first norm.
+        """
         described = {name: norm.named() for name, norm in self.norms().items()}
         if not described:
             return NOT_THERE
@@ -330,16 +333,17 @@ class Block(Component, frozen=True):
         return next((sublayer.norm for sublayer in self.sublayers if sublayer.mixer.slot == slot), None)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program from the residual stream `source` to the block's output.
+        """Return the operations that compute the block's output. `source` is the id of the residual stream.
 
-        Ids are module names in the block.
+        The id of an operation begins with the name of its module, such as "attention".
         """
         return _BlockProgram(self, path, source, shape).whole()
 
     def plain(self) -> None:
-        """Check that every mixer has an input norm, and no other norms or factors, which some code does not support.
+        """Check that the block is a plain pre-norm block, for code that supports no other blocks.
 
-        A multiplier of a sub-layer's output is allowed, unless the output is added to the output of a norm.
+        Every mixer must have a norm of its input. Other norms and factors are not allowed, except multipliers of
+        outputs that are added to the residual stream.
 
         Raises:
             MissingComponent: a mixer has no input norm, or has an output norm, a sum norm or another such part.
@@ -361,15 +365,15 @@ class Block(Component, frozen=True):
 
 
 _END = "block_output"
-"""The id of a block's last operation. The code of the block's module refers to the stream and to most results until
-then, so that their memory is not released earlier."""
+"""The id of a block's last operation. Variables in the code of the torch module refer to the stream and to most results
+until this operation, so their memory is not released earlier."""
 
 
 class _BlockProgram:
-    """Builds the program of a block, one sub-layer after the other.
+    """A builder of the program of a block (its list of operations), one sub-layer after the other.
 
-    How long the memory of a result is in use depends on the variables in the code of the block's module
-    (`modules.decoder`).
+    `live_until` of an operation says how long its result stays in memory. The values follow from the variables in the
+    code of the block's torch module (`modules.decoder.BlockModule`).
     """
 
     def __init__(self, block: Block, path: str, source: str, shape: Sizes) -> None:
@@ -408,7 +412,7 @@ class _BlockProgram:
         return tuple(self.program)
 
     def _sublayer(self, index: int) -> None:
-        """Add the operations of a sub-layer, and the addition of its output to the stream."""
+        """Append the operations of a sub-layer to the program, with the addition of its output to the stream."""
         block, sublayer, shape = self.block, self.block.sublayers[index], self.shape
         slot, altup = sublayer.mixer.slot, block.altup
         if altup is not None and sublayer.onto == "others":
@@ -435,7 +439,7 @@ class _BlockProgram:
             self._serial_sum(index, read if block.residual == "normed" else self.total, branch)
 
     def _input(self, index: int) -> str:
-        """Add the norm of a sub-layer's input. Return the id of what its mixer reads."""
+        """Append the norm of a sub-layer's input, if there is one. Return the id of the mixer's input."""
         block, sublayer = self.block, self.block.sublayers[index]
         stream = self.next_input or (self.source if block.parallel else self.total)
         read = self.normed if block.parallel or sublayer.beside else stream
@@ -452,11 +456,14 @@ class _BlockProgram:
         return read
 
     def _branch(self, index: int, read: str) -> str:
-        """Add the operations of a mixer, its multipliers and its output norm. Return the id of the result.
+        """Append the operations of a mixer, its multipliers and its output norm. Return the id of the output.
 
-        If the previous sub-layer's output is still to be added (`SubLayer.beside`), the result is the sum of both
-        outputs. The module has one variable for the outputs of sub-layers. So only the last output is in memory until
-        the block's end.
+        With `SubLayer.beside`, the output of the previous sub-layer is added, and the id is that of the sum. The torch
+        module has only one variable for outputs, so only the last output stays in memory until the end of the block.
+
+        Args:
+            index: The index of the sub-layer.
+            read: The id of the mixer's input.
         """
         sublayer, shape = self.block.sublayers[index], self.shape
         slot, last, waits = sublayer.mixer.slot, self._is_last(index), self._waits(index)
@@ -483,7 +490,10 @@ class _BlockProgram:
         return branch
 
     def _serial_sum(self, index: int, residual: str, branch: str) -> None:
-        """Add the addition of a sub-layer's output `branch` to `residual`, and the norm of the sum."""
+        """Append the sum of a sub-layer's output and the residual, and the norm of the sum if there is one.
+
+        `residual` and `branch` are the ids of the residual and of the output.
+        """
         sublayer, last = self.block.sublayers[index], self._is_last(index)
         slot, low_rank = sublayer.mixer.slot, sublayer.low_rank is not None
         self.total = self._add(_END if last and not low_rank else f"{slot}_output", residual, branch, residual)
@@ -498,7 +508,7 @@ class _BlockProgram:
             self.total = self._run(f"{slot}_sum_norm", sublayer.sum_norm, self.total)
 
     def _parallel_sum(self) -> None:
-        """Add the sum of the stream and of the outputs of all sub-layers."""
+        """Append the sum of the stream and of the outputs of all sub-layers, for a parallel block."""
         if self.block.sums == "stream first":
             for index, branch in enumerate(self.branches):
                 name = _END if index == len(self.branches) - 1 else f"sum_{index + 1}"
@@ -510,7 +520,14 @@ class _BlockProgram:
         self._add(_END, self.source, both, self.source)
 
     def _run(self, name: str, node: Component, read: str, live_until: str = _END) -> str:
-        """Add the program of a component. Return the id of its result."""
+        """Append the operations of a component. Return the id of its result.
+
+        Args:
+            name: The name of the component in the block.
+            node: The component.
+            read: The id of its input.
+            live_until: The id of the last operation during which the result stays in memory.
+        """
         program: Program = node.operations(f"{self.path}{name}", read, self.shape)
         *first, last = program
         self.program += (*first, msgspec.structs.replace(last, live_until=live_until))
@@ -525,7 +542,7 @@ class _BlockProgram:
         self.program[-1] = msgspec.structs.replace(self.program[-1], live_until="")
 
     def _waits(self, index: int) -> bool:
-        """Return whether the next sub-layer reads the same input, so that the outputs of both are added together."""
+        """Return whether the sub-layer's output waits for that of the next sub-layer, which reads the same input."""
         following = self.block.sublayers[index + 1 :]
         return bool(following) and following[0].beside
 

@@ -38,7 +38,7 @@ class TokenTypes(Component, frozen=True):
         return {"token types exchanged": {"": order}} if self.count > 1 else {}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that adds the embeddings of token types to the stream `source`. `shape` is (B, T)."""
+        """Return the operations that add the embeddings of token types to the stream. `shape` is (B, T)."""
         wide: Sizes = (*shape, self.hidden_size)
         return (
             Tokens(f"{path}.ids", (), shape, "embedding", types=True),

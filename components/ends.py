@@ -44,12 +44,12 @@ class Embedding(Component, frozen=True):
     """The width of the table's rows, if a matrix projects them to the residual stream (OPT 350m). None means that they
     are as wide as the stream."""
     shared: bool = False
-    """Whether an encoder uses the table of the decoder, so that the table is stored only once."""
+    """Whether this is the embedding of an encoder that uses the decoder's table, so that the table is stored only
+    once."""
     scaling: Literal["exact", "rounded"] = "exact"
     """With "rounded", the multiplier is first rounded to the dtype of the rows."""
     blank: Annotated[int, Meta(ge=0)] | None = None
-    """The id of a token whose embedding counts as zeros, also in a tied head, whatever the table contains (Youtu's
-    padding)."""
+    """The id of a token whose row of the table is treated as zeros, also by a tied head (Youtu's padding token)."""
 
     def __post_init__(self) -> None:
         if self.blank is not None and self.blank >= self.vocab_size:
@@ -93,8 +93,8 @@ class LayerEmbedding(Component, frozen=True):
     """An additional input of every layer for every token (Gemma 3n), which the layer's `LayerInput` reads.
 
     The inputs of all layers are `summed` · (row + norm(`projected` · projection(x))). x is the token's embedding, and
-    row is the token's row in `table`. The norm is applied separately to every layer's input. A token whose id is beyond
-    the table has the first row.
+    row is the token's row in `table`. The norm is applied separately to every layer's input. A token whose id is
+    outside the table has the first row.
     """
 
     label = "embedding"
@@ -137,7 +137,7 @@ class LayerEmbedding(Component, frozen=True):
 
     @property
     def every(self) -> int:
-        """The number of elements of one token's inputs for all layers."""
+        """The number of elements that one token has in the inputs of all layers together: layers · width."""
         return self.layers * self.width
 
     def words(self) -> dict[str, Words]:
@@ -169,7 +169,10 @@ class LayerEmbedding(Component, frozen=True):
         return msgspec.structs.replace(self, table=table, norm=self.norm.small(width), **sizes)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that computes the layers' inputs from the token embeddings `source`. `shape` is (B, T)."""
+        """Return the operations that compute the additional inputs of all layers. `shape` is (B, T).
+
+        `source` is the id of the operation that computes the token embeddings.
+        """
         row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
         ids, x = f"{path}.tokens", f"{path}.embedded"
         program: list[AnyOperation] = [Tokens(ids, (), shape, row)]

@@ -193,7 +193,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
             )
 
     def _norm_of(self, units: int) -> Norm | None:
-        """Return the inner norm for another number of hidden units."""
+        """Return the inner norm of a copy with another number of hidden units, or None if there is no such norm."""
         return None if self.inner_norm is None else self.inner_norm.small(units)
 
     def weights(self) -> dict[str, Weight]:
@@ -324,11 +324,11 @@ UNITS = 640
 have heads of width 256."""
 
 LAYER_INPUTS = "layer_inputs.summed"
-"""The id of the operation before the first layer whose result contains the inputs of all layers (`LayerEmbedding`)."""
+"""The id of the operation that computes the additional inputs of all layers (`LayerEmbedding`)."""
 
 
 def _another(activation: Activation) -> Activation:
-    """Return a wrong activation, for the mistake of using another one: GELU, or its tanh approximation instead of GELU.
+    """Return a wrong activation, as a faulty port may use it: "gelu_tanh" instead of GELU, and GELU instead of others.
 
     gelu_10 counts as GELU, because it equals GELU below 10.
     """

@@ -68,7 +68,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """The number of rotary keys. It is above 0 with RoPE, and 0 without."""
     position: Position | None = None
-    """The position encoding inside attention."""
+    """The position encoding inside attention, such as RoPE or ALiBi."""
     window: Size | None = None
     """With w, position t attends to t-w+1 … t."""
     q_rank: Size | None = None
@@ -86,8 +86,8 @@ class LatentAttention(Mixer, Component, frozen=True):
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias. It changes only the rounding, like the fields below."""
     fused: bool = False
-    """Whether one matrix product computes c and k_rope, and another one all keys (k_up) and values (v_up). In the
-    latter, the key and value of a head are next to each other."""
+    """Whether c and k_rope are computed in one matrix product, and all keys (k_up) and values (v_up) in another. In the
+    rows of the second one, every head has its key and then its value."""
     gathered: bool = False
     """Whether the rotation of adjacent pairs also reorders elements: the first elements of all pairs come before the
     second ones (DeepSeek-V3). Scores then sum the elements in another order."""
@@ -121,7 +121,7 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     @property
     def queries(self) -> str:
-        """The name of the last linear layer of the queries, whose rows belong to query heads: q_up_proj or q_proj."""
+        """The name of the linear layer whose outputs are the query heads: q_up_proj, or q_proj without `q_rank`."""
         return "q_proj" if self.q_rank is None else "q_up_proj"
 
     def weights(self) -> dict[str, Weight]:

@@ -185,7 +185,10 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
-            """Return the misreading that exchanges the parameters of two projections, and of their convolutions."""
+            """Return a function that exchanges the parameters of two projections and of their convolutions.
+
+            A faulty port may make this mistake.
+            """
             names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
             names |= {f"{one}_conv": f"{other}_conv", f"{other}_conv": f"{one}_conv"} if one in _MIXED else {}
             return lambda own: {
@@ -237,9 +240,9 @@ class Mamba2(Mixer, Component, frozen=True):
         return (*program, linear(self, "o_proj", path, program[-1].id, shape, row))
 
     def _scan(self, path: str, dt: str) -> Scan:
-        """Return the operation of the recurrence, from x, b and c after their activations, to y.
+        """Return the operation of the recurrence, which computes y. Its inputs are x, b and c after their activations.
 
-        `dt` is the id of dt.
+        `dt` is the id of the operation that computes dt.
         """
         inputs = (*(f"{path}.{name}_activated" for name in _MIXED), dt)
         own = tuple((name, (self.heads,)) for name in ("A_log", "D", "dt_bias"))

@@ -223,7 +223,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     @property
     def extras(self) -> list[str]:
-        """The fields that a plain softmax over experts does not need: biases, groups, a factor, a shared expert, …"""
+        """The names of the fields by which this mixture differs from a plain top-k softmax over experts.
+
+        Examples are biases, groups of experts, a factor and a shared expert.
+        """
         defaults = self.choices().items()
         return [name for name, default in defaults if name != "normalise" and getattr(self, name) != default]
 
@@ -231,8 +234,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def of_chosen(self) -> bool:
         """Whether experts are chosen by their logits, and scores are computed for the chosen experts only.
 
-        A softmax or sigmoid over all experts would choose the same ones. After a softmax over the chosen experts, their
-        weights sum to 1.
+        The same experts would be chosen by the scores of all experts, because a softmax or sigmoid keeps the order.
         """
         alike = self.normalise or self.scores == "sigmoid"
         plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
@@ -266,7 +268,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return one | {name: Words(f"{short}, {few}{routed}{more}", data, f"{few}{given}{more}, each {whole}")}
 
     def _extras_in_words(self) -> Iterator[str]:
-        """Yield short descriptions of everything that a plain softmax over experts does not have."""
+        """Yield a short description of everything that a plain top-k softmax over experts does not have."""
         if self.scores == "sigmoid" or self.choice_bias:
             of = " of logits" if self.biased == "logits" else ""
             yield f"{self.scores}{f' + bias{of}' if self.choice_bias else ''}"
@@ -296,10 +298,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """Return a small copy. Its router chooses all experts only if this router does.
+        """Return a small copy. If the router leaves out some of the experts or groups, so does that of the copy.
 
-        In the copy, groups have two experts. They have three if the router chooses one group, and then several of the
-        group's experts, but not all.
+        If there are groups, the copy has two experts per group. It has three if the router chooses several, but not
+        all, of the experts of a single group.
         """
         if self.groups > 1:
             groups = min(self.groups, 4)
@@ -342,7 +344,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return (*router, *experts, *self._with_shared(path, source, experts[-1].id, shape))
 
     def _router(self, path: str, source: str, shape: Sizes) -> list[AnyOperation]:
-        """Return the operations of the router. The last one chooses the experts."""
+        """Return the operations of the router. The last operation chooses the experts of every token."""
         program: list[AnyOperation] = []
         read = source
         if self.router_norm is not None:
@@ -364,9 +366,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return [*program, Choose(f"{path}.{name}", (program[-1].id,), (*shape[:-1], self.top_k), "router", **fields)]
 
     def _experts(self, path: str, source: str, choice: str, shape: Sizes) -> list[AnyOperation]:
-        """Return the operations from the stream to the sum of the chosen experts.
+        """Return the operations that compute the sum of the chosen experts' outputs from the input.
 
-        `choice` is the id of the operation that chooses them.
+        `choice` is the id of the operation that chooses the experts.
         """
         row, gathered, combined = "feed-forward", f"{path}.gathered", f"{path}.combined"
         mixed: Sizes = (*shape[:-1], self.expert_width)
@@ -397,12 +399,12 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return program
 
     def _copied(self, operation: AnyOperation, choice: str, apart: int) -> AnyOperation:
-        """Return an operation of one expert, changed to the operation of all experts together.
+        """Return one operation that stands for the same operation of all experts.
 
         Args:
             operation: the operation of one expert.
             choice: the id of the operation that chooses experts.
-            apart: the number of modules that run one after the other (`Operation.apart`).
+            apart: the number of experts that run one after the other (`Operation.apart`).
         """
         fields: dict[str, Any] = {"copies": self.experts if operation.weights else 1, "apart": apart}
         if isinstance(operation, Linear):
@@ -410,9 +412,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return msgspec.structs.replace(operation, **fields)
 
     def _with_shared(self, path: str, source: str, combined: str, shape: Sizes) -> Iterator[AnyOperation]:
-        """Yield the operations of the shared expert, and the addition of its output to `combined`.
+        """Yield the operations of the shared expert, and the addition of its output to that of the chosen experts.
 
-        `combined` is the id of the chosen experts' sum.
+        `combined` is the id of the operation that sums the outputs of the chosen experts.
         """
         if self.shared is None:
             return

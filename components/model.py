@@ -157,7 +157,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 )
 
     def _given(self) -> None:
-        """Raise ConfigError if a layer reads layer inputs, keys or shared weights that do not exist in the tree."""
+        """Raise ConfigError if a layer needs additional inputs, keys or shared weights that the model does not have."""
         inputs, known_keys, shared_blocks = self.layer_inputs, set[Any](), dict[int, Any]()
         for layer, block in enumerate(self.blocks):
             shared: Any = block.mixer(SharedTransformer.slot)
@@ -232,10 +232,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def extra_inputs(self) -> str:
-        """What layers read besides the residual stream, as field names joined by "and".
-
-        It is empty if they read nothing else.
-        """
+        """What layers read besides the residual stream, such as "layer_inputs and kv_from". Empty if nothing else."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.reused_keys)}
         there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
         there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.has_shared_blocks}
@@ -248,7 +245,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def shared_block_sources(self) -> dict[int, int]:
-        """The layers that run a shared block -> the layer that stores the block's weights, by number."""
+        """For every layer that runs a shared block, the layer that stores the block's weights. Layers are numbers."""
         sources: dict[int, int] = {}
         stored: dict[int, int] = {}
         for layer, block in enumerate(self.blocks):
@@ -260,7 +257,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def reused_keys(self) -> frozenset[Any]:
-        """The `Attention.kv_signature` of all layers that use the keys and values of an earlier layer."""
+        """The `Attention.kv_signature` values of all layers that use the keys and values of an earlier layer."""
         mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
         return frozenset(mixer.kv_signature for mixer in mixers if getattr(mixer, "kv_from", "") == "earlier")
 
@@ -339,7 +336,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                     yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 
     def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
-        """Yield (layer number or None, path, node) for the components directly below the model."""
+        """Yield (layer number or None, path, component) for the components directly below the model.
+
+        The number is None for components outside the layers, such as the embedding.
+        """
         for name, value in self.entries().items():
             if isinstance(value, Component):
                 yield None, name, value
@@ -347,7 +347,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 yield from ((layer, f"{name}.{layer}", block) for layer, block in enumerate(value))
 
     def before_blocks(self) -> Program:
-        """Return the program from token ids to the residual stream that the first block reads."""
+        """Return the operations from the token ids to the residual stream that the first block reads."""
         ids: Sizes = ("B", "T")
         program: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
         program += self.embedding.operations("embedding", "tokens", ids)
@@ -373,11 +373,11 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return tuple(program)
 
     def block_operations(self, block: Block) -> Program:
-        """Return the program of a block. Its input has the id "x", and its result has the id "block_output"."""
+        """Return the operations of a block. The block's input has the id "x", and its output the id "block_output"."""
         return _program(block, self.hidden_size)
 
     def after_blocks(self) -> Program:
-        """Return the program from the last block's output to logits, or to hidden states if there is no head."""
+        """Return the operations from the last block's output to the logits, or to hidden states without a head."""
         stream: Sizes = ("B", "T", self.hidden_size)
         program: list[AnyOperation] = []
         if self.joined is not None:
@@ -395,7 +395,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def _program(block: Block, width: int) -> Program:
-    """Return the operations of a block, in the order in which they are computed. The results are cached."""
+    """Return the operations of a block for a residual stream of width `width`. The results are cached."""
     return block.operations("", "x", ("B", "T", width))
 
 
@@ -441,9 +441,10 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 
 @lru_cache(maxsize=64)
 def without_rounding(node: Component | None) -> Any:
-    """Return the tree that represents all trees with the same function in exact arithmetic.
+    """Return a copy of the tree without the differences in rounding between families, for comparisons.
 
-    All rounding fields have their defaults, and activations are replaced by `function_of`. The results are cached,
-    because every family asks for the same tree when gptkit looks for a family that can store it.
+    All rounding fields have their defaults, and activations are replaced by `function_of`. Trees that compute the same
+    function in exact arithmetic therefore become equal. Results are cached, because gptkit asks many families whether
+    they can store the same tree.
     """
     return None if node is None else node.mapped(lambda part, _: part.alike())

@@ -34,14 +34,14 @@ class Norm(Open, frozen=True):
         return "norm"
 
     def factor(self, weight: Any) -> Any:
-        """Return what a norm with this weight multiplies by: the weight, or 1 + weight.
+        """Return the factor of the normalised row for a stored weight: the weight itself, or 1 + weight (see `gain`).
 
-        Arrays of any library are accepted.
+        The weight may be an array of any library.
         """
         return 1.0 + weight if self.gain == "1 + weight" else weight
 
     def weight_of(self, factor: Any) -> Any:
-        """Return the weight with which a norm multiplies by this factor. This is the inverse of `factor`."""
+        """Return the weight to store so that the norm multiplies by `factor`. This is the inverse of `factor()`."""
         return factor - 1.0 if self.gain == "1 + weight" else factor
 
     def slips(self) -> dict[str, Any]:
@@ -49,14 +49,14 @@ class Norm(Open, frozen=True):
         return {"eps ten times as large": large, "eps ten times as small": small}
 
     def gains(self) -> dict[str, Weight]:
-        """Return the norm's weight by its name, or nothing if it has none.
+        """Return the norm's weight by name, as in `weights`. The result is empty if the norm has no weight.
 
-        At the start of training, the norm multiplies by 1.
+        The initial value is such that the norm multiplies by 1.
         """
         return {} if self.gain == "none" else {"weight": Weight((self.size,), "gain", self.weight_of(1.0))}
 
     def normed(self, path: str, source: str, shape: Sizes, formula: str, shift: str = "", **fields: Any) -> Program:
-        """Return the program of a norm, which is one operation.
+        """Return the operations of a norm, of which there is only one.
 
         Args:
             path: The name of the norm's module in the block.
@@ -183,17 +183,17 @@ def _check_groups(norm: Any) -> None:
 
 
 def _groups(norm: Any, size: int) -> int:
-    """Return the number of groups in a row of `size` elements, if every group keeps its width."""
+    """Return the number of groups of a copy of the norm for rows of `size` elements, with groups of the same width."""
     return 1 if norm.groups == 1 else size * norm.groups // norm.size
 
 
 def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:
-    """Return the description of the norms inside a mixer. `norms` has them by name.
+    """Describe the norms inside a mixer, such as those of queries and keys, for a table and for a sentence.
 
     Args:
         norms: The norms, by name.
-        short: What is appended to the short words, such as " on dt, b, c".
-        whole: What the norms normalise, for the long words.
+        short: Text that is appended to the description for tables, such as " on dt, b, c".
+        whole: What the norms normalise, for the description in a sentence, such as "dt, b and c".
     """
     present = {name: norm for name, norm in norms.items() if norm is not None}
     if not present:

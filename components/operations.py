@@ -85,19 +85,19 @@ class Tokens(Operation, frozen=True, kw_only=True):
 
 
 class Stream(Operation, frozen=True, kw_only=True):
-    """A value under another name, such as the input of a block, or a value that bypasses a branch."""
+    """A value under another name, such as the input of a block, or a value that a residual connection passes on."""
 
 
 class Given(Operation, frozen=True, kw_only=True):
-    """A value that another part of the model has computed.
+    """A value that another part of the model has computed, such as the encoder's output or an earlier layer's keys.
 
-    Its input is the id of that part's result, if the result has a name in the whole model.
+    `inputs` has the id of the operation that computes the value, if this id is unique in the model.
     """
 
     words: str
     """What the value is, in words for drawings."""
     again: bool = False
-    """Whether the other part keeps the value, as a layer keeps its keys, so that it needs no memory here."""
+    """Whether the memory of the value is already counted in the other part, as for the keys of an earlier layer."""
 
 
 class Embed(Operation, frozen=True, kw_only=True):
@@ -122,14 +122,15 @@ class NormOperation(Operation, frozen=True, kw_only=True):
     formula: str
     """The formula of the norm for drawings."""
     normalised_in: Literal["kernel", "input", "float32"]
-    """Where the rows are between normalisation and gain: inside one "kernel", or in a tensor with the dtype of the
-    "input" or in "float32". Without a kernel, the norm is computed in at least fp32."""
+    """The form of the normalised rows before they are multiplied by the gain. "kernel": one torch kernel computes the
+    whole norm. "input" and "float32": they are a tensor, in the input's dtype or in at least fp32."""
     statistics: int = 1
     """The number of statistics per row that autograd saves for the backward pass."""
     gain: Literal["weight", "1 + weight", "none"] = "weight"
-    """The factor of the normalised rows."""
+    """The factor of the normalised rows, as in `components.norms`."""
     centred: bool = False
-    """Whether the rows minus their means are a separate tensor, and the gain is applied in at least fp32."""
+    """Whether separate torch operations compute a LayerNorm: the rows minus their means are then a tensor in memory,
+    and the gain is applied in at least fp32."""
     narrowed: bool = False
     """Whether the norm first casts an fp32 stream to the model's dtype."""
 
@@ -143,9 +144,10 @@ class Linear(Operation, frozen=True, kw_only=True):
     """What is cast to at least fp32 first: nothing, the input, or the input and the weight."""
     arithmetic: Arithmetic = "linear"
     together: str = ""
-    """A name that linear layers with the same input have in common if they are computed at the same time."""
+    """A label that is equal for all linear layers that read the same input and are computed together, such as q, k
+    and v. Empty if the layer is computed alone."""
     fused: bool = False
-    """Whether the layers with the same `together` are one matrix product."""
+    """Whether the layers with the same `together` are computed in one matrix product."""
     groups: int = 1
     """The number of groups in the rows of the fused product, such as one per key-value head."""
     copied: bool = False
@@ -153,7 +155,7 @@ class Linear(Operation, frozen=True, kw_only=True):
     joined: bool = False
     """Whether the results of the layers in the fused product are concatenated to a new tensor."""
     choice: str | None = None
-    """The id of the input that says which of the `copies` a token uses."""
+    """The id of the operation that chooses, for every token, which of the `copies` (experts) it uses."""
     window: int | None = None
     """The number of cached tokens in sight, if the layer reads cached tokens."""
     by_channel: bool = False
@@ -201,15 +203,17 @@ class CacheOperation(Operation, frozen=True, kw_only=True):
     """
 
     window: int | None = None
-    """The number of tokens in sight, or None for all. All but one of them stay in the cache for the next step."""
+    """The number of tokens to which a query attends, including its own; None for all. The cache stores this number
+    minus 1 between two steps."""
     repeats: int = 1
-    """How many times every head is repeated after the cache. The cache of transformers contains the repeated heads."""
+    """How many times every head is repeated after the cache. transformers stores the repeated heads in its cache."""
     ours: bool = False
-    """Whether this cache is only in gptkit's models, and no family of transformers has one like it."""
+    """Whether only gptkit's models have this cache. Then there is no cache of transformers to compare it with."""
     as_given: bool = False
-    """Whether x is not copied if there is no cache. Otherwise it is copied, head by head."""
+    """Whether, in a pass without a cache, x keeps its memory layout. Otherwise x is copied to the layout of a cache,
+    head by head."""
     once: bool = False
-    """Whether x belongs to the tokens of an encoder, so that the cache is full after the first step."""
+    """Whether x is computed from an encoder's output. The cache then does not grow after the first step."""
 
 
 class Concat(Operation, frozen=True, kw_only=True):
@@ -220,7 +224,7 @@ class Concat(Operation, frozen=True, kw_only=True):
 
 
 class Scores(Operation, frozen=True, kw_only=True):
-    """Attention scores, q·kᵀ · scale, (B, heads, T, S). `window`, `chunked` and `causal` are those of `Softmax`."""
+    """Attention scores, q·kᵀ · scale, (B, heads, T, S). For `window`, `chunked` and `causal`, see `Softmax`."""
 
     scale: float
     query_dim: int
@@ -235,7 +239,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     broadcast: bool = False
     """Whether key heads are expanded to query heads inside the matrix product, which no fused kernel does."""
     written: bool = False
-    """Whether scores are stored as a tensor with every attention kernel, because the family has no fused attention."""
+    """Whether scores are always stored as a tensor, because the family has no fused attention in transformers."""
 
     @property
     def heads(self) -> int:
@@ -247,7 +251,7 @@ class Alibi(Operation, frozen=True, kw_only=True):
 
     alibi: Biasing
     scale: float
-    """The scale of the scores. It also multiplies the bias if the bias is `scaled`."""
+    """The scale of the scores. The bias is multiplied by it, too, if `Biasing.scaled` is true."""
 
 
 class Cap(Operation, frozen=True, kw_only=True):
@@ -273,9 +277,9 @@ class Softmax(Operation, frozen=True, kw_only=True):
     wide: bool = True
     """Whether the softmax is computed in at least fp32. Otherwise it is computed in the dtype of the scores."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
-    """How the sink acts. "in softmax": as a score, after the row's largest score is subtracted from all scores. "in
-    float32": as a score, without this subtraction. "behind it": it multiplies the output by the share of the weights
-    that it leaves to the keys."""
+    """How the attention sink acts. "in softmax": as one more score, and the largest score of a row is subtracted from
+    all scores first. "in float32": as one more score, without this subtraction. "behind it": the output is multiplied
+    by 1 minus the weight that the sink would have in the softmax."""
 
 
 class Mix(Operation, frozen=True, kw_only=True):
@@ -289,8 +293,8 @@ class Mix(Operation, frozen=True, kw_only=True):
 class Scan(Operation, frozen=True, kw_only=True):
     """A recurrence over tokens: every token reads and updates a state.
 
-    A long text may be processed in chunks of tokens. For the backward pass, chunks are computed again, so their
-    intermediate results are not saved.
+    A long text may be processed in chunks of tokens. The intermediate results of chunks are not saved for the backward
+    pass, which computes the chunks again.
     """
 
     state: Shape
@@ -306,8 +310,8 @@ class Scan(Operation, frozen=True, kw_only=True):
     wide: bool = False
     """Whether the recurrence is computed, and the state stored, in at least fp32."""
     theirs: int | None = None
-    """The number of elements of the state in the cache of transformers. None means that transformers does not have this
-    recurrence."""
+    """The number of elements of the state that transformers stores in its cache. None means that transformers does not
+    have this recurrence."""
     narrow: bool = False
     """Whether the temporary elements (`alive`, `within`) are in the model's dtype. Otherwise they are in at least
     fp32."""
@@ -321,18 +325,20 @@ class Scan(Operation, frozen=True, kw_only=True):
     """The number of multiplications per pair of chunks, for recurrences that compute a chunk's state from those of all
     earlier chunks."""
     alive: int = 0
-    """The number of temporary elements, per token of the text, when memory use is highest. Inputs and result are not
-    counted."""
+    """The number of elements of temporary tensors per token of the text, when memory use is highest. Inputs and result
+    are not counted."""
     again: bool = False
-    """Whether a text that is processed token by token is also computed again for the backward pass."""
+    """Whether the backward pass computes the recurrence again, even if tokens are processed one by one. With chunks, it
+    always does."""
     within: tuple[int, int] = (0, 0)
-    """The number of temporary elements for the current chunk: for the first chunk of a text, and for a later one."""
+    """The number of elements of temporary tensors that belong to the current chunk, as a pair: for the first chunk of a
+    text, and for every later chunk."""
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
     """A causal convolution with one kernel per channel.
 
-    It reads the transpose, (B, channels, T), padded with zeros on both sides.
+    It reads its input transposed, (B, channels, T), and padded with zeros on both sides.
     """
 
     width: int
@@ -342,8 +348,8 @@ class Convolve(Operation, frozen=True, kw_only=True):
     pads_short: bool = True
     """Whether a text that is shorter than the kernel is first padded to `width` tokens."""
     carried: int | None = None
-    """The number of tokens that stay in the cache. None means `width`. If it is set, a single new token is computed as
-    a sum of products instead of a convolution."""
+    """The number of tokens whose inputs stay in the cache. None means `width`. If the field is set, a single new token
+    is computed as a sum of products instead of a convolution."""
 
 
 class Pairs(Operation, frozen=True, kw_only=True):
@@ -388,7 +394,8 @@ class ScaleOperation(Operation, frozen=True, kw_only=True):
 
     factor: float
     together: str = ""
-    """A name that operations have in common if their results are concatenated to one tensor."""
+    """A label that is equal for all operations whose results are concatenated to one tensor. Empty if there are no
+    others."""
 
     def computed_together(self, program: Iterable[Operation]) -> list[ScaleOperation]:
         """Return all `ScaleOperation`s of the program with the same `together`, including this one."""
@@ -405,7 +412,7 @@ class Add(Operation, frozen=True, kw_only=True):
     """The sum of the inputs."""
 
     residual: str | None = None
-    """The id of the input that bypassed a branch, or None if none did."""
+    """The id of the input that comes from a residual connection, or None if there is no such input."""
 
 
 class Choose(Operation, frozen=True, kw_only=True):
@@ -436,7 +443,7 @@ class Gather(Operation, frozen=True, kw_only=True):
     """The inputs of experts: the tokens, sorted by expert. A token appears once for each of its experts."""
 
     weighs: bool = False
-    """Whether tokens are multiplied by the weights of their experts."""
+    """Whether tokens are multiplied by the router's weights before the experts, instead of after them (Llama 4)."""
 
 
 class Combine(Operation, frozen=True, kw_only=True):
@@ -474,16 +481,16 @@ AnyOperation = (
     | Choose | Gather | Combine | Temper | Sparse | AltUp | Pairs | Blend
 )
 # fmt: on
-"""All kinds of operation. A `match` over them ends with `raise unknown(…)`."""
+"""All kinds of operation. Code that handles them with a `match` statement ends it with `raise unknown(…)`."""
 
 Program = tuple[AnyOperation, ...]
 """Operations in an order in which they can be computed. The result of the last one is the result of the program."""
 
 
 def unknown(operation: Never, walk: str) -> ConfigError:
-    """Return the error for a kind of operation that a walk has no rule for.
+    """Return the error for a kind of operation that some code has no rule for. The caller raises it.
 
-    The last case of every `match` raises it.
+    `walk` names this code in the message.
     """
     return ConfigError(f"{walk} has no entry for the operation {type(operation).__name__} ({operation.id})")
 
@@ -494,9 +501,17 @@ def unknown(operation: Never, walk: str) -> ConfigError:
 def linear(
     node: Component, name: str, path: str, source: str, shape: Sizes, row: str, live_until: str = "", **fields: Any
 ) -> Linear:
-    """Return the linear layer `name` of a component. Its weights are the component's parameters with this name.
+    """Return the operation of the linear layer `name` of a component, with the shapes of its weight and bias.
 
-    `path` is the name of the component's module in the block.
+    Args:
+        node: The component.
+        name: The name of the linear layer in the component, such as "q_proj".
+        path: The name of the component's module in the block.
+        source: The id of the layer's input.
+        shape: The shape of the result.
+        row: See `Operation`.
+        live_until: See `Operation`.
+        fields: Further fields of `Linear`.
     """
     own = {key.partition(".")[2]: value for key, value in node.shapes().items() if key.partition(".")[0] == name}
     weights, arithmetic = tuple(own.items()), getattr(node, "arithmetic", "linear")
@@ -554,5 +569,8 @@ def attend(
 
 
 def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:
-    """Return the operations with another `row`. With "attention", a norm inside attention is counted as attention."""
+    """Return the operations with `row` changed, so that tables of costs count them in that row.
+
+    For example, a norm inside attention is counted as attention and not as a norm.
+    """
     return (msgspec.structs.replace(operation, row=row) for operation in operations)

@@ -217,10 +217,7 @@ class ProportionalScaling(Component, frozen=True):
 
 
 def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]:
-    """Return the description of a scaling.
-
-    Its data has all numbers of the scaling. Its long words are `short` + `more`.
-    """
+    """Describe a RoPE scaling: as `short` in a table, as `short` + `more` in a sentence, and as JSON of all fields."""
     data: dict[str, Any] = msgspec.to_builtins(scaling)
     kind = data.pop("type").removesuffix("Scaling").lower()
     return {"scaling": Words(short, {"kind": kind, **data}, short + more)}
@@ -249,7 +246,10 @@ class Position(Open, frozen=True):
         return "position"
 
     def aspects_on(self, on: Words) -> dict[str, Words]:  # noqa: ARG002 - most kinds do not depend on it
-        """Return `aspects`, given the words that say to which elements of a head the encoding applies."""
+        """Return descriptions of the encoding, as `aspects` does.
+
+        `on` is a text such as " on 32 dims", which says to which elements of a head the encoding applies.
+        """
         return self.aspects()
 
 
@@ -281,7 +281,7 @@ class Biasing(Position, frozen=True):
 
     @property
     def apart(self) -> bool:
-        """Whether the bias is added to scores that are already rounded."""
+        """Whether the bias is added in a separate step, to scores that are already rounded to the model's dtype."""
         return False
 
     @property
@@ -292,7 +292,7 @@ class Biasing(Position, frozen=True):
 
 PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
 PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
-"""The names of two mistakes: rotating elements together that are not a pair in the model."""
+"""The names of two mistakes of ports: RoPE rotates the wrong elements together (see `Rotary.pairs`)."""
 
 
 class Rotary(Turning, Component, frozen=True):
@@ -326,8 +326,8 @@ class Rotary(Turning, Component, frozen=True):
     direction: Literal["forward", "backward"] = "forward"
     """Whether later tokens are rotated by larger angles, or by smaller ones ("backward", nanochat)."""
     joined: bool = False
-    """Whether the result is always a concatenation, of rotated and other elements, even if there are no others
-    (GPT-NeoX), or of both halves (gpt-oss)."""
+    """Whether the result is always copied by a concatenation, even if all elements of a head rotate. GPT-NeoX
+    concatenates rotated and other elements, and gpt-oss both halves."""
     lie: Literal["by head", "by token"] = "by head"
     """The memory layout of the result: head by head, or token by token as the projection gives it (GPT-J)."""
     spread: Size | None = None
@@ -387,11 +387,11 @@ class Rotary(Turning, Component, frozen=True):
         return {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
 
     def in_other_pairs(self) -> Self:
-        """Return the same RoPE on pairs of neighbours if it is on pairs from both halves, and the reverse."""
+        """Return the same RoPE with the other value of `pairs`: "adjacent" instead of "halves", or the reverse."""
         return msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
 
     def partners(self) -> list[int]:
-        """Return, for every rotated element, the index of the element that is rotated together with it."""
+        """Return, for every rotated element of a head, the index of the other element of its pair."""
         half = self.dim // 2
         return [(at + half) % self.dim if self.pairs == "halves" else at ^ 1 for at in range(self.dim)]
 
@@ -464,7 +464,7 @@ class Buckets(Biasing, Component, frozen=True):
         return {"position": Words("relative bias", data, f"relative bias, {text}")}
 
     def table(self, heads: int) -> "RelativeBias":
-        """Return the table of biases for this number of heads."""
+        """Return the table component that stores the biases for this number of heads."""
         return RelativeBias(buckets=self.buckets, heads=heads)
 
     def slips(self) -> dict[str, Self]:

@@ -35,8 +35,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def some_of(names: Sequence[object], most: int, more: str = " and {} more") -> str:
-    """Return the first `most` names as text.
+    """Return at most `most` names as a text such as "a, b and 3 more".
 
-    If there are more, `more` is appended, with their number in place of {}.
+    `more` is the text for the names that are left out. {} in it is replaced by their number.
     """
     return ", ".join(map(str, names[:most])) + (more.format(len(names) - most) if len(names) > most else "")

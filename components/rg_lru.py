@@ -52,12 +52,12 @@ class RGLRU(Mixer, Component, frozen=True):
 
     @property
     def units(self) -> int:
-        """The number of outputs of each matrix in a gate."""
+        """The number of rows of one head's matrix in a gate, inner / heads."""
         return self.inner // self.heads
 
     @property
     def channels(self) -> int:
-        """The number of inputs of each matrix in a gate, which equals the number of outputs."""
+        """The number of columns of one head's matrix in a gate, which equals the number of rows."""
         return self.units
 
     def weights(self) -> dict[str, Weight]:
@@ -106,7 +106,7 @@ class RGLRU(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
-            """Return the misreading in which the parameters of two linear layers are exchanged."""
+            """Return a function that exchanges the parameters of two linear layers, as a faulty port may do."""
             names = {one: other, other: one}
             return lambda own: {f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias")}
 

@@ -140,9 +140,9 @@ class ChannelMixing(Mixer, Component, frozen=True):
 
 
 def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
-    """Return the parameters of projections that read the stream: the μ and the matrix of each.
+    """Return the parameters of projections of μ ⊙ x + (1 − μ) ⊙ x': a vector μ and a matrix for every projection.
 
-    `widths` has the width of every projection by name.
+    `widths` has the number of outputs of every projection, by name.
     """
     mixes = {f"{name}_mix": Weight((hidden,), "columns", 0.5) for name in widths}
     return mixes | {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in widths.items()}
@@ -151,9 +151,9 @@ def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
 def _blended(
     node: Component, path: str, source: str, shape: Sizes, row: str, names: Sequence[str], live_until: str
 ) -> Iterator[AnyOperation]:
-    """Yield the operations of μ ⊙ x + (1 − μ) ⊙ x' for every projection in `names`.
+    """Yield the operations that compute μ ⊙ x + (1 − μ) ⊙ x', the input of every projection in `names`.
 
-    x' is the input of the previous token.
+    x is the input of the current token, and x' that of the previous token.
     """
     pairs = Pairs(f"{path}.before", (source,), (*shape[:-1], 2, shape[-1]), row)
     yield pairs

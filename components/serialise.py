@@ -86,11 +86,14 @@ def from_json(data: Any) -> ModelSpec:
 
 
 class _Explained(msgspec.ValidationError):
-    """An error whose message already names the component and the known names."""
+    """A validation error whose message is already complete, so that `explained` need not add known names to it."""
 
 
 def explained(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
-    """Return msgspec's message for an invalid value of `kind`, with similar or all known names for an unknown one."""
+    """Return msgspec's error message for an invalid value of `kind`.
+
+    If a field or value is unknown, the message also suggests a similar name, or lists all known names.
+    """
     from msgspec import inspect
 
     message = str(error)
@@ -119,10 +122,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a tree in which the parts of every block are grouped into sub-layers.
-
-    It reverses `_with_parts`.
-    """
+    """Return the JSON of a tree with the parts of every block grouped into sub-layers. This reverses `_with_parts`."""
     blocks = plain.get("blocks")
     if not isinstance(blocks, list):
         return plain

@@ -30,7 +30,7 @@ from .words import Words
 __all__ = ["FIRST", "SharedTransformer"]
 
 FIRST = "first_stream"
-"""The id of the first layer's input, which every `SharedTransformer` reads too."""
+"""The id of the operation that computes the first layer's input, which every `SharedTransformer` also reads."""
 
 _FEW = 4  # the rank of adapters in a small copy
 
@@ -111,7 +111,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     @property
     def read(self) -> int:
-        """The width of the input of the query, key and value projections."""
+        """The number of input features of the query, key and value projections, which read [x, e]."""
         return 2 * self.hidden_size
 
     @property
@@ -237,15 +237,21 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return (embedded, joined, *attention, *units, linear(self, "stream_proj", path, units[-1].id, shape, row))
 
     def _stored(self, operation: AnyOperation) -> AnyOperation:
-        """Return the operation, without its weights if an earlier layer stores them."""
+        """Return the operation. If an earlier layer stores the shared weights, the result has no weights."""
         return operation if self.weights_from == "own" else msgspec.structs.replace(operation, weights=())
 
     def _adapter(self, name: str, path: str, source: str, inner: Sizes, **fields: Any) -> AnyOperation:
-        """Return the operation of the second matrix of the adapter `name`."""
+        """Return the operation of the second of the two matrices of a low-rank adapter.
+
+        `name` is the projection to which the adapter belongs, such as "q".
+        """
         return linear(self, f"{name}_adapter_up", path, source, inner, self.label, **fields)
 
     def _adapted(self, name: str, path: str, source: str, inner: Sizes, live_until: str = "") -> AnyOperation:
-        """Return the sum of a projection's output `source` and its adapter's output."""
+        """Return the operation that adds the outputs of a projection and of its adapter.
+
+        `name` is the projection, such as "q", and `source` is the id of its output.
+        """
         inputs = (source, f"{path}.{name}_adapter_up")
         return Add(f"{path}.{name}_adapted", inputs, inner, self.label, live_until=live_until)
 

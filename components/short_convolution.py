@@ -62,7 +62,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def gates(own: Mapping[str, Any]) -> dict[str, Any]:
-            """Return the parameters with those of the two gates, b and c, exchanged."""
+            """Exchange the parameters of the projections b and c, as a faulty port may do."""
             names = {"before_proj": "behind_proj", "behind_proj": "before_proj"}
             return {f"{names[n]}.{w}": own[f"{n}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own}
 
@@ -83,7 +83,10 @@ _READ = ("before_proj", "behind_proj", "in_proj")
 
 
 def misread_kernels(*names: str) -> dict[str, Misread]:
-    """Return typical misreadings of the kernels of the convolutions in `names`, by the mistake's name."""
+    """Return functions that make typical mistakes in reading convolution kernels, by the name of the mistake.
+
+    `names` are the names of the convolutions in their component.
+    """
     return {
         "kernels of convolutions back to front": lambda own: {
             f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names
@@ -93,9 +96,6 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
 
 
 def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
-    """Return the causal convolution `name` of a component. Its weights are the component's parameters with this name.
-
-    `path` is the name of the component's module in the block.
-    """
+    """Return the operation of the causal convolution `name` of a component. The arguments are those of `linear`."""
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
     return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

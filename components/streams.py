@@ -59,9 +59,10 @@ class Streams(Component, frozen=True):
         return {"rows of streams shifted by one": {f"{i}": turned for i in range(self.count - 1)}}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that splits one stream into several, or joins several into one.
+        """Return the operations that split one stream into several, or that join several streams into one.
 
-        One stream is (B, T, hidden), and several are (streams, B, T, hidden). `shape` decides between the two programs.
+        Streams are split if `shape`, the shape of the input, is (B, T, hidden). They are joined if it is (streams, B,
+        T, hidden).
         """
         split = len(shape) == 3
         one = shape if split else shape[1:]
@@ -136,18 +137,22 @@ class AlternatingUpdates(Component, frozen=True):
         return replace(self, hidden_size=hidden, norm=self.norm.small(hidden))
 
     def _routed(self, path: str, source: str, shape: Sizes, step: str, rows: int) -> Iterator[AnyOperation]:
-        """Yield the operations from the active stream to the coefficients of a step.
+        """Yield the operations that compute the coefficients of a step. Both steps use the same norm and router.
 
-        Both steps use the same norm and router. `step` is "prediction" or "correction", and `rows` is the number of its
-        coefficients.
+        Args:
+            path: The name of this component in the block.
+            source: The id of the router's input.
+            shape: The shape of this input.
+            step: The step: "prediction" or "correction".
+            rows: The number of coefficients per token.
         """
         own: dict[str, Any] = {} if step == "prediction" else {"weights": ()}
         at = path if step == "prediction" else f"{path}.{step}"
 
         def shared(operation: Any, name: str) -> Any:
-            """Return the operation, without its weights if this is the correction.
+            """Return the operation with its id for this step.
 
-            It then uses those of the prediction.
+            In the correction, it has no weights of its own, because it uses those of the prediction.
             """
             return replace(operation, id=f"{at}.{name}", **own, **({"tied": f"{path}.{name}"} if own else {}))
 
@@ -160,9 +165,9 @@ class AlternatingUpdates(Component, frozen=True):
         yield linear(self, step, path, f"{at}.numbers", (*shape[:-1], rows), "streams")
 
     def predicted(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that predicts all streams, and picks the active one of the predicted streams.
+        """Return the operations that predict all streams, and pick the active stream from the predictions.
 
-        The ids of the results end in `.predicted` and `.active`.
+        The predicted streams have the id `path`.predicted, and the active one has the id `path`.active.
         """
         wide = (self.count, *shape)
         return (
@@ -173,7 +178,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def corrected(self, path: str, source: str, shape: Sizes) -> Program:
-        """Return the program that corrects all streams. `source` is the id of the sub-layers' result."""
+        """Return the operations that correct all streams. `source` is the id of the sub-layers' result."""
         inputs = (f"{path}.predicted", source, f"{path}.correction")
         return (
             *self._routed(path, source, shape, "correction", self.count),
@@ -181,7 +186,7 @@ class AlternatingUpdates(Component, frozen=True):
         )
 
     def scaled(self, path: str, shape: Sizes) -> Program:
-        """Return the program that picks the active one of the corrected streams and multiplies it by a weight."""
+        """Return the operations that pick the active stream from the corrected ones and multiply it by a weight."""
         own = (("weight", (self.hidden_size,)),)
         return (
             _pick(self, f"{path}.computed", f"{path}.corrected", shape, self.active),

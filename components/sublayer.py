@@ -12,7 +12,7 @@ from .words import Words
 __all__ = ["SubLayer"]
 
 _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
-"""The norms of a sub-layer -> the words for their places."""
+"""For every norm of a sub-layer, the word for its place in tables."""
 
 
 class SubLayer(Component, frozen=True):
@@ -69,16 +69,16 @@ class SubLayer(Component, frozen=True):
             )
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
-        """Return the sub-layer with `change` applied to its parts, and then to itself.
+        """Return a copy in which every component x is replaced by `change(x, path of x)`, inner components first.
 
-        `path` is the path of the block.
+        `path` is the path of the block that contains the sub-layer.
         """
         names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
         paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
         return change(self._mapped(change, paths), path)
 
     def parts(self) -> dict[str, Any]:
-        """Return the fields by the names of parts in a block: "attention_norm", "attention", …"""
+        """Return the field values by the names that they have in a block, such as "attention_norm" and "attention"."""
         slot = self.mixer.slot
         named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
         others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
@@ -90,9 +90,9 @@ class SubLayer(Component, frozen=True):
 
     @property
     def pre_norm(self) -> bool:
-        """Whether there is a norm of the input, and neither a norm of the sum nor a low-rank residual."""
+        """Whether the sub-layer has a norm of its input, and neither a norm of the sum nor a low-rank residual."""
         return self.norm is not None and self.low_rank is None and self.sum_norm is None
 
     def places(self) -> list[str]:
-        """Return where the sub-layer has norms: "pre", "output", "post"."""
+        """Return the places at which the sub-layer has norms: "pre", "output" and "post", as far as they exist."""
         return [place for name, place in _PLACES.items() if getattr(self, name) is not None]

@@ -24,7 +24,7 @@ class Words(NamedTuple):
     def also(self, fields: dict[str, tuple[str, Any]]) -> Words:
         """Return the description with fields appended.
 
-        `fields` has a field in words and its data, by the field's name.
+        `fields` has, by the name of a field, its description in words and its value as JSON.
         """
         if not fields:
             return self
@@ -34,7 +34,7 @@ class Words(NamedTuple):
         return Words(", ".join([self.short, *more]), data, ", ".join([self.long, *more]))
 
     def joined(self, other: Words) -> Words:
-        """Return one description of an aspect that two parts of a block have, from this one and the other's."""
+        """Return one description that combines this one and `other`, for two parts of a block."""
         return Words(f"{self.short}; {other.short}", [self.data, other.data], f"{self.long}; {other.long}")
 
 
