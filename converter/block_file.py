@@ -41,11 +41,16 @@ class FileBlock:
 
 
 class BlockFile:
-    """A new file with a header and blocks. Bytes outside of them are zero. After `close()`, `record` has the hashes."""
+    """A new file with a header and blocks. All other bytes are zero. After `close()`, `record` has the hashes."""
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[FileBlock], nbytes: int | None = None) -> None:
-        """Create the file. `blocks` are in the order of the file, and may also be inside the header. `nbytes` is the
-        size of the file, by default up to the end of the last block.
+        """Create the file and write the header.
+
+        Args:
+            path: the path of the file, which must not exist.
+            header: the first bytes of the file.
+            blocks: the blocks, in the order of their first bytes. A block may also be inside the header.
+            nbytes: the size of the file in bytes. By default the file ends with the last block.
         """
         self.path = path
         self.blocks = {block.name: block for block in blocks}
@@ -74,7 +79,7 @@ class BlockFile:
 
     @property
     def record(self) -> FileRecord:
-        """The hashes of the file and of its blocks, after close()."""
+        """The hashes of the file and of its blocks. Only available after `close()`."""
         if self._sha256 is None:
             raise RuntimeError(f"{self.path} is not closed yet")
         tensors = {b.name: TensorRecord(b.start, b.end, self._digests[b.name]) for b in self.blocks.values()}
@@ -88,9 +93,10 @@ class BlockFile:
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Yield a function that writes the next bytes of the block. It is called until the block is full.
+        """Write the block called `name` in several pieces, inside a `with`.
 
-        Raises CheckpointError if bytes are missing at the end.
+        Yield a function; each of its calls appends bytes to the block. Raises CheckpointError at the end of the `with`
+        if the block is not full.
         """
         block = self.blocks.get(name)
         if block is None:
@@ -153,12 +159,19 @@ class BlockFile:
                 self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with bytes of the open file `source`, from byte `start` on. `look` is called with every chunk
-        (uint8).
+        """Fill a block with bytes that are copied from another file.
 
-        This does not use copy_file_range(2). Every chunk must be read anyway, to compare and hash it, and writing it
-        from the processor's cache takes half as long (measured on ext4 and tmpfs). Raises as `pieces`; also
-        CheckpointError if the source ends early.
+        copy_file_range(2) is not used. Every chunk must be read anyway, to compare and hash it, and writing it from the
+        processor's cache takes half as long (measured on ext4 and tmpfs).
+
+        Args:
+            name: the name of the block.
+            source: the file descriptor of the other file.
+            start: the offset in `source`, in bytes, at which the copied bytes begin.
+            look: called with every chunk of copied bytes (uint8).
+
+        Raises:
+            CheckpointError: `source` ends early.
         """
         with self.pieces(name) as piece:
             nbytes = self.blocks[name].nbytes
@@ -174,7 +187,7 @@ class BlockFile:
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write the `ending` of the file, finish the hash, and fsync."""
+        """Check that every block was written, write `ending` as the last bytes, finish the hashes, and fsync the file."""
         if self._fd is None:
             return
         try:
@@ -196,7 +209,10 @@ class BlockFile:
             self.release()
 
     def _at_front(self, block: FileBlock) -> bool:
-        """Return whether the next byte to hash is the block's first. If so, the calling thread has locked the hash."""
+        """Return whether the sha256 of the file has reached the block.
+
+        If so, lock the sha256 for the calling thread.
+        """
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False
         with self._mutex:
@@ -208,14 +224,14 @@ class BlockFile:
         return front
 
     def _ready(self) -> int | None:
-        """Return the byte at which the next block to hash ends, or None if that block is not complete."""
+        """Return the end of the next block to hash, as a byte offset, or None if this block is not yet written."""
         with self._mutex:
             if self._next < len(self._order) and self._order[self._next].name in self._digests:
                 return self._order[self._next].end
         return None
 
     def _advance(self, end: int) -> None:
-        """Read and hash the file up to byte `end`."""
+        """Read the file up to byte `end`, and add these bytes to its sha256."""
         while self._hashed < end:
             chunk = _buffer("file")[: min(CHUNK, end - self._hashed)]
             with self._disk() as fd:
@@ -255,7 +271,10 @@ _BUFFERS = threading.local()
 
 
 def _buffer(name: str) -> np.ndarray:
-    """Return the calling thread's buffer of this name. It is reused, because the system clears every new allocation."""
+    """Return a buffer that the calling thread reuses.
+
+    A new one would take time, because the system fills it with zeros.
+    """
     if not hasattr(_BUFFERS, name):
         setattr(_BUFFERS, name, np.empty(CHUNK, np.uint8))
     buffer: np.ndarray = getattr(_BUFFERS, name)
@@ -263,7 +282,10 @@ def _buffer(name: str) -> np.ndarray:
 
 
 def _read(fd: int, into: np.ndarray, offset: int) -> None:
-    """Fill `into` (uint8) from byte `offset`. Raises OSError if the file ends before."""
+    """Fill the array `into` (uint8) with bytes of a file from byte `offset` on.
+
+    Raises OSError if the file ends early.
+    """
     view = into.data
     while view.nbytes:
         done = os.preadv(fd, [view], offset)

@@ -1,7 +1,6 @@
-"""Open a checkpoint: read its tree, and find where its files store every tensor. Only headers are read.
+"""Open a checkpoint: read its tree of components, and find where its files store every tensor. Only headers are read.
 
-Every kind of reference opens to a `Checkpoint`. All faults of the files are reported together, before anything is
-written.
+The result is a `Checkpoint`, whatever the file format. One error reports all faults of the files together.
 """
 
 import functools
@@ -78,7 +77,10 @@ def open_checkpoint(
 
 
 def open_scanned(files: FileScan, *, allow_pickle: bool = False) -> Checkpoint:
-    """Open scanned files with the same checks as `open_checkpoint`, without reading any header again."""
+    """Open the checkpoint whose headers `scan` has read, with the checks of `open_checkpoint`.
+
+    No header is read again.
+    """
     resolved, opened = files.resolved, files.opened
     assert resolved.source is not None
     read = None if resolved.other is None else resolved.other.read
@@ -99,8 +101,9 @@ def _checked(
     partial: bool = False,
     stored: bool = False,
 ) -> Checkpoint:
-    """Make a checkpoint of the files that a reader opened. Raises CheckpointError that lists everything that does not
-    fit.
+    """Return the checkpoint in files whose headers were read, after checking the tensors against the model.
+
+    The options are those of `open_checkpoint`. Raises CheckpointError that lists every tensor that does not fit.
     """
     assert resolved.path is not None and resolved.source is not None
     origin = opened.origin
@@ -136,7 +139,10 @@ def _checked(
 
 
 def weight_headers_of(reference: str | Reference, *, offline: bool = False, allow_pickle: bool = False) -> WeightFiles:
-    """Return the headers of a reference's weight files, of any family. Raises the errors of `open_checkpoint`."""
+    """Return the headers of a model's weight files, also if gptkit does not know its family.
+
+    Raises the errors of `open_checkpoint`.
+    """
     resolved, remote = _find(reference, offline, allow_pickle, True, None)
     assert resolved.path is not None
     return remote or weight_files(resolved.path, allow_pickle, resolved.names)
@@ -168,7 +174,10 @@ def open_files(
 def open_tensors(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, headers_only: bool = False
 ) -> TensorFiles:
-    """Return the tensors of a reference by their names in its files, of any family. Raises as `open_checkpoint`."""
+    """Return a model's tensors by their names in its files, also if gptkit does not know its family.
+
+    Raises the errors of `open_checkpoint`.
+    """
     resolved, remote = _find(reference, offline, allow_pickle, headers_only, None)
     assert resolved.path is not None and resolved.source is not None
     config: str | None = None
@@ -200,9 +209,9 @@ _FIRST_ONE = "Use the unquantised model from which these weights were made."
 
 
 def _usable(resolved: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree, its origin and its unknown fields (`read_spec`).
+    """Return what `read_spec` returns: the tree of components, its origin, and the unknown fields of config.json.
 
-    Raises Quantised, before any weight is fetched, if the weights are quantised by a method that is not in `methods`.
+    Raises Quantised if config.json says that the weights are quantised by a method that is not in `methods`.
     """
     spec, origin, unknown = read_spec(resolved)
     method = quantised(resolved, origin)
@@ -227,7 +236,10 @@ def _find(
     """Resolve a reference and fetch its files.
 
     `check` is called with the resolved reference before any weight is fetched. With `headers_only`, weights on the hub
-    are not fetched; the second result has their headers.
+    are not fetched, only their headers.
+
+    Returns:
+        The resolved reference, and the headers of weights that were not fetched (None if the weights are local).
     """
     find = functools.partial(
         resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check
@@ -248,11 +260,14 @@ def _read(
     check: Callable[[Reference], tuple[ModelSpec, Origin, list[str]]],
     dequantise: str | None,
 ) -> Opened:
-    """Open a folder or weight file of a family, or of gptkit's own format.
+    """Read the headers of a Hugging Face checkpoint, or of one in gptkit's own format.
 
-    `remote` has the headers of weights on the hub; it is None for local weights. `check` returns the tree, its origin
-    and its unknown fields. `dequantise` is the dtype in which quantised weights are read, or None to leave them as
-    stored.
+    Args:
+        resolved: the folder or weight file.
+        remote: the headers of weights that are still on the hub; None for local weights.
+        allow_pickle: also read .bin files.
+        check: returns the tree of components, its origin and the unknown fields of config.json, or raises.
+        dequantise: the dtype in which quantised weights are read; None leaves them as stored.
     """
     assert resolved.path is not None
     if resolved.format == "tree":
@@ -290,7 +305,11 @@ def _match(
     partial: bool,
     stored: bool,
 ) -> None:
-    """Pair the leaves of the tree with the tensors in the files, or raise with everything that does not fit."""
+    """Pair the tensors that the model needs (its leaves) with the tensors in the files, and record the pairs.
+
+    `architecture` is the family whose tensor names the files have. The other options are those of `open_checkpoint`.
+    Raises CheckpointError that lists every tensor that does not fit.
+    """
     weights, family = checkpoint._weights, architecture or checkpoint.architecture
     pairs = match(checkpoint.spec, checkpoint.leaves, weights, architecture, family, integers=integers)
     if "scales" in pairs.carried and not stored:
@@ -336,7 +355,7 @@ def _match(
 
 
 def _refuse_other_class(path: Path, pairs: Match, architecture: Architecture | None, name: str) -> None:
-    """Raise OtherClass if the tensors differ from those of a language model only in the head.
+    """Raise OtherClass if only the head is different, as in a classifier, or missing, as in a base model.
 
     `name` is the class that config.json names.
     """
@@ -366,9 +385,9 @@ def _lacking(pairs: Match) -> str:
 
 
 def _absent_first(pairs: Match) -> list[str]:
-    """Return the missing leaves.
+    """Return the names of the missing tensors, with those last that are probably only renamed.
 
-    Leaves for which an extra tensor has the same name, except for a longer or shorter prefix, come last.
+    A missing tensor is probably renamed if an extra tensor has the same name with a longer or shorter prefix.
     """
 
     def suffixes(name: str) -> set[str]:
@@ -383,7 +402,7 @@ def _absent_first(pairs: Match) -> list[str]:
 def _refuse(
     checkpoint: Checkpoint, pairs: Match, architecture: Architecture | None, allow_extra: bool, partial: bool
 ) -> None:
-    """Raise CheckpointError with everything that does not fit, and what to do."""
+    """Raise CheckpointError if tensors do not fit the model. It lists all of them, and says what to do."""
     info, missing, extra = checkpoint._weights.info, pairs.missing, pairs.extra
     other = None if architecture is None or partial else architecture.other_class(checkpoint.origin.config)
     if other is not None and pairs.sound and (missing or not allow_extra):
@@ -436,7 +455,10 @@ def _refuse(
 
 
 def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
-    """Drop the `missing` leaves from the checkpoint, and add a leaf for each of the `extra` tensors."""
+    """Change the checkpoint's list of tensors to those in the files: without `missing`, and with `extra`.
+
+    `declared` has the tensors that the model needs, by name.
+    """
     checkpoint.missing = tuple(name for leaf in missing for name in declared[leaf].shared)
     info = checkpoint._weights.info
     declared_names = {name for leaf in declared.values() for name in leaf.shared}

@@ -1,6 +1,7 @@
-"""Join tensors that are stored in chunks when they are read.
+"""Read tensors that are stored in chunks.
 
-A chunk is a rectangular part of a tensor, as a process of a distributed run saves it.
+A chunk is a rectangular part of a tensor, which one process of a distributed run has saved. The chunks of a tensor are
+joined when the tensor is read.
 """
 
 import math
@@ -21,23 +22,23 @@ _MAX_CHUNKS = 2**14  # of one tensor
 class Chunk(NamedTuple):
     """A rectangular part of a tensor."""
 
-    offsets: tuple[int, ...]  # the index of its first element in every dimension of the tensor
-    stored: Stored  # where it is stored; in a .distcp file the whole archive, until `located` finds the data in it
+    offsets: tuple[int, ...]  # the index of the chunk's first element in every dimension of the tensor
+    stored: Stored  # the chunk's place in a file; at first a whole archive of torch.save, if it is in a .distcp file
 
 
 class Chunked(NamedTuple):
     """A tensor that is stored in chunks."""
 
-    dtype: str  # safetensors' name
-    shape: tuple[int, ...]  # the shape that the chunks divide
+    dtype: str  # the name in safetensors
+    shape: tuple[int, ...]  # the shape of all chunks together
     chunks: tuple[Chunk, ...]
-    view: tuple[int, ...] | None = None  # the shape after reading, if it differs (chunks of a flat tensor)
+    view: tuple[int, ...] | None = None  # the tensor's shape, if `shape` is that of the flattened tensor
 
 
 def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: str) -> tuple[Chunk, ...]:
-    """Return the chunks of a tensor without empty ones, in the order of their offsets.
+    """Check that the chunks fill a tensor of this shape. Return them in the order of their offsets, without empty ones.
 
-    Raises CheckpointError unless every element of `shape` is in exactly one chunk. `where` and `hint` are texts for it.
+    Raises CheckpointError unless every element is in exactly one chunk. Its message begins with `where`.
     """
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > _MAX_CHUNKS:
@@ -61,7 +62,10 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
 
 
 def chunked(tensors: Mapping[str, Chunked]) -> Weights:
-    """Return tensors by name, combined on reading. Raises CheckpointError if a chunk is larger than its file."""
+    """Return the tensors in a form in which reading a tensor joins its chunks.
+
+    Raises CheckpointError if a chunk is larger than its file.
+    """
     parts = {name: [chunk.stored for chunk in tensor.chunks] for name, tensor in tensors.items()}
     weights = Weights({f"{i}#{name}": stored for name, chunks in parts.items() for i, stored in enumerate(chunks)})
     weights.check()

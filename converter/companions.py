@@ -2,8 +2,8 @@
 user's.
 
 There are three kinds of files in a checkpoint's folder. gptkit reads and writes weights, their index and the
-descriptions of the model. It copies companions, such as the tokenizer, the chat templates or a licence, to wherever the
-model goes. All other files are the user's own and stay where they are.
+descriptions of the model. It copies companions, such as the tokenizer, the chat templates or a licence, into every
+folder to which it writes the model. All other files are the user's own and stay where they are.
 """
 
 import re
@@ -35,7 +35,7 @@ _WEIGHTS = (
 TRAINING_STATE = ("optim", "extra_state", "rng", "random_states", "scheduler", "scaler", "training_args", "sampler")
 """The prefixes of files with training state, which are not part of the model."""
 _DESCRIPTIONS = (CONFIG, LOCAL_CONFIG, MANIFEST, JOURNAL, ADAPTER_CONFIG)
-"""Files that gptkit writes anew for every format, or that describe how the source's weights are stored."""
+"""Files about the model and its weights. gptkit writes new ones for every output, instead of copying them."""
 _OF_THE_SOURCE = (
     *_DESCRIPTIONS,
     "params.json",
@@ -47,18 +47,18 @@ _OF_THE_SOURCE = (
 _CODE = (".py", ".pyc", ".ipynb", ".so", ".dll", ".sh", ".bat", ".exe", ".js", ".pkl", ".pickle", ".joblib", ".dill")
 """The suffixes of files that are code or may run code; these are never copied."""
 _TEXTS = (".jinja", ".model", ".spm", ".tiktoken", ".vocab", ".bpe", ".codes")
-"""Suffixes that only tokenizers and templates have."""
+"""The suffixes of files that belong only to tokenizers and chat templates."""
 _SUBJECTS = re.compile(r"token|vocab|merges|template|processor|generation|config|modules|bpe|spm|piece|prompt|special")
-"""Words in the names of .json and .txt files about a model's inputs and outputs."""
+"""Words by which a .json or .txt file is recognised as a companion: it is about a model's inputs or outputs."""
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 MOST_BYTES = 2**28
 """The largest size of a companion in bytes. Tokenizers are smaller."""
 
 
 class Companion(NamedTuple):
-    """A file that is copied with the weights: its path relative to the folder, with `/`, and its full path."""
+    """A file that is copied with the weights."""
 
-    name: str
+    name: str  # the path relative to the checkpoint's folder, with `/`
     path: Path
 
     def read_bytes(self) -> bytes:
@@ -77,7 +77,7 @@ def is_licence(name: str) -> bool:
 
 
 def travelling(names: Iterable[str]) -> list[str]:
-    """Return the files of a folder that are copied with its weights, sorted; names of nested ones have a `/`.
+    """Return the files of a folder that are copied with its weights, sorted. Paths in subfolders have a `/`.
 
     These are the tokenizer's files, chat templates and other texts about the model's inputs and outputs
     (`generation_config.json`, `preprocessor_config.json`, a sentence encoder's `1_Pooling/config.json`), and licences.
@@ -123,7 +123,7 @@ def companions_in(folder: Path) -> list[Companion]:
 def _within(folder: Path) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders.
 
-    A folder inside a subfolder yields one path, so that `travelling` sees that the subfolder has folders.
+    A folder inside a subfolder is not read. One made-up path stands for it, so that `travelling` knows of the folder.
     """
     for path in folder.iterdir():
         if not path.is_dir():

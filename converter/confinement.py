@@ -1,10 +1,12 @@
 """Read untrusted files in separate processes with little memory and time, which can write no file and start no process.
 
-Parent and worker both use this file. The parent (`Confined`) starts it as an isolated script. The script limits itself
-and passes every question to the `answer` of a worker module in this folder (`pickle_process`, `tokenizer_process`),
-which imports only the standard library and modules of this folder. A hostile file can then only end this process. The
-output of libraries is discarded. A message is eight bytes of length and JSON; an answer is {"answer": …}, or
-{"error": …} with the worker's `reason`.
+The parent process (`Confined`) starts this file as an isolated script, the worker. The worker limits its own memory and
+time. It passes every question of the parent to the function `answer` of a worker module in this folder, such as
+`pickle_process`, which imports only the standard library and modules of this folder. So a hostile file can do no more
+than end the worker. The output of libraries is discarded.
+
+A message is JSON, preceded by its length in eight bytes. An answer is {"answer": …}, or {"error": …} with the text that
+the worker module's `reason` returns.
 """
 
 import importlib
@@ -22,26 +24,31 @@ from typing import IO, Any
 MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of this
 
 _Costs = tuple[int, int, float, float]
-"""(memory, memory per byte of the file, seconds of processor time, seconds per byte)."""
+"""Limits for reading a file: bytes of memory, more bytes per byte of the file, seconds of CPU time, more per byte."""
 
 _LENGTH = struct.Struct("<Q")
 _CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-"""Libraries use one thread, because the stacks and heaps of threads count as memory."""
+"""Environment variables of workers. Libraries may use one thread, because every thread needs more memory."""
 _NO_CACHE = {"TORCHINDUCTOR_CACHE_DIR": os.sep}
-"""torch makes this folder for compiled code when it is imported, so it must exist. Nothing is compiled here."""
+"""An existing folder for torch's compiled code, because importing torch makes this folder. Nothing is compiled."""
 
 
 _FIRST_THREAD = "GPTKIT_STARTED_BY"  # the parent's process id, if its main thread starts the worker
 
 
 class Confined:
-    """A worker process. It ends with this object, or after `seconds`. Raises OSError if it cannot start."""
+    """A worker process that answers questions. It ends when this object is deleted, or after `seconds`.
+
+    Raises OSError if the process cannot start.
+    """
 
     def __init__(self, worker: str | Sequence[str], seconds: float | None = None) -> None:
-        """Start the worker, and end it after `seconds`.
+        """Start the worker.
 
-        `worker` is the name of a worker module in this folder. For another program that calls `work`, it is the list of
-        arguments with which Python starts that program.
+        Args:
+            worker: the name of a worker module in this folder; or the command-line arguments for Python, to start
+                another program, which must call `work`.
+            seconds: the time after which the worker is killed; None for no limit.
         """
         import subprocess  # here and below, because the worker must start quickly
         import weakref
@@ -65,7 +72,10 @@ class Confined:
         self.end = weakref.finalize(self, _end, self._process, timer)
 
     def ask(self, question: Any, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any] | None:
-        """Return the answer to a question, with JSON objects converted by `hook`; None if the worker has died."""
+        """Ask the worker a question and return the answer, or None if the worker has died.
+
+        `hook` converts the JSON objects in the answer, as the `object_hook` of `json.loads`.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         data = None
         try:
@@ -103,7 +113,7 @@ def _send(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _receive(pipe: IO[bytes]) -> bytes | None:
-    """Read a message. Return None at the end, or if the other side died. Raises OSError."""
+    """Return the next message, or None if the other process has closed the pipe or died. Raises OSError."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -113,13 +123,13 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def allow(nbytes: int, most: _Costs, data: int | None = None) -> None:
-    """Limit the memory and processor time that this process may use from now on, by the size of a file in bytes.
+    """Limit the memory and CPU time that this process may use from now on. The limits grow with the size of a file.
 
     The system kills the process if it takes more time.
 
     Args:
         nbytes: the size of the file that will be read.
-        most: the allowed memory and time, constant and per byte of the file.
+        most: the limits of memory and CPU time (`_Costs`).
         data: the limit of writable memory in bytes. Workers that import torch need it, because torch reserves much more
             address space than it uses.
     """
@@ -157,9 +167,9 @@ def _main() -> None:
 
 
 def work(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -> None:
-    """Answer every question on stdin until the parent ends.
+    """Answer every question on stdin until the parent ends, without limits on memory and time.
 
-    Programs call this that `Confined` starts, but that are no worker modules of this folder. It sets no limits.
+    This is for programs that `Confined` starts and that are not worker modules of this folder.
     """
     _end_with_parent()
     _limit("RLIMIT_CORE", 0)
@@ -178,11 +188,11 @@ def _serve(answer: Callable[[Any], Any], reason: Callable[[BaseException], str])
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, also by kill -9 and in the middle of an answer.
+    """End this process when its parent ends, even if the parent is killed or this process is computing an answer.
 
-    A thread waits until stdin is closed. On Linux the kernel also sends SIGKILL (prctl's PR_SET_PDEATHSIG), in case a C
-    function lets no other thread run. This is only used if the parent's main thread started this process, because the
-    kernel sends the signal when that thread ends.
+    A thread waits until stdin is closed. A C function may keep this thread from running, so on Linux the kernel also
+    sends SIGKILL (prctl's PR_SET_PDEATHSIG). The kernel sends it when the thread that started this process ends. So the
+    signal is only requested if that was the parent's main thread.
     """
     import threading
 

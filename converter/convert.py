@@ -81,20 +81,21 @@ def plan_output(
     carried: Mapping[str, Sequence[BoundLeaf]] | None = None,
     in_fp8: bool = False,
 ) -> FolderPlan:
-    """Plan the files of a tree in the format "local", "hf" or "hf:FAMILY".
+    """Plan the files of a model in the format "local", "hf" or "hf:FAMILY".
 
     Args:
-        spec: the tree.
-        origin: where the tree came from.
+        spec: the model's tree of components.
+        origin: where the tree came from, with its config.json.
         to: the format.
         dtypes: the dtype of every tensor to write, by shared name.
         compute_dtype: the dtype in which the model runs.
         folder: the folder with the tokenizer's files.
-        max_shard_bytes: the largest weight file; by default the files are those of the original, or of 5 GB.
-        texts: small files by name, such as those of a tokenizer.
+        max_shard_bytes: the largest size of a weight file in bytes. By default the tensors are divided into files as
+            in the original, or else into files of 5 GB.
+        texts: the content of small files by name, such as those of a tokenizer.
         homes: the original's weight file of every tensor, by shared name.
-        carried: tensors that are copied although no component of the tree uses them, by group.
-        in_fp8: quantise the matrices of layers.
+        carried: groups of tensors that are only copied, because gptkit does not compute with them.
+        in_fp8: quantise the matrices of layers to fp8.
 
     Raises:
         CannotExpress: the family cannot express the tree. UsageError: "hf" for a tree without a family.
@@ -154,10 +155,10 @@ def plan_output(
 def _as_composite(
     architecture: Architecture, leaves: Sequence[BoundLeaf], outside: Sequence[BoundLeaf], headers: Collection[str]
 ) -> list[BoundLeaf]:
-    """Rename the leaves of a language model to their names in a composite checkpoint.
+    """Give a language model's tensors their names in a composite checkpoint, such as that of a vision-language model.
 
-    The leaves in `outside` are not part of the language model: they keep their names and come last. A family with
-    several prefixes chooses one by the `headers` of the original files.
+    Tensors in `outside` are not part of the language model. They keep their names and come last. If the family knows
+    several prefixes for the language model, the `headers` of the original files show which one to use.
     """
     names = {leaf.checkpoint for leaf in outside}
     inside = [leaf for leaf in leaves if leaf.checkpoint not in names]
@@ -165,9 +166,9 @@ def _as_composite(
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
-    """Return the dtype of most numbers in the matrices of layers. `dtypes` maps the names of parameters to dtypes.
+    """Return the dtype that most elements of the layers' matrices have. `dtypes` has every parameter's dtype by name.
 
-    transformers computes in the one dtype that config.json names, even if some tensors have another.
+    config.json can name only one dtype. transformers computes in it, even if some tensors are stored in another dtype.
     """
     values: Counter[str] = Counter()
     for parameter in spec.parameters():
@@ -186,9 +187,10 @@ def _hf_config(
     quantised: bool,
     standard: bool,
 ) -> bytes:
-    """Return the original config.json if it still describes the tree and its dtype, else one with the stored dtype.
+    """Return config.json for a Hugging Face checkpoint: the original text if it is still right, or else a new one.
 
-    For `whole`, `quantised` and `standard` see `Architecture.export_config`.
+    `stored` is the dtype of most weights in the output, and `compute` the dtype in which the model runs. For `whole`,
+    `quantised` and `standard` see `Architecture.export_config`.
     """
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised, standard)
@@ -209,9 +211,9 @@ def _hf_config(
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
 ) -> FolderPlan:
-    """Plan the files of a checkpoint in a format, with every tensor as `dtype` (see `convert`).
+    """Plan the files of a checkpoint in the format `to`. For the options see `convert`.
 
-    Raises as `plan_output`.
+    Raises the errors of `plan_output`.
     """
     to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:
@@ -243,10 +245,10 @@ def plan_conversion(
 
 
 def _with_dtype(source: Checkpoint, asked: str | None) -> Origin:
-    """Return the origin of a GGUF, with the model's dtype in its config.json.
+    """Return the origin of a GGUF's model, with a dtype in its config.json, which GGUF files do not state.
 
-    This is the dtype that was asked for, or that of the GGUF's matrices if all have the same. Norms do not count,
-    because they are F32 in every GGUF.
+    The dtype is `asked` (the value of --dtype). By default it is the dtype of the GGUF's matrices, if all have the same
+    one. Norms do not count, because they are F32 in every GGUF.
     """
     from ..architectures.gguf_architecture import ALWAYS_FP32  # with tables that nothing else needs
 
@@ -262,7 +264,7 @@ def _with_dtype(source: Checkpoint, asked: str | None) -> Origin:
 
 
 def companions(source: Checkpoint) -> Path | None:
-    """Return the folder with this checkpoint's tokenizer, or None for a single file, which may be in any folder."""
+    """Return the folder with a checkpoint's tokenizer, or None for a single file, which may be in any folder."""
     return source.folder if source.home or source.format in ("hf", "local", "dcp") else None
 
 
@@ -299,11 +301,13 @@ def convert(
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        drop: groups of tensors to leave out, of those that gptkit does not compute but copies (mtp, vision, …).
+        drop: groups of tensors to leave out (mtp, vision, …). By default gptkit copies these tensors unchanged,
+            although it does not compute with them.
         dtype: store every tensor as this, rounded to nearest even if it is narrower; integer weights are then read as
             numbers. By default nothing is cast. "fp8" (with "hf") stores the matrices of layers with a scale for every
             block of 128 x 128, as DeepSeek-V3 does, and does not change the rest.
-        max_shard_bytes: the largest weight file; by default the files are those of the original, or of 5 GB.
+        max_shard_bytes: the largest size of a weight file in bytes. By default the tensors are divided into files as
+            in the original, or else into files of 5 GB.
         workers: the number of threads; by default one per core.
         max_memory: the largest number of bytes of tensors in memory at once.
         progress: called with the number of bytes of every tensor that was written.
@@ -357,9 +361,10 @@ def convert(
 
 
 def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Checkpoint:
-    """Return the checkpoint with the carried tensors among its leaves, if the format has names for them.
+    """Return the checkpoint with the tensors that are only copied (`Checkpoint.carried`) among those to write.
 
-    Groups in `drop` are left out. Raises UsageError for a group that the checkpoint does not have.
+    They are left out if the output format has no names for them, or if their group is in `drop`. Raises UsageError for
+    a group that the checkpoint does not have.
     """
     if unknown := [group for group in drop if group not in source.carried]:
         hint = (
@@ -382,9 +387,16 @@ def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Chec
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """Return the checkpoint with the nearest tree that the target's family can express, and the target.
+    """Change a checkpoint so that the output's model family can store it. The model computes the same function.
 
-    For the family "auto", use the first family that can express such a tree. Raises CannotExpress.
+    For example, biases that are all zero are removed or added.
+
+    Returns:
+        The changed checkpoint, and the output format. The family "auto" is replaced by the first family that can store
+        the model.
+
+    Raises:
+        CannotExpress: the family, or every family, cannot store the model.
     """
     if to.family is None:
         return source, to
@@ -408,7 +420,7 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
 
 
 def families_of(family: str | None, origin: str | None) -> list[Architecture]:
-    """Return the family of this name; for None and "auto", all families, with the checkpoint's own first."""
+    """Return the family of this name. For None and "auto", return all families, beginning with the `origin`."""
     if family not in (None, "auto"):
         return [named(str(family))]
     first = [] if origin is None else [named(origin)]
@@ -416,7 +428,10 @@ def families_of(family: str | None, origin: str | None) -> list[Architecture]:
 
 
 def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) -> Checkpoint:
-    """Return the checkpoint with another tree: new tensors are zero, and others are left out."""
+    """Return the checkpoint with the tree `spec`.
+
+    Tensors that only `spec` has are zeros; those that it lacks are left out.
+    """
     if spec == source.spec:
         return source
     shapes, theirs = ({parameter.name: parameter.shape for parameter in x.parameters()} for x in (source.spec, spec))
@@ -442,6 +457,6 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """List tensor names without their layer numbers and without duplicates, as text: attention.q_proj.bias, …"""
+    """Join tensor names to a text, without layer numbers and duplicates: "attention.q_proj.bias, …"."""
     kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
     return ", ".join(kinds)

@@ -1,8 +1,8 @@
 """Dequantise weights: fp8, MXFP4, GPTQ, AWQ, int8, nf4 and fp4 of bitsandbytes, compressed-tensors and torchao.
 
-`METHODS` has an entry for every method. The values have the same bits as those that the method's own program reads.
-They are computed in fp32 and rounded to the dtype that this program returns (mostly that of the scales), before any
-cast.
+`METHODS` has an entry for every quantisation method. Every method has a program that defines it, such as GPTQModel, and
+gptkit computes the same values, bit for bit. They are computed in fp32 and rounded to the dtype in which this program
+returns them, usually the dtype of the scales.
 
 Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 7 (nn_modules/qlinear,
 utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
@@ -27,7 +27,7 @@ from .weights import Weights
 
 _Settings = Mapping[str, Any]
 _Rows = Callable[[int, int, int], Array]
-"""(matrix, first row, end row) -> these rows of the matrix, contiguous, in the carrier of their dtype."""
+"""(number of the matrix, first row, end row) -> the dequantised rows, contiguous. bf16 values are stored as uint16."""
 _LINE = 64  # bytes of a cache line
 
 
@@ -37,13 +37,16 @@ class Numbers(NamedTuple):
     dtype: str
     shape: Shape
     decoder: Callable[[], _Rows]
-    """Read the scales, and return the function that computes rows."""
+    """Read the scales, and return a function that computes any rows of the weight."""
     step: int = 1
-    """The least number of rows that should be computed at a time."""
+    """Rows are computed in multiples of this number, for speed or because two of them share a byte."""
 
 
 class Parts:
-    """The tensors that store one quantised weight: values, scales and so on. Their keys are the ends of their names."""
+    """The tensors that store one quantised weight: quantised values, scales and so on.
+
+    The key of a tensor is the end of its name, such as "qweight" or "scales".
+    """
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names
@@ -83,27 +86,27 @@ class Scheme:
     needs: tuple[str, ...]
     """The endings of the other tensors that the weight needs."""
     fit: Callable[[_Settings, Parts, str], Numbers | str]
-    """(settings in config.json, parts, dtype asked for) -> the weight, or the reason why the parts do not fit."""
+    """(quantization_config, tensors of the weight, "F32" or "BF16") -> the weight, or why the tensors do not fit."""
     may: tuple[str, ...] = ()
     """The endings of tensors that the weight may also have."""
     kinds: tuple[str, ...] = ()
-    """The possible types of the quantised values; empty for any."""
+    """The dtypes that the quantised values may have; empty if any dtype is possible."""
     result: str = ""
-    """The ending of the dequantised weight's name."""
+    """The ending of the name that gptkit gives to the dequantised weight, such as "weight"."""
     other: Mapping[str, str] = field(default_factory=dict)
-    """Endings that some programs write instead, by the usual ending."""
+    """The usual ending -> another ending that some programs write instead."""
 
     def named(self, part: str, base: str, names: Container[str]) -> str | None:
-        """Return the name in `names` of the tensor with the ending `part`, or None if there is none.
+        """Return the name of one of a weight's tensors, or None if it is not among the existing `names`.
 
-        `base` is the common beginning of the weight's tensors.
+        `part` is the usual ending of its name. `base` is the beginning, which all tensors of the weight share.
         """
         return next((base + end for end in (part, self.other.get(part, part)) if base + end in names), None)
 
 
 @dataclass(frozen=True)
 class _Method:
-    """A quantisation method of config.json: the schemes in which its program stores weights."""
+    """A quantisation method (`quant_method` in config.json), with the schemes in which it stores weights."""
 
     schemes: tuple[Scheme, ...]
     refuses: Callable[[_Settings], str | None] = lambda _: None
@@ -152,10 +155,10 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
 
 
 def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
-    """Return a function that computes rows as transformers does: products in fp32, rounded once to `dtype`.
+    """Return a function that dequantises rows as transformers does: products in fp32, rounded once to `dtype`.
 
-    Usually the function computes on the bits (`_multiplied`). If there are NaNs or huge scales, it instead computes the
-    products of every scale and all 256 byte values once, and looks them up.
+    `block` has the numbers of rows and columns that share a scale. Usually the function multiplies by manipulating bits
+    (`_multiplied`). For F8_E5M2 or huge scales it uses a table of the products of every scale and all 256 bytes.
     """
     values = to_float64(np.arange(256, dtype=np.uint8), parts.kind("")).astype(np.float32)
     bits = parts[""]
@@ -205,7 +208,7 @@ _STEP = 2**16  # elements to compute at a time, so that intermediate results sta
 def _halfway(scales: Array) -> bool:
     """Return whether a product of a scale and an F8_E4M3 value may be exactly halfway between two bf16 values.
 
-    Only the eight mantissas of F8_E4M3 need to be tried, if the product is a normal number in fp32.
+    Trying the eight mantissas of F8_E4M3 suffices, if the product is a normal number in fp32.
     """
     products = np.multiply.outer(np.arange(8, 16, dtype=np.float32), scales).view(np.uint32)
     small = (np.abs(scales) < 2**-100) & (scales != 0)
@@ -213,12 +216,18 @@ def _halfway(scales: Array) -> bool:
 
 
 def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array, even: bool) -> None:
-    """Multiply bytes of F8_E4M3 without NaNs by the scales, and write the products to `out`, which is fp32 or bf16.
+    """Multiply F8_E4M3 values by their scales, and write the products to `out`.
 
-    `factors` has the scale of every column times 2^120. The bits of a byte, moved to the positions of fp32, are 2^-120
-    times its value, also for subnormal values, so the powers of two cancel. `one` and `two` are fp32 buffers that are
-    overwritten. `even` says whether a product may be halfway between two bf16 values; it is then rounded to the even
-    one.
+    The sign, exponent and mantissa bits of an F8_E4M3 value, moved to the positions of those of fp32, are 2^-120 times
+    the value. This is also true for subnormal values. So multiplying by the scale times 2^120 gives the product.
+
+    Args:
+        bits: the bytes of the F8_E4M3 values, without NaNs.
+        factors: the scale of every column, times 2^120.
+        one: a buffer of the shape of `bits`, with 32 bits per element.
+        two: a second such buffer.
+        out: the array for the products, fp32 or bf16 (as uint16).
+        even: whether a product may be exactly halfway between two bf16 values. It is then rounded to the even one.
     """
     signed = one.view(np.int32)
     np.copyto(signed, bits.view(np.int8))  # sign extension sets all upper bits
@@ -267,8 +276,8 @@ def _mxfp4(_: _Settings, parts: Parts, __: str) -> Numbers | str:
 def _mxfp4_rows(parts: Parts) -> _Rows:
     """Return a function that computes rows of weights [experts, in, out].
 
-    They are stored as bytes [experts, out, groups, 16] and scales [experts, out, groups]. The function transposes the
-    bytes, which are half as many as the values, in strips that fit into a core's cache.
+    They are stored as bytes [experts, out, groups, 16] with two values per byte, and scales [experts, out, groups]. The
+    function transposes the bytes before it dequantises them, in strips that fit into a core's cache.
     """
     bits, exponents, pairs = parts["_blocks"], parts["_scales"], _mxfp4_pairs()
     out = bits.shape[1]
@@ -291,9 +300,10 @@ def _mxfp4_rows(parts: Parts) -> _Rows:
 
 @cache
 def _mxfp4_pairs() -> Array:
-    """Return a table of the two bf16 values that a byte stores, by 256 * scale + byte.
+    """Return a table of the two dequantised values that a byte of MXFP4 stores, for every scale and byte.
 
-    Each entry has 32 bits. Its low half is the value of the byte's low four bits.
+    The index of an entry is 256 * scale + byte. Its low 16 bits are the bf16 value of the byte's low four bits, and its
+    high 16 bits that of the high four bits.
     """
     byte = np.arange(256)
     scaled = np.ldexp(np.concatenate([_FP4, -_FP4]), byte[:, None] - 127)
@@ -306,9 +316,9 @@ def _mxfp4_pairs() -> Array:
 
 
 def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
-    """Unpack unsigned integers of `bits` bits from words of 32 bits: [rows, words] -> [rows, integers], as bytes.
+    """Unpack unsigned integers of `bits` bits from words of 32 bits: [rows, words] -> [rows, integers], as uint8.
 
-    Integer i of a word is at position `order[i]` in it, or at position i without an order.
+    Integer number i of a word is stored at position `order[i]`, counted from the lowest bits; without `order` at i.
     """
     unit = 32 // math.gcd(bits, 32)  # the number of integers that fill whole words
     groups = words.view(np.uint32).reshape(len(words), -1, unit * bits // 32)
@@ -325,8 +335,14 @@ def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
 def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | None, kind: str) -> Array:
     """Compute (values - zeros) * scales in fp32, and round the products to the dtype `kind` of the scales.
 
-    The differences are exact. `values` [rows, columns] is fp32 and is overwritten; scales and zeros are [rows, groups].
-    `groups` has the group of every column; None if the groups are consecutive and of equal width.
+    The differences are exact. The argument `values` is overwritten.
+
+    Args:
+        values: the quantised integers as fp32, [rows, columns].
+        scales: the scales, [rows, groups of columns].
+        zeros: the zero points, of the same shape, or None if there are none.
+        groups: the group number of every column. None if the groups are consecutive and have equal widths.
+        kind: the dtype of the result.
     """
     if groups is None:
         grouped = values.reshape(len(values), scales.shape[1], -1)
@@ -341,10 +357,17 @@ def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | N
 
 
 def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | None:
-    """Return the number of every column's group, as the tensor `part` gives it for `columns` columns and `count`
-    groups.
+    """Return the group number of every column of a weight, which the tensor with the key `part` stores (GPTQ's g_idx).
 
-    Return None if the groups are consecutive and of equal width, and a reason in words if the tensor is wrong.
+    Args:
+        parts: the tensors of the weight.
+        part: the key of the tensor.
+        columns: the number of columns.
+        count: the number of groups.
+
+    Returns:
+        None if there is no such tensor, or if the groups are consecutive and have equal widths. A text that says what
+        is wrong, if the tensor is invalid.
     """
     if part not in parts or not parts.fetched:
         return None
@@ -359,7 +382,7 @@ def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | 
 
 
 def _transposed(matrix: Array, start: int, end: int) -> Array:
-    """Return columns `start` to `end` of a matrix as contiguous rows. For speed, they are copied first."""
+    """Return columns `start` to `end` (exclusive) of a matrix as contiguous rows."""
     return np.ascontiguousarray(np.ascontiguousarray(matrix[:, start:end]).T)
 
 
@@ -382,9 +405,9 @@ def _gptq_format(settings: _Settings) -> Any:
 
 
 def _packed(parts: Parts, bits: str = "qweight") -> str | None:
-    """Return what is wrong with the dtypes and dimensions of packed integers, zeros and scales, or None.
+    """Check the dtypes and the number of dimensions of a weight's packed integers, zero points and scales.
 
-    `bits` is the key of the packed integers.
+    `bits` is the key of the packed integers. Return what is wrong, or None.
     """
     if parts.kind(bits) not in ("I32", "U32") or parts.kind("qzeros") not in ("I32", "U32"):
         return "the packed integers and zeros must be I32 or U32"
@@ -549,7 +572,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
 
 
 def _state(parts: Parts, part: str) -> Mapping[str, Any]:
-    """Return the JSON object that a tensor of bytes contains, or an empty one if it contains none."""
+    """Return the JSON object that a tensor of bytes contains, or an empty dictionary if it contains none."""
     if parts.kind(part) != "U8" or math.prod(parts.shape(part)) > _STATE_BYTES:
         return {}
     try:
@@ -623,9 +646,10 @@ def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
 
 # Complex: one branch for each scheme of compressed-tensors.
 def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # noqa: C901
-    """Return the weight that is stored as a group in config.json (`args`) says, or the reason why it does not fit.
+    """Return the weight, if its tensors agree with the settings `args`. Otherwise return a text that says why not.
 
-    `own` is the key of the quantised values: "weight_packed" for packed integers, or "weight".
+    `args` are the "weights" settings of one of config.json's `config_groups`. `own` is the key of the quantised values:
+    "weight_packed" for packed integers, or "weight".
     """
     bits, strategy, size = args.get("num_bits"), args.get("strategy") or "tensor", args.get("group_size")
     block, scales, kind = args.get("block_structure"), parts.shape("weight_scale"), parts.kind("weight_scale")
@@ -678,7 +702,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:  # 
 
 
 def _indexed(parts: Parts) -> bool:
-    """Return whether weight_g_idx gives the groups of columns. If it contains -1, it is unused."""
+    """Return whether the tensor weight_g_idx assigns columns to groups. It does not if it contains -1."""
     return not parts.fetched or not (parts["weight_g_idx"] == -1).any()
 
 
@@ -692,11 +716,17 @@ def _compressed_rows(
     groups: Array | None,
     zeroed: bool,
 ) -> _Rows:
-    """Return a function that computes rows in the dtype `kind`.
+    """Return a function that dequantises rows of a weight of compressed-tensors or torchao.
 
-    `own` is the key of the quantised values. `grid` has the number of rows that share a scale, and the numbers of rows
-    and columns of the matrix of scales. `groups` has the group of every column; None if the groups are consecutive and
-    of equal width. `zeroed` says whether there are zero points.
+    Args:
+        parts: the tensors of the weight.
+        own: the key of the quantised values.
+        kind: the dtype of the result.
+        bits: the number of bits of a quantised value.
+        shape: the shape of the weight.
+        grid: the number of rows that share a scale; the number of rows and of columns of the matrix of scales.
+        groups: the group number of every column. None if the groups are consecutive and have equal widths.
+        zeroed: whether there are zero points.
     """
     stored, (high, down, across) = parts[own], grid
     rows, columns = shape
@@ -790,4 +820,4 @@ METHODS = {
                ("_weight_zero_point", "_weight_act_pre_scale"), result="weight"),
     ), _refuses_torchao),
 }  # fmt: skip
-"""The methods by the quant_method in config.json."""
+"""The quantisation methods that gptkit reads, by `quant_method` in config.json."""

@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 -m gptkit convert MODEL OUT
 
-Every process makes the plan for itself, which reads only headers. Rank 0 (the host) makes the partial folder and the
-small files, and sends its path to the others (guests). A guest that finishes a file sends its hashes, and only the host
-publishes. If one process fails, all end with its exit code. A thread always waits for the next message (torch's object
-lists over gloo), so a killed process is noticed by its closed connection; torch's store and its elastic agent do not
-report this.
+Every process plans the whole output, for which it reads only headers. Rank 0 (the host) makes the partial folder and
+the small files, and sends the folder's path to the other ranks (the guests). A guest that has finished a weight file
+sends its hashes to the host. At the end only the host publishes the folder. If one process fails, all end with its exit
+code.
+
+Messages are torch's object lists over gloo. In every process, a thread waits for the next message. So it notices a
+killed process, because the connection is closed; torch's store and its elastic agent do not report this.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from .transfer import StoppedError, Transferred, transfer
 from .write import FolderPlan, Shard, prepare
 
 _FOREVER = timedelta(days=30)
-"""The longest time without a message: that of a conversion. A lost process is noticed without a timeout."""
+"""The timeout for a message.
+
+A conversion may take this long. Lost processes are noticed by their closed connections.
+"""
 _MEETING = timedelta(minutes=5)  # the time in which all processes must connect
 _ANSWER = timedelta(seconds=30)  # the time in which a process must stop its work or end
 
@@ -57,7 +62,7 @@ def leads() -> bool:
 
 
 class _Alone:
-    """A conversion in a single process."""
+    """The functions that differ between one and several processes. These are for one process."""
 
     def staging(self, target: Path, force: bool) -> Staging:
         return Staging(target, force)
@@ -71,12 +76,15 @@ _joined = 0
 
 
 def team() -> _Alone:
-    """Return the processes of the current conversion."""
+    """Return the functions for the current conversion, which runs in one process or in several."""
     return _team
 
 
 def together(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function that converts with `team()`. If a process fails, the others raise `Elsewhere`."""
+    """Decorate a function that converts with `team()`, so that it can run in several processes.
+
+    If one process fails, the others raise `Elsewhere`.
+    """
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -100,7 +108,10 @@ def together(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
-    """Return the names of the shards of every rank: largest first, to the rank with the fewest bytes so far."""
+    """Divide weight files among `size` ranks. Return the names of the files of every rank.
+
+    The largest files come first. Each goes to the rank that has the fewest bytes so far.
+    """
     shares: list[list[str]] = [[] for _ in range(size)]
     load = [0] * size
     for shard in sorted(shards, key=lambda shard: (-shard.size, shard.name)):
@@ -150,20 +161,21 @@ def _meet() -> tuple[Any, int, int]:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The reason why a run ended."""
+    """The reason why a run of several processes failed."""
 
     rank: int
+    """The rank of the process that failed."""
     code: int
-    """The exit code."""
+    """The exit code of all processes."""
     message: str
     kind: str = "failed"
     """ "failed", "interrupted", or "lost" if the process ended without a message."""
 
     @classmethod
     def on(cls, rank: int, error: BaseException | None) -> _Verdict:
-        """Return the exit code and the message for an error that a rank raised.
+        """Return the verdict for an error that the process of this rank raised.
 
-        An `error` of None means that the connection to the rank is closed, so that its error is not known.
+        `error` is None if the process ended without a message.
         """
         if error is None:
             reason = f"the process of rank {rank} ended without reporting an error"
@@ -176,19 +188,22 @@ class _Verdict:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """A process was interrupted or killed. The host raises this in its staging, which keeps the finished files."""
+    """Another process was interrupted or killed.
+
+    The host raises this, so that its `Staging` keeps the finished files.
+    """
 
 
 class _Team(_Alone):
-    """The common part of host and guests.
+    """One process of a run of several: the code that the host and the guests share.
 
-    A message is a word and its content. The word "lost" means that the connection to the sender is closed. `hear`
-    handles a message; the lock `changed` is held meanwhile. `leave` is called at the end, and raises if another process
-    ended the run.
+    A message is a word and its content. The word "lost" means that the connection to the sender is closed.
     """
 
     hear: Callable[[int, str, Any], None]
+    """Handle a message (sender's rank, word, content). The caller holds the lock `changed`."""
     leave: Callable[[BaseException | None], None]
+    """End this process's part in the run, with its own error or None. Raise if another process has failed."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
@@ -203,9 +218,9 @@ class _Team(_Alone):
             thread.start()
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
-        """Send a message to a rank.
+        """Send a message, a `word` with the content `about`, to a rank.
 
-        A closed connection is no error here, because the thread that listens to the rank reports it.
+        A closed connection raises no error here, because the thread that listens to the rank reports it.
         """
         import torch.distributed as dist
 
@@ -227,19 +242,25 @@ class _Team(_Alone):
                 self.changed.notify_all()
 
     def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
-        """Wait until a condition is true or the time is over, in steps, so that signals are handled."""
+        """Wait until `until()` is true or the time `limit` is over.
+
+        It waits in short steps, so that signals are handled.
+        """
         end = None if limit is None else time.monotonic() + limit.total_seconds()
         with self.changed:
             while not until() and (end is None or time.monotonic() < end):
                 self.changed.wait(0.5)
 
     def check(self) -> None:
-        """Raise Elsewhere if the run has failed."""
+        """Raise Elsewhere if another process has failed."""
         if self.stop.is_set():
             raise Elsewhere("another process of this run failed; its own message says why")
 
     def carry(self, plan: FolderPlan, source: TensorFiles, staging: Staging, options: dict[str, Any]) -> Transferred:
-        """Transfer this rank's share. Raises as `transfer`, and Elsewhere if the run has failed."""
+        """Write the weight files that belong to this rank.
+
+        Raises the errors of `transfer`, and Elsewhere if another process has failed.
+        """
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
         options["workers"] = options.get("workers") or max(1, available_cores() // here)
         share = deal_out([shard for shard in plan.shards if shard.name not in staging.finished], self.size)[self.rank]
@@ -251,9 +272,13 @@ class _Team(_Alone):
         return done
 
     def part(self, verdict: _Verdict | None, error: BaseException | None) -> None:
-        """Leave the group, and raise the error that ended the run unless it is this process's own `error`.
+        """Close the connections to the other processes. Raise an error if another process made the run fail.
 
-        If a process does not answer, this process exits without waiting for its thread.
+        If another process does not answer, the thread that listens to it may still wait when this process exits.
+
+        Args:
+            verdict: the reason why the run failed; None if it did not.
+            error: the error of this process, or None. The caller raises it.
         """
         import torch.distributed as dist
 
@@ -277,7 +302,7 @@ class _Team(_Alone):
 
 
 def _digest(plan: FolderPlan, source: TensorFiles) -> str:
-    """Return a hash of the plan and of the source. It must be the same in all ranks."""
+    """Return a hash of the plan and of the source, with which the ranks check that they do the same work."""
     return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
 
@@ -331,16 +356,16 @@ class _Host(_Team):
         self.part(verdict, error)
 
     def _silence(self, error: BaseException) -> None:
-        """After an error of this process, stop all processes and wait until none of them writes."""
+        """Stop all processes because of an error in this one, and wait until none of them writes any more."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
                 self._settle(_Verdict.on(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, _ANSWER)
 
     def _settle(self, verdict: _Verdict) -> None:
-        """Record a failure and stop all processes. Only the first failure is kept.
+        """Record why the run failed, and stop all processes. Later failures are usually ignored.
 
-        A later one replaces an interruption, because torchrun interrupts the other processes if one is lost.
+        A later failure replaces an interruption, because torchrun interrupts all processes if one of them fails.
         """
         first = self.verdict is None
         if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
@@ -374,13 +399,19 @@ class _Guest(_Team):
     """A rank other than 0, which writes its share into the host's folder."""
 
     offer: tuple[str, list[str], str] | None = None
-    """The host's folder, the names of the finished files in it, and the digest of the work; None before they arrive."""
+    """The path of the host's folder, the finished files in it, and `_digest` of the host.
+
+    None until the host sends it.
+    """
 
     def staging(self, target: Path, force: bool) -> Staging:
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """Wait until the host has made its folder, and return `offer`. Raises Elsewhere if the run has failed."""
+        """Wait until the host has made its folder, and return `offer`.
+
+        Raises Elsewhere if another process has failed.
+        """
         self.wait(lambda: self.offer or self.stop.is_set())
         self.check()
         assert self.offer is not None
@@ -412,7 +443,7 @@ class _Guest(_Team):
 
 
 class _Shared(Staging):
-    """The host's folder for a guest, which only adds files to it."""
+    """The `Staging` of a guest. It adds files to the folder that the host has made and will publish."""
 
     def __init__(self, guest: _Guest, target: Path, force: bool) -> None:
         super().__init__(target, force)
@@ -420,7 +451,7 @@ class _Shared(Staging):
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Wait until the host has opened the checkpoint (and fetched it if needed) and made its folder."""
+        """Wait until the host has made its folder. Before that, the host fetches the checkpoint if needed."""
         path, finished, _ = self._guest.opened()
         self._path = Path(path)
         if not self._path.is_dir():
@@ -445,4 +476,4 @@ class _Shared(Staging):
         self._guest.say(0, "finished", (name, record))
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
-        """Do nothing, because the host publishes."""
+        """Do nothing, because the host publishes the folder."""

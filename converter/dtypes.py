@@ -1,4 +1,8 @@
-"""Convert arrays between element types. numpy has no bf16 and fp8, so their bits are in a *carrier* of integers."""
+"""Convert arrays between dtypes.
+
+numpy has no bf16 and fp8. Such an array has an integer dtype of the same width, its *carrier*: uint16 for bf16, uint8
+for fp8. For other dtypes the carrier is numpy's own dtype.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, UsageError
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""The types a weight may have, from narrow to wide (bf16 has fp32's range, fp16 has more bits)."""
+"""The dtypes of unquantised weights, from narrow to wide. F16 is not wider than BF16: it has a smaller range."""
 
 HF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-"""safetensors' names -> torch's, which config.json uses."""
+"""The dtype names of safetensors -> those of torch, which config.json uses."""
 
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32")
-"""Types that are usually not weights. fp64 has all their values, so they are cast if the user asks for a dtype."""
+"""Integer dtypes that can be cast to a float dtype if the user asks for it, because fp64 has all their values."""
 
 F8 = ("F8_E4M3", "F8_E5M2")
-"""The types of weights with scales."""
+"""The fp8 dtypes of quantised weights, which are stored with scales."""
 
 Array = NDArray[Any]
 
@@ -44,7 +48,7 @@ def widest(dtypes: list[str]) -> str:
 
 
 def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
-    """Return the exact values of an array in its carrier dtype."""
+    """Return the exact values of an array of this dtype. bf16 and fp8 arrays are given in their carriers."""
     if dtype == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     elif dtype == "F8_E5M2":  # the upper half of fp16
@@ -67,7 +71,10 @@ _E4M3 = _e4m3()
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
-    """Round values to nearest even, in the dtype's carrier. Raises CheckpointError if one is out of range."""
+    """Round values to the nearest ones of a float dtype, ties to even. The result is in the dtype's carrier.
+
+    Raises CheckpointError if a finite value is out of the dtype's range.
+    """
     if dtype == "F64":
         return np.asarray(values, order="C")
     odd = not_finite(values, "F64")
@@ -84,7 +91,9 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
-    """Cast an array to another float type, to nearest even. Both are in carriers. Raises CheckpointError if out of
+    """Cast an array from `dtype` to the float dtype `target`, rounding to nearest, ties to even.
+
+    The argument and the result are in their carriers. Raises CheckpointError if a finite value is out of the target's
     range.
     """
     if dtype == target:
@@ -106,9 +115,9 @@ def cast(array: Array, dtype: str, target: str) -> Array:
 
 
 def cast_freely(single: Array, target: str, odd: int | None = None) -> Array:
-    """Cast fp32 to fp32, fp16 or bf16, to nearest even. Values out of range become infinite.
+    """Cast fp32 to fp32, fp16 or bf16, rounding to nearest, ties to even. Values out of range become infinite.
 
-    `odd` is the number of values that are not finite, if it is known.
+    `odd` is the number of NaN and infinite values, if the caller knows it.
     """
     if target == "F32":
         return single
@@ -119,7 +128,7 @@ def cast_freely(single: Array, target: str, odd: int | None = None) -> Array:
 
 
 def _to_bf16(single: Array, odd: int) -> Array:
-    """Round fp32 to bf16, to nearest even. `odd` is the number of values that are not finite."""
+    """Round fp32 to bf16, to nearest, ties to even. `odd` is the number of NaN and infinite values."""
     bits = np.asarray(single, order="C").view(np.uint32)
     narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     if odd:  # the sum may turn a NaN into a number
@@ -142,9 +151,9 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 
 
 def not_finite(array: Array, dtype: str) -> int:
-    """Return the number of NaN and infinite values of a contiguous array of this dtype.
+    """Return the number of NaN and infinite values in the bytes of a contiguous array.
 
-    The array may have its carrier's type or another one with the same bytes.
+    `dtype` says how to interpret the bytes. The array itself may have any numpy dtype, such as uint8.
     """
     if dtype not in _EXPONENTS or not array.size:
         return 0
@@ -156,21 +165,24 @@ def not_finite(array: Array, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The effect of a cast."""
+    """The effect of casting a tensor to a narrower dtype. The sum of two effects is that of casting both tensors."""
 
     changed: int = 0
     """The number of values that changed."""
     zeroed: int = 0
-    """The number of values that became zero."""
+    """The number of values that were not zero and became zero."""
     relative: float = 0.0
-    """The largest relative change."""
+    """The largest change of a value, divided by the value."""
 
     def __add__(self, other: Rounding) -> Rounding:
         return Rounding(self.changed + other.changed, self.zeroed + other.zeroed, max(self.relative, other.relative))
 
 
 def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
-    """Compare an array with its cast, both in their carriers, without values that are not finite."""
+    """Return the effect of casting `before`, of type `dtype`, to `after`, of type `target`. Both are in their carriers.
+
+    NaN and infinite values are left out.
+    """
     if dtype in FLOATS and widest([dtype, target]) == target:
         return Rounding()
     exact, rounded = to_float64(before, dtype), to_float64(after, target)
@@ -185,10 +197,10 @@ def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The error of quantising."""
+    """The error of quantising a tensor. The sum of two errors is that of quantising both tensors."""
 
     largest: float = 0.0
-    """The largest error."""
+    """The largest absolute error of a value."""
     errors: float = 0.0
     """The sum of the squared errors."""
     values: float = 0.0
@@ -196,7 +208,7 @@ class Quantisation:
 
     @property
     def relative(self) -> float:
-        """The root mean square of the error, relative to that of the values."""
+        """The root mean square of the errors, divided by the root mean square of the values."""
         return math.sqrt(self.errors / self.values) if self.values else 0.0
 
     def __add__(self, other: Quantisation) -> Quantisation:
@@ -205,7 +217,10 @@ class Quantisation:
 
 
 def quantisation(before: Array, dtype: str, after: Array) -> Quantisation:
-    """Compare an array in its carrier with the dequantised values in fp32."""
+    """Return the error of quantising `before`, of type `dtype` in its carrier.
+
+    `after` has the dequantised values (fp32).
+    """
     exact = to_float64(before, dtype).reshape(-1)
     error = after.reshape(-1) - exact
     return Quantisation(float(np.abs(error).max(initial=0.0)), float(error @ error), float(exact @ exact))

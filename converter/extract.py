@@ -1,4 +1,7 @@
-"""Write the language model of a composite checkpoint as a separate checkpoint, with the same bytes."""
+"""Write the language model of a composite checkpoint as a separate checkpoint. The tensors keep their bytes.
+
+A composite checkpoint has several models, such as a language model and a vision tower.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +13,12 @@ from .rewrite import rewrite
 from .scan import scan
 
 _PARTS = ("text",)
-"""The parts that can be extracted."""
+"""The parts of a composite checkpoint that `extract` can write."""
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """The result of an extraction."""
+    """The result of `extract`."""
 
     reference: str
     out: Path
@@ -23,7 +26,7 @@ class Extracted:
     names: dict[str, str]
     """New tensor names -> the names in the composite checkpoint."""
     left: tuple[str, ...]
-    """The tensors that were left out."""
+    """The names of the tensors that are not part of the language model and were left out."""
 
 
 def extract(
@@ -33,13 +36,14 @@ def extract(
 
     Args:
         part: "text", the language model.
-        model: the composite checkpoint, of safetensors files.
+        model: the composite checkpoint, which must have safetensors files.
         out: the folder to make.
         force: replace an existing checkpoint folder.
         offline: use only local files and the hub's cache.
 
     Raises:
-        InvalidInput: it is not a composite, or its language model is of an unknown family, quantised or incomplete.
+        InvalidInput: the model is not a composite checkpoint, or its language model is of an unknown family,
+            quantised or incomplete.
         UsageError: an unknown part; `out` exists or cannot be made.
     """
     if part not in _PARTS:
