@@ -187,7 +187,7 @@ class BlockFile:
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write `ending` as the last bytes, finish the hashes, and fsync the file."""
+        """Check that every block was written, write `ending` as the last bytes, finish the hashes, and fsync."""
         if self._fd is None:
             return
         try:

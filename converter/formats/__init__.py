@@ -1,9 +1,9 @@
 """File formats other than Hugging Face folders and gptkit's own, one module per format.
 
-A module is imported only when its format is needed. A format that can be read recognises its files, reads the tree
-from their headers, and says where every tensor is. A format that can be written turns a tree into a plan: the files,
-their headers, and the place of every tensor. Its leaves declare the names and layouts of its tensors, as those of a
-family do (`architectures`).
+A module is imported only when its format is needed. A format that can be read recognises its files, reads the model's
+tree of components from their headers, and says where every tensor is. A format that can be written turns a tree into a
+plan: the files, their headers, and the place of every tensor. Every format has a list of leaves. Like the leaves of a
+model family (`architectures`), they declare the names of the format's tensors and how their axes are arranged.
 """
 
 from __future__ import annotations
@@ -26,60 +26,71 @@ if TYPE_CHECKING:
 
 
 ALL_RANKS = "Put the files of all ranks of one training step into the folder, and no other files."
-"""The hint for a checkpoint of several ranks whose files do not fit."""
+"""The hint in errors about a checkpoint of several ranks whose files do not match."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of another format whose headers were read."""
+    """A checkpoint whose headers were read."""
 
     spec: ModelSpec
+    """The tree of components."""
     origin: Origin
-    """The family, and a config.json for it that is made from the files' metadata."""
+    """The model family, and its config.json, which may be made from the metadata in the files."""
     leaves: list[BoundLeaf]
-    """The leaves of the tree. Their names are those in the files, or in `architecture`."""
+    """The tensors that the model needs, by their names in the files. With `architecture`, other names are possible."""
     weights: Weights
+    """All tensors in the files."""
     files: tuple[Path, ...]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     """The small files that are stored inside the weight file (tokenizer.json, …), by name."""
     notes: list[str] = field(default_factory=list)
     architecture: Architecture | None = None
-    """The family whose tensor names the files have. Its older names, buffers and a tied head are then allowed too."""
+    """The family whose tensor names the files have; None if the names are those of the format.
+
+    With a family, the files may also have its older tensor names, buffers, and a copy of a tied head.
+    """
     format: str = ""
-    """The name of the format, if only the content of the files shows it."""
+    """The name of the format, if it was recognised by the content of the files; otherwise empty."""
     home: Path | None = None
-    """The folder of the tokenizer files, if the format does not determine it."""
+    """The folder of the tokenizer's files, if it is not the folder or file that was opened."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checkpoint to be written in another format."""
+    """A checkpoint that will be written in another format."""
 
     source: Checkpoint
     asked: str | None
-    """The value of --dtype."""
+    """The value of --dtype; None keeps the stored dtypes."""
     companions: tuple[Companion, ...]
     """The other files of the source's folder, such as those of the tokenizer."""
     max_shard_bytes: int
+    """The largest size of a weight file in bytes."""
 
 
 class Format(Protocol):
-    """A module of this folder. `plan` is None if the format is only read, and `read` is None if it is only written.
+    """The functions that a module of this folder has. `plan` is None if gptkit cannot write the format.
 
-    A module may also have `tensors`, which maps a path to the `Weights` of a file of any architecture.
+    The other three are None if gptkit cannot read it. A module may also have a function `tensors`. It returns the
+    `Weights` of a file, also if gptkit does not know the model's architecture.
     """
 
     finds: Callable[[Path, frozenset[str] | None], Path | None] | None
-    """Return the path to give to `describe` and `read`: the file itself, a file in the folder, or the folder.
+    """Return the path to give to `describe` and `read`, or None if the file or folder is not of this format.
 
-    It gets the path and, for a folder, the names of the files in it (None for a file). It looks at names and first
-    bytes, and returns None if nothing is of this format.
+    The returned path is the given file, a file in the given folder, or the folder. The second argument has the names of
+    the files in the folder; it is None for a file. A format is recognised by file names and the first bytes of files.
     """
     describe: Callable[[Path], tuple[ModelSpec, Origin, list[str]]] | None
-    """Return the tree, its origin, and the fields that are not understood, without numpy or torch if possible."""
+    """Return the tree, its origin, and the names of config fields that gptkit does not know.
+
+    If possible, this imports neither numpy nor torch.
+    """
     read: Callable[[Path, bool], Opened] | None
-    """Open the files and read only their headers; the second argument is allow_pickle."""
+    """Open the files and read only their headers. The second argument is `allow_pickle`."""
     plan: Callable[[Request], FolderPlan] | None
+    """Plan the files of a checkpoint in this format."""
 
 
 def format_named(name: str) -> Format:

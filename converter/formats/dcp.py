@@ -1,10 +1,12 @@
 """Read and write distributed checkpoints of torch (torch.distributed.checkpoint): .distcp files and `.metadata`.
 
-gptkit writes them with the tensor names of the family, and config.json in the same folder, so that a model of
-transformers can load them, sharded or not (`dcp.load(model.state_dict(), checkpoint_id=folder)`). A tied head is also
-listed under its second name. torch's own planner, on the meta device, decides the place of every tensor
-(`torch_archive` says how the tensors are written). gptkit also reads the safetensors files with parts of tensors that
-the Hugging Face writer of torch.distributed.checkpoint makes.
+gptkit writes the tensors under the names that transformers uses, and config.json into the same folder. So a model of
+transformers, sharded or not, can load the folder with `dcp.load(model.state_dict(), checkpoint_id=folder)`. A tied head
+is also listed under its own name. torch's own planner, on the meta device, writes the list of tensors (`.metadata`),
+and `torch_archive` describes the bytes of every tensor.
+
+torch.distributed.checkpoint also has a Hugging Face writer. It writes safetensors files with parts of tensors, which
+gptkit can read.
 """
 
 from __future__ import annotations
@@ -31,15 +33,18 @@ if TYPE_CHECKING:
 
 _METADATA = ".metadata"
 _BESIDE = ("optimizer.", "lr_scheduler.", "train_state", "dataloader")
-"""The prefixes of other entries that torchtitan saves next to a model without a prefix."""
+"""The prefixes of torchtitan's entries that are not tensors of the model.
+
+The model's own names have no prefix there.
+"""
 _SHARDS = "shard-*-model-*-of-*.safetensors"
 """The names that torch's Hugging Face writer gives to files with parts of tensors."""
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return the folder if it has `.metadata`, or safetensors files of the Hugging Face writer; else None.
+    """Return the folder if it is a distributed checkpoint, else None.
 
-    Hugging Face checkpoints do not count.
+    Such a folder has `.metadata`, or files of the Hugging Face writer, but not the files of a Hugging Face checkpoint.
     """
     if names is None or SINGLE in names or INDEX in names:
         return None
@@ -47,7 +52,10 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return (spec, origin, unknown fields) from the folder's config.json or gptkit.json. Raises InvalidInput."""
+    """Return the tree, its origin and unknown fields, from the folder's config.json or gptkit.json.
+
+    Raises InvalidInput.
+    """
     from ..tree import read_description
 
     return read_description(_description(path), path, folder=True)
@@ -64,7 +72,10 @@ def _description(path: Path) -> Path:
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
-    """Open the folder. Raises InvalidInput; UntrustedInput if `.metadata` is there and pickles are not allowed."""
+    """Open a distributed checkpoint.
+
+    Raises InvalidInput; UntrustedInput if there is `.metadata`, which is a pickle, and pickles are not allowed.
+    """
     from ..chunks import chunked
     from ..weights import identity_leaves
     from . import megatron
@@ -120,7 +131,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
 
 
 def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> str:
-    """Return the prefix of all names of the model: "model." for {"model": model.state_dict(), "optimizer": …}."""
+    """Return the prefix of the model's tensor names, such as "model." if {"model": model.state_dict(), …} was saved."""
     embedding = next(leaf.checkpoint for leaf in leaves if "embedding.weight" in leaf.shared)
     if embedding in names:
         return ""
@@ -136,7 +147,10 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
 
 
 def plan(request: Request) -> FolderPlan:
-    """Plan .distcp files, `.metadata` and config.json; without a family, shared names and gptkit.json."""
+    """Plan .distcp files, `.metadata` and config.json.
+
+    A model without a family is written under gptkit's own tensor names, with gptkit.json instead of config.json.
+    """
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 
@@ -156,7 +170,7 @@ def plan(request: Request) -> FolderPlan:
 
 
 _FILES = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little", "version": b"3\n"}
-"""The other files that torch.save puts into an archive."""
+"""The small files that torch.save puts into every archive, besides data.pkl and the tensors."""
 
 
 def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
@@ -176,7 +190,7 @@ def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
 def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:
     """Return the content of `.metadata`: the tensors as torch plans them, and their places in the files.
 
-    `tied` maps second names to shared names.
+    A tied head is listed too. `tied` maps its name to gptkit's name of the embedding whose data it shares.
     """
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -1,11 +1,13 @@
 """Find the tensors of a distributed checkpoint, which several processes saved in chunks.
 
-torch's own folder has `.metadata`, a pickle that gives the place of every chunk in the .distcp files; a chunk is an
-archive of torch.save. The Hugging Face writer saves chunks in safetensors files, whose headers say where in a tensor a
-chunk belongs. gptkit takes only names, numbers and places from these files. Confined processes read the pickles, and
-every number is checked against the files before anything is allocated. gptkit does not use torch.distributed.checkpoint
-to read: its reader runs code in `.metadata`, and torch's weights-only reader does not know this pickle protocol
-(tests/converter/test_dcp.py, test_torchs_own_reader_runs_what_metadata_says).
+In torch's own format, `.metadata` is a pickle that gives the place of every chunk in the .distcp files, and a chunk is
+an archive of torch.save. The Hugging Face writer saves chunks in safetensors files, whose headers say where in a tensor
+a chunk belongs. From `.metadata` and the headers, gptkit takes only names, sizes and file positions. Confined processes
+read the pickles, and every number is checked against the files before anything is allocated.
+
+gptkit does not read with torch.distributed.checkpoint, because its reader runs code in `.metadata`. torch's
+weights-only reader does not know this pickle protocol (tests/converter/test_dcp.py,
+test_torchs_own_reader_runs_what_metadata_says).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +28,9 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
-    """Return the tensors of a folder by name, and the names of its other entries.
+    """Return the tensors that a folder's `.metadata` lists, by name, and the names of its other entries.
 
-    The chunks of the tensors span whole archives; `located` finds the data in them.
+    The place of a chunk is still that of its whole archive. `located` finds the data inside the archive.
     """
     path = folder / ".metadata"
     entries, others = Unpickler().ask(path, str(path), str(path.absolute()), "data")
@@ -44,10 +46,10 @@ def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
 
 
 def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
-    """Return the path of the file `name`, in which a chunk ends at byte `end`.
+    """Return the path of a file in the folder, after checking that it has at least `end` bytes.
 
-    `sizes` caches the sizes of files. Raises UntrustedInput for a name outside of the folder, and CheckpointError if
-    the file is missing or too short.
+    `sizes` caches the sizes of files in bytes. Raises UntrustedInput if `name` is not inside the folder, and
+    CheckpointError if the file is missing or too short.
     """
     path = folder / name
     if name not in sizes:
@@ -67,7 +69,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
 
 
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
-    """Return the tensors with every chunk narrowed to the data inside its archive. Raises CheckpointError."""
+    """Replace the place of every chunk's archive by the place of the chunk's data inside it. Raises CheckpointError."""
     process = Unpickler(parts=sum(len(tensor.chunks) for tensor in tensors.values()))
     return {
         name: tensor._replace(chunks=tuple(_located(name, chunk, process) for chunk in tensor.chunks))

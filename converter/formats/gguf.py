@@ -1,7 +1,7 @@
 """Read GGUF, the format of llama.cpp: weights, metadata and tokenizer in one file.
 
-`gguf_header` checks the header, and `architectures.gguf` declares names and metadata as data. The gguf package
-dequantises blocks of quantised values. Tensors of plain floats are copied as bytes.
+`gguf_header` reads and checks the header. `architectures.gguf` has tables of GGUF's tensor names and metadata keys. The
+gguf package dequantises blocks of quantised values. Tensors of unquantised dtypes are read as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..write import FolderPlan
 
 READABLE = frozenset(quant.name for quant in TYPES.values() if quant.block > 1) - {"Q8_1", "Q8_K"}
-"""The types that the gguf package can dequantise, by ggml's names."""
+"""The names in ggml of the quantised types that the gguf package can dequantise."""
 
 _MAX_FLOATS = 2**17  # elements of a tensor whose values are fields of the tree
 
@@ -46,11 +46,11 @@ _COMPARED = 2**20  # bytes of two tensors to compare at a time
 _SAMPLED = 2**14  # bytes to compare at each of a few places, if the file is on a server
 
 _TOKEN_ID_KEYS = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
-"""The tokenizer.ggml.*_token_id that may have each special id of transformers. config.json gets the first."""
+"""A special token in transformers -> the GGUF keys, tokenizer.ggml.NAME_token_id, that may have its ids."""
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return a GGUF file, recognised by its name or first bytes, or the only one in a folder."""
+    """Return the path if it is a GGUF file, or the only .gguf file in it if it is a folder; else None."""
     if names is not None:
         inside = [name for name in names if name.endswith(".gguf")]
         return path / inside[0] if len(inside) == 1 else None
@@ -67,15 +67,12 @@ def begins(path: Path) -> bool:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return (spec, origin, unknown fields) from a file's header. Raises InvalidInput."""
+    """Return the tree, its origin and an empty list, from the header of a file. Raises InvalidInput."""
     return describe_header(path, open_header(path))
 
 
 def describe_header(where: Path | str, header: GgufHeader) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return (spec, origin, unknown fields) of a header that was already read. There are never unknown fields.
-
-    Raises InvalidInput.
-    """
+    """Do the same as `describe` with a header that was already read."""
     model = _GgufModel(where, header)
     return model.spec, model.origin, []
 
@@ -134,8 +131,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 
 def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
-    """Return the tree in a file's metadata, the shapes of the tensors that it needs, and the names of those that it
-    does not need.
+    """Return the model that a file's metadata declares, for comparing it with the file's tensors.
+
+    Returns:
+        The tree; the shapes of the tensors that it needs, by name; the names of tensors that gptkit ignores.
 
     Raises:
         InvalidInput: the header cannot be read. CannotExpress: GGUF has no tensors for such a tree.
@@ -149,7 +148,10 @@ def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
 
 
 def tensors(path: Path) -> Weights:
-    """Return the tensors of a file of any architecture, by the names in the file. Raises CheckpointError."""
+    """Return all tensors of a file by their names, also if gptkit does not know its architecture.
+
+    Raises CheckpointError.
+    """
     from ..weights import Weights
 
     return Weights({name: _stored(path, tensor, tensor.shape) for name, tensor in open_header(path).tensors.items()})
@@ -170,7 +172,7 @@ def without_ones(shape: Shape) -> Shape:
 
 
 def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
-    """Return the stored scale of a norm minus 1, for norms that multiply by 1 + weight."""
+    """Return the weight of a norm that multiplies by 1 + weight. GGUF stores the sum, so subtract 1."""
     import numpy as np
 
     from ..dtypes import cast
@@ -190,7 +192,15 @@ def plan(request: Request) -> FolderPlan:
 
 
 class _GgufModel:
-    """The model that a header describes: the tree, a config.json, and the tensors that the tree does not need."""
+    """The model that a header describes.
+
+    Attributes:
+        spec: the tree of components.
+        origin: the model family, with a config.json made from the metadata.
+        kind: the GGUF architecture.
+        dropped: the names of tensors that gptkit ignores.
+        notes: notes for the user.
+    """
 
     def __init__(self, path: Path | str, header: GgufHeader) -> None:
         self.header = header
@@ -218,7 +228,10 @@ class _GgufModel:
         self.origin = Origin(family=self.kind.reads, config_text=json.dumps(config, indent=2) + "\n")
 
     def _is_dropped(self, name: str, facts: GgufFacts) -> bool:
-        """Return whether the tree does not need a tensor, or the tensor is of a layer that drafts tokens."""
+        """Return whether gptkit ignores a tensor.
+
+        Tensors of layers that draft tokens (multi-token prediction) are ignored.
+        """
         layer = re.match(r"blk\.(\d{1,9})\.", name)
         if layer is not None and facts.drafts and int(layer[1]) >= facts.layers:
             return True
@@ -226,7 +239,7 @@ class _GgufModel:
 
 
 def _name(path: Path | str, header: GgufHeader) -> str:
-    """Return the name of the architecture. Raises InvalidInput unless the file has a whole model."""
+    """Return the name of the GGUF architecture. Raises InvalidInput unless the file has a complete model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise InvalidInput(
@@ -251,7 +264,10 @@ def _name(path: Path | str, header: GgufHeader) -> str:
 
 
 def special_ids(header: GgufHeader) -> dict[str, list[int]]:
-    """Return the ids of special tokens by transformers' names, without duplicates; there may be several eos."""
+    """Return the ids of special tokens by their names in transformers ("eos", …).
+
+    A model may have several eos tokens.
+    """
     special: dict[str, list[int]] = {}
     for name, keys in _TOKEN_ID_KEYS.items():
         values = (header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
@@ -273,7 +289,10 @@ def _floats(header: GgufHeader, name: str) -> tuple[float, ...]:
 
 
 def _repeats(header: GgufHeader, name: str, other: str) -> bool:
-    """Return whether two tensors have the same type, shape and bytes; different ones differ early, so this is fast."""
+    """Return whether two tensors have the same type, shape and bytes.
+
+    For a file on a server, only a few places of the two tensors are compared.
+    """
     a, b = header.tensors.get(name), header.tensors.get(other)
     if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):
         return False

@@ -49,26 +49,26 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor at bytes `start` to `end` (exclusive) of the file. `shape` is in numpy's order: innermost last."""
+    """The place of a tensor in a GGUF file."""
 
     name: str
     type: Quant
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    shape: tuple[int, ...]  # in the order of numpy: the innermost dimension is the last one
+    start: int  # the offset of its first byte
+    end: int  # the offset after its last byte
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of metadata that is read on demand: `count` values from byte `start`."""
+    """The place of an array in the metadata that is only read on demand."""
 
-    kind: int
-    count: int
-    start: int
+    kind: int  # GGUF's number for the type of the values
+    count: int  # the number of values
+    start: int  # the offset of the first value in the file, in bytes
 
 
 class Incomplete(Exception):
-    """The fetched part of a remote file lacks part of the header, which takes at least `needed` bytes."""
+    """Only the beginning of a remote file was fetched, and the header is longer. It has at least `needed` bytes."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
@@ -82,25 +82,31 @@ class GgufHeader:
     where: str
     """The file's name for messages."""
     metadata: dict[str, Any]
-    """The values by key. Short arrays of numbers are lists; others are an `Array`, which `values` reads."""
+    """The metadata values by key. Long arrays and arrays of strings are an `Array`; the method `values` reads them."""
     tensors: dict[str, GgufTensor]
-    """The tensors in the order of their bytes."""
+    """The tensors by name, in the order of their bytes in the file."""
     buffer: _Buffer
-    """The file; for a remote file, its beginning with the whole header."""
+    """The bytes of the file. For a remote file, only the beginning, with the whole header."""
     elsewhere: Callable[[int, int], bytes] | None = None
     """A function that fetches bytes `start` to `end` of a remote file; None for a local file."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """The byte at which the value of each key ends."""
+    """The offset in the file, in bytes, at which the value of each metadata key ends."""
 
     def read(self, start: int, end: int) -> bytes:
         """Return bytes `start` to `end` (exclusive) of the file."""
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def numbers(self, key: str, count: int) -> list[GgufTensor]:
-        """Return the `count` fp32 values at `key` as tensors named "key.0", "key.1", …; a single value is repeated.
+        """Return the places of the fp32 numbers that a metadata key has for the layers, as tensors of one element.
+
+        The tensor of layer 0 is called "KEY.0", and so on. If the key has a single number, all layers have this number.
+
+        Args:
+            key: the metadata key.
+            count: the number of layers.
 
         Raises:
-            CheckpointError: the value is not one or `count` float32 numbers.
+            CheckpointError: the value of the key is not one fp32 number or `count` of them.
         """
         value = self.metadata.get(key)
         values = value if isinstance(value, list) else [value]
@@ -115,9 +121,9 @@ class GgufHeader:
         return [GgufTensor(f"{key}.{number}", TYPES[0], (1,), at, at + 4) for number, at in enumerate(places)]
 
     def values(self, key: str, most: int) -> list[Any] | None:
-        """Return the array at `key`, or None.
+        """Return the array at a metadata key, or None if there is no such key.
 
-        Raises CheckpointError, before reading, if it has more than `most` values.
+        Raises CheckpointError, before reading, if the array has more than `most` values.
         """
         value = self.metadata.get(key)
         if value is None:
@@ -156,9 +162,16 @@ def open_header(path: Path) -> GgufHeader:
 def parse_header(
     where: Path | str, buffer: _Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> GgufHeader:
-    """Check the header in a file's bytes, or in the first bytes of a remote file.
+    """Check and return the header of a GGUF file.
 
-    Raises CheckpointError, Incomplete.
+    Args:
+        where: the name of the file for messages.
+        buffer: the bytes of the file, or the first bytes of a remote file.
+        size: the size of the file in bytes; by default that of `buffer`.
+        elsewhere: a function that fetches bytes `start` to `end` of a remote file.
+
+    Raises:
+        CheckpointError: the header is invalid. Incomplete: the header does not end in `buffer`.
     """
     where = str(where)
     size = len(buffer) if size is None else size
@@ -187,7 +200,7 @@ def parse_header(
 
 
 class _Cursor:
-    """A position in the header that only moves forward, within the file."""
+    """A read position in the header, which only moves forward."""
 
     def __init__(self, where: str, buffer: _Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
@@ -196,7 +209,8 @@ class _Cursor:
     def take(self, length: int, what: str) -> int:
         """Move forward by `length` bytes and return the old position.
 
-        Raises CheckpointError if the file ends before.
+        Raises CheckpointError if the file ends before the new position, and Incomplete if the fetched part does.
+        `what` names these bytes in errors.
         """
         at = self.at
         if length > self.size - at:
@@ -210,7 +224,7 @@ class _Cursor:
         return at
 
     def numbers(self, format_: str, what: str) -> tuple[Any, ...]:
-        """Read the next numbers. `format_` has a letter of `struct` for every number."""
+        """Read the next numbers. `format_` has one letter of Python's `struct` for every number."""
         return struct.unpack_from(f"<{format_}", self.buffer, self.take(struct.calcsize(f"<{format_}"), what))
 
     def string(self, what: str, most: int | None = None) -> str:
@@ -227,10 +241,7 @@ class _Cursor:
             raise CheckpointError(f"{self.where}: {what} at byte {at} is not UTF-8") from error
 
     def read_text(self, length: int, what: str) -> None:
-        """Subtract the length of a string from the number of bytes that all strings of the header may have.
-
-        Raises CheckpointError if they have more.
-        """
+        """Count the bytes of a string. Raises CheckpointError if the header has too many bytes of strings together."""
         self.text -= length
         if self.text < 0:
             raise CheckpointError(
@@ -238,7 +249,7 @@ class _Cursor:
             )
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Move past an array of strings and check that all are within the file."""
+        """Move past an array of `count` strings, and check that all of them end within the file."""
         self.strings -= count
         if self.strings < 0 or count > (self.size - self.at) // 8:
             raise CheckpointError(f"{self.where}: {what} claims to have {count} strings, more than fit into the file")
@@ -255,7 +266,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor, keys: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read the metadata. Return the values by key, and the byte at which each value ends."""
+    """Read the metadata. Return the values by key, and the offset in bytes at which each value ends, also by key."""
     metadata: dict[str, Any] = {}
     ends: dict[str, int] = {}
     for _ in range(keys):
@@ -301,7 +312,7 @@ def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> 
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """Read the entry of one tensor, whose offset counts from the beginning of the data."""
+    """Read the header's entry of one tensor. `start` and `end` of the result count from the beginning of the data."""
     name = cursor.string("a tensor's name", _MAX_NAME)
     where = f"{cursor.where}: tensor {shown(name)}"
     (dims,) = cursor.numbers("I", "a tensor's sizes")
@@ -327,7 +338,9 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 
 def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
-    """Return the tensors by name, with offsets from the beginning of the file instead of that of the data.
+    """Return the tensors by name, with offsets that count from the beginning of the file.
+
+    The offsets in `infos` count from the beginning of the data. The header ends at byte `end`.
 
     Raises CheckpointError if the tensors leave holes or overlap.
     """
@@ -353,7 +366,7 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
 
 
 def dequantised(data: np.ndarray, kind: Quant) -> np.ndarray:
-    """Dequantise blocks of a type to fp32."""
+    """Dequantise the bytes of blocks of the type `kind` to fp32, [blocks, values of a block]."""
     import numpy as np
     from gguf import GGMLQuantizationType, quants
 
