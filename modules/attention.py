@@ -82,7 +82,7 @@ class Mixing:
     def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
         """Return the scores q·kᵀ · scale (B, H, T, S), with the position bias if there is one.
 
-        The bias is added before or after scaling, as the position's record says.
+        The bias is added before or after scaling (`Biasing.scaled`).
         """
         spec = self.spec
         if isinstance(spec.position, Biasing):
@@ -177,9 +177,13 @@ class AttentionModule(nn.Module):
         return LayerCache(spec.cache_window) if spec.causal and spec.kv_from != "earlier" else None
 
     def _normed(self, parts: dict[str, Tensor], names: str) -> dict[str, Tensor]:
-        """Return the parts ("q", "k" and "v") with the norms applied to those in `names`.
+        """Return `parts` with the norms applied to those in `names`. The parts are queries, keys and values.
 
-        A norm is over every head by itself, or over all heads together.
+        A norm applies to every head separately, or to all heads together.
+
+        Args:
+            parts: The queries, keys and values under the names "q", "k" and "v".
+            names: The names of the parts to normalise, such as "qk".
         """
         normed = dict(parts)
         for name, x in parts.items():
@@ -346,9 +350,9 @@ class _LatentAttentionModule(nn.Module):
         return [part.transpose(1, 2) if part.dim() == 4 else _heads(part, self.spec.heads) for part in parts]
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Return rotated vectors (…, dim) with their elements in the order of the family's own code.
+        """Reorder the elements of rotated vectors (…, dim) as the family's code in transformers does.
 
-        This order may have the first elements of all pairs before the second ones.
+        With `LatentAttention.gathered`, the first elements of all pairs come before the second ones.
         """
         position = self.spec.position
         if not self.spec.gathered or getattr(position, "pairs", "") != "adjacent":
@@ -359,7 +363,11 @@ class _LatentAttentionModule(nn.Module):
 def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
     """Rotate q (B, H, T, hd) and k (B, KV, T, hd) by their positions.
 
-    If the module of `position` has a function `both`, which rotates queries and keys differently, it is used.
+    Args:
+        position: the record of the encoding. If its module has a function `both`, this rotates q and k differently.
+        q: the queries.
+        k: the keys.
+        tables: the result of `Context.tables`, such as cos and sin.
     """
     module = module_of(position)
     if hasattr(module, "both"):

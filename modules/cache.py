@@ -13,9 +13,9 @@ ROOM = 8
 """The number of tokens for which memory is allocated ahead, so that earlier tokens are copied every 8 steps only."""
 
 CACHE_LINE = 64
-"""The size of a processor's cache line in bytes. If a token's key is not a multiple of it, free memory between two
-heads changes where a head starts in its cache line. Matrix products would then sum in another order than with
-transformers' concatenated tensors.
+"""The size of a processor's cache line in bytes. If the size of a token's key is not a multiple of it, memory that is
+allocated ahead changes at which place of a cache line a head starts. Matrix products would then sum in another order
+than with transformers' concatenated tensors.
 """
 
 
@@ -73,11 +73,11 @@ class LayerCache:
 
 
 class Cache:
-    """The cache for generating one continuation (of every row). Pass the same instance to every call of the model.
+    """The cache for generating one continuation of every prompt in a batch. Pass it to every call of the model.
 
     Attributes:
-        layers: for every layer, its caches by the name of the module that uses them, such as "attention": a
-            `LayerCache` for attention, a `State` for a recurrence.
+        layers: for every layer, a dictionary from a module's name, such as "attention", to its cache: a `LayerCache`
+            for attention, a `State` for a recurrence.
         length: the number of tokens seen so far.
         encoded: the encoder's output, if the model has an encoder.
     """
@@ -108,7 +108,7 @@ class Cache:
 
 
 def _reorder(cache: Any, rows: Tensor) -> None:
-    """Select rows in all tensors of the cache of one attention or recurrence. Rows are sequences."""
+    """Replace all tensors of one module's cache by their rows with the indices `rows`. A row is a sequence."""
     for name, value in vars(cache).items():
         if isinstance(value, Tensor):
             setattr(cache, name, value.index_select(0, rows))

@@ -17,12 +17,12 @@ class Encoded(NamedTuple):
     mask: Tensor | None = None  # (B, U), 1 for tokens and 0 for padding; None if there is no padding
 
     def repeated(self, count: int) -> "Encoded":
-        """Return the output with every source repeated `count` times."""
+        """Return the output with every source text repeated `count` times."""
         rows = torch.arange(len(self.states), device=self.states.device)
         return self.chosen(rows.repeat_interleave(count))
 
     def chosen(self, rows: Tensor) -> "Encoded":
-        """Return the sources with these indices, (new sources,)."""
+        """Return the output for the source texts with the indices `rows`. An index may occur several times."""
         mask = None if self.mask is None else self.mask.index_select(0, rows)
         return Encoded(self.states.index_select(0, rows), mask)
 
@@ -149,9 +149,10 @@ class Context:
         return self.first
 
     def lender(self, spec: SharedTransformer, module: Any) -> Any:
-        """Return the module that has the weights of a shared block (Zamba 2): the first one that uses the block.
+        """Return the module that stores the weights of a shared block (Zamba 2), which several layers use.
 
-        Raises MissingComponent if that module has not run yet.
+        If `module` itself stores them, it is remembered for later layers. Raises MissingComponent if the module that
+        stores them has not run yet.
         """
         if spec.weights_from == "own":
             self._lenders[spec.number] = module
@@ -163,7 +164,10 @@ class Context:
         return self._lenders[spec.number]
 
     def see(self, encoded: Encoded) -> None:
-        """Set the encoder output for cross-attention. Its states may be empty if keys and values are in a cache."""
+        """Set the encoder's output for cross-attention.
+
+        Its hidden states may be empty if the keys and values that are computed from them are already in a cache.
+        """
         self.encoded, self.sight = encoded, _Sight(encoded.mask, self.dtype)
 
     def source(self) -> Tensor:
@@ -176,7 +180,7 @@ class Context:
         return self.encoded.states
 
     def first_key(self, window: int | None) -> int:
-        """Return the position of the first key that a layer with this window still has in its cache."""
+        """Return the position of the earliest token whose key is still in the cache of a layer with this window."""
         return max(self.past - window + 1, 0) if window is not None and self.cached else 0
 
     def keys(self, window: int | None) -> int:

@@ -191,7 +191,12 @@ def _embedded(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the input of the first layer, and the additional inputs of all layers or None; see `Front`.
 
-    `module` has the submodules of `_build_front`. `table` replaces its token embeddings.
+    Args:
+        module: a module to which `_build_front` added the embeddings.
+        input_ids: (B, T).
+        position_ids: (1 or B, T).
+        token_types: (B, T), or None for models without token types.
+        table: a table of token embeddings to use instead of the module's own.
     """
     x: Tensor = module.embedding(input_ids) if table is None else module.embedding(input_ids, table)
     inputs = None if module.layer_inputs is None else module.layer_inputs(input_ids, x)
@@ -269,8 +274,8 @@ class BlockModule(nn.Module):
     def _together(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
         """Return the hidden states after parallel sub-layers, which all read the layer's input.
 
-        The block's field `sums` decides how this rounds. Either the outputs of the sub-layers are added to the hidden
-        states one after the other, or their sum is added at once.
+        The order of the additions affects the rounding, so `Block.sums` gives it: the outputs of the sub-layers are
+        added to the hidden states one after the other, or they are added to each other first.
         """
         branches: list[Tensor] = []
         shared = x

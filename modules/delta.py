@@ -113,9 +113,9 @@ def _wide(
 
 
 def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output y (B, 1, H, value_dim) for one token, and the new state.
+    """Return the output y (B, 1, H, value_dim) for one token, and the new state of the recurrence.
 
-    `inputs` are the arguments of `_wide`, and the earlier state.
+    `inputs` are the arguments of `_wide`, followed by the state before the token.
     """
     *given, state = inputs
     q, k, v, beta, g = (tensor[:, :, 0] for tensor in _wide(*given))
@@ -128,11 +128,11 @@ def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output y (B, T, H, value_dim) for many tokens, and the new state.
+    """Return the output y (B, T, H, value_dim) for many tokens, and the new state of the recurrence.
 
     A token's update of the state depends on the updates before it. Within a chunk of tokens, all updates are the
-    solution of one triangular system (Yang et al. 2406.06484). `inputs` are the arguments of `_wide`, and the earlier
-    state or None.
+    solution of one triangular system (Yang et al. 2406.06484). `inputs` are the arguments of `_wide`, followed by the
+    state before the first token, or None at the beginning of a text.
     """
     *given, state = inputs
     q, k, v, beta, g = _wide(*given)

@@ -103,9 +103,10 @@ class _GatedFeedForwardModule(nn.Module):
 
 
 def _sparse(x: Tensor, share: float | None) -> Tensor:
-    """Set about this share of every row's elements to 0, as in Gemma 3n: max(0, x - q). If it is None, return x.
+    """Return max(0, x - q), in which about the fraction `share` of every row's elements is 0 (Gemma 3n).
 
-    q is the `share`-quantile of a normal distribution with the mean and the standard deviation of the row.
+    q is the `share`-quantile of a normal distribution with the mean and the standard deviation of the row. If `share`
+    is None, return x.
     """
     if share is None:
         return x
@@ -131,7 +132,7 @@ class _LayerInputModule(nn.Module):
 
 
 class _Choice(nn.Module):
-    """The bias of the router's scores (N, experts), which is used only for choosing experts."""
+    """A bias that is added to the router's scores (N, experts) for the choice of experts, but not for their weights."""
 
     def __init__(self, spec: MixtureOfExperts) -> None:
         super().__init__()
@@ -321,7 +322,7 @@ class MixtureOfExpertsModule(nn.Module):
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
 
     def _one_by_one(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum of outputs, computed expert by expert: each one adds its weighted outputs."""
+        """Return the weighted sum of the experts' outputs, computed one expert after the other."""
         total = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             places, tokens = torch.where((chosen == number).T)
@@ -333,10 +334,10 @@ class MixtureOfExpertsModule(nn.Module):
         return total
 
     def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum of outputs, computed as batched products in which every expert gets all tokens.
+        """Return the weighted sum of the experts' outputs, with batched matrix products over all experts and tokens.
 
-        An expert gets zeros for the tokens that did not choose it, so its output for them is zero. The family's own
-        code uses batched products, which sum in another order than one product per expert.
+        The input of an expert is zero at tokens that did not choose it, and so is its output. The family's code in
+        transformers computes it like this, and one product per expert would round differently.
         """
         weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
         experts: list[Any] = list(self.experts)
@@ -346,7 +347,10 @@ class MixtureOfExpertsModule(nn.Module):
         return self.out_of([(expert.down_proj,) for expert in experts], inner).sum(dim=0)
 
     def _outputs(self, by_expert: Tensor, counts: list[int]) -> Tensor:
-        """Return the experts' outputs for inputs that are sorted by expert. The first counts[0] rows are expert 0's."""
+        """Return the experts' outputs for inputs that are sorted by expert.
+
+        `counts` has the number of rows of every expert: the first counts[0] rows are those of expert 0, and so on.
+        """
         used: list[Any] = [expert for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for count in counts if count]
         pairs = zip(used, torch.split(by_expert, sizes), strict=True)

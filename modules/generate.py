@@ -322,7 +322,7 @@ def _searched(
     stop: frozenset[int],
     tell: Callable[[str], None],
 ) -> Iterator[int]:
-    """Yield the best continuation of a beam search. The search runs when the first token is asked for."""
+    """Yield the best continuation of a beam search. The whole search runs before the first token is yielded."""
     if max_new_tokens:
         continuation, lines = _search(model, prompt, source, max_new_tokens, beams, stop)
         for line in lines:

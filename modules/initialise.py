@@ -40,8 +40,8 @@ _PROBED = 16  # the number of tokens in the forward pass that checks for finite 
 def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[tuple[str, Array, str]]:
     """Yield random tensors for a model, one at a time, as (name, array, dtype).
 
-    The name is gptkit's. The array has the carrier dtype, which is the dtype itself except for bf16 (uint16), because
-    numpy has no bf16.
+    The name is gptkit's name of the parameter. bf16 tensors are uint16 arrays with the same bits, because numpy has no
+    bf16.
 
     Args:
         spec: the model's architecture.
@@ -129,11 +129,11 @@ def finite_logits(model: Decoder) -> bool:
 
 @dataclass(frozen=True)
 class _Written:
-    """A folder with random weights."""
+    """A folder that `write_random` has written."""
 
     folder: Path
     nbytes: int
-    """The size of the weight files."""
+    """The size of the weight files in bytes."""
 
 
 def drawn_from(tree: Outline, seed: int, dtype: str) -> Outline:

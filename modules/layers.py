@@ -14,7 +14,8 @@ from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
 VECTOR = 16
-"""A number of bytes. If rows do not start at its multiples, products may sum in another order (odd heads in fp32)."""
+"""A size in bytes. If the rows of a matrix do not start at multiples of it, matrix products may sum in another order.
+An example is an fp32 model with an odd number of heads."""
 
 
 class LinearModule(nn.Module):
@@ -81,11 +82,12 @@ class FusedLinears:
     by one. A compiled model without gradients calls them one by one, too.
 
     Args:
-        groups: the number of groups of rows in the family's own fused matrix. It has first the rows of the first
-            group of every linear, then those of the second group, and so on.
-        line: a size in bytes. The order of rows only changes bits of the result if a group's outputs for one token are
-            not a multiple of it. Only then (in few models) is the matrix built in the family's order, in every call,
-            because parameters cannot be views of it. Otherwise the linears are concatenated one after the other.
+        groups: the number of groups of rows in the fused matrix of the family's checkpoints. This matrix has first the
+            rows of the first group of every linear, then those of the second group, and so on.
+        line: a size in bytes. If the outputs of one group for one token are not a multiple of this size, the order of
+            rows changes the rounding. The matrix is then built in the family's order, in every call, because
+            parameters cannot be views of it. Few models need this. In all other models, the linears are concatenated
+            one after the other.
     """
 
     def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
@@ -187,7 +189,7 @@ class StackedLinears:
 
     @staticmethod
     def _views(rows: Sequence[Sequence[Tensor]], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for every linear, its part of the stacked tensor `whole` and its weight, in the same shape."""
+        """Yield, for every linear, a view of its part of the stacked tensor `whole`, and its weight in that shape."""
         for row, one in zip(rows, whole, strict=True):
             parts = torch.split(one, [len(weight) for weight in row], dim=1)
             yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))

@@ -113,9 +113,9 @@ def _read_state(q: Tensor, state: Tensor) -> Tensor:
 
 
 def _token(scale: float, *given: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the heads for one token, (B, 1, H, d), and the new state.
+    """Return the outputs of the heads for one token, (B, 1, H, d), and the new state of the recurrence.
 
-    `given` are the results of `projected`, and the earlier state.
+    `given` are the results of `projected`, followed by the state before the token.
     """
     *projected, state = given
     q, k, v, g = widened(scale, *projected)
@@ -126,8 +126,8 @@ def _token(scale: float, *given: Tensor) -> tuple[Tensor, Tensor]:
 def _chunks(scale: float, *given: Any) -> tuple[Tensor, Tensor]:
     """Return the outputs of the heads for many tokens, (B, T, H, d), and the new state.
 
-    Within a chunk of tokens, the weights of all pairs are computed. The state stands for all earlier chunks. `given`
-    are the results of `projected`, and the earlier state or None.
+    Within a chunk, the attention weights of all pairs of tokens are computed. The state replaces all earlier chunks.
+    `given` are the results of `projected`, followed by the state before the first token, or None.
     """
     *projected, state = given
     q, k, v, g = widened(scale, *projected)

@@ -175,7 +175,10 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
 
 @computes(Rotary)
 class RotaryTurn:
-    """The functions for `Rotary`: its tables, which all layers of a forward pass share, and the rotation."""
+    """The functions that compute RoPE (`components.Rotary`): its cos and sin tables, and the rotation by them.
+
+    All layers of a forward pass share the tables.
+    """
 
     tables = staticmethod(rotary_tables)
     turn = staticmethod(apply_rotary)
@@ -242,7 +245,10 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
 
 @computes(Buckets)
 class _BucketBias:
-    """The function for `Buckets`, T5's bias of scores: it is looked up by distance in a table (buckets, heads)."""
+    """The function that computes T5's bias of attention scores (`components.Buckets`).
+
+    The bias is looked up by distance in a table (buckets, heads).
+    """
 
     @staticmethod
     def looked_up(spec: Buckets, table: Tensor, past: int, steps: int) -> Tensor:
@@ -263,6 +269,6 @@ class _BucketBias:
 
 @computes(ALiBi)
 class _AlibiBias:
-    """The function for `ALiBi`, which computes the bias of scores."""
+    """The function that computes ALiBi's bias of attention scores (`components.ALiBi`)."""
 
     bias = staticmethod(alibi_bias)

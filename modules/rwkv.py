@@ -17,7 +17,7 @@ from .registry import computes
 from .scan import State, real, recomputed
 
 _NEVER = -1e38
-"""The exponent of a token that has no weight."""
+"""An exponent whose exponential is 0: the key of padding tokens, and the largest key before the first token."""
 
 
 def _mix(hidden: int) -> nn.Parameter:

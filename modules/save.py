@@ -98,9 +98,9 @@ def _planned(
     max_shard_bytes: int | None = None,
     record: dict[str, Any] | None = None,
 ) -> tuple[Checkpoint, Target, FolderPlan]:
-    """Return the model as a checkpoint, the exact target format, and the plan of the folder's files.
+    """Return the model as a checkpoint, the target format with its family, and the plan of the folder's files.
 
-    `to` may be a target like "hf:auto", which does not name a family yet.
+    `to` may be a target like "hf:auto", whose family is chosen here.
     """
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     source, to = adapted(_in_memory(model, stored, record), to)
@@ -164,7 +164,7 @@ def _values(parameter: Tensor, _data: np.ndarray[Any, Any]) -> np.ndarray[Any, A
 
 
 def _tokenizer(folder: Path | None) -> dict[str, bytes]:
-    """Return the contents of the files that accompany the weights in a folder, such as the tokenizer's, by name."""
+    """Return the contents, by file name, of the files next to the weights in a folder, such as the tokenizer's."""
     if folder is None:
         return {}
     if not folder.is_dir():  # deleted since the model was loaded; saving the weights is more important

@@ -61,7 +61,7 @@ class _SharedTransformerModule(nn.Module):
         return out
 
     def _raised(self, fused: FusedLinears, linears: tuple[Any, Any], x: Tensor) -> Tensor:
-        """Return the outputs of two linears for x, concatenated."""
+        """Return the concatenated outputs of two linears, such as gate and up, for x."""
         return torch.cat(fused(linears, x) if self.spec.fused else [linear(x) for linear in linears], dim=-1)
 
     def _attended(self, lender: Any, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:

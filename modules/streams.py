@@ -12,7 +12,7 @@ from .layers import LinearModule
 from .registry import build_module, computes
 
 _LEAST = 1e-5
-"""The smallest mean square that a stream is divided by when it is rescaled to the length of another."""
+"""The smallest mean square by which a stream is divided when it is rescaled to the length (the norm) of another one."""
 
 
 class Multiplier(nn.Module):
@@ -48,7 +48,7 @@ class _StreamsModule(nn.ModuleList):
 
 
 def _as_long(x: Tensor, others: list[Tensor]) -> list[Tensor]:
-    """Return x and the other vectors, rescaled to the length of x."""
+    """Return x and the vectors in `others`, which are rescaled to the length (the norm) of x."""
     target = torch.mean(x**2, dim=-1, keepdim=True) ** 0.5
     lengths = [torch.sqrt(torch.mean(other**2, dim=-1, keepdim=True).clamp(min=_LEAST)) for other in others]
     return [x, *(other * target / length for other, length in zip(others, lengths, strict=True))]
